@@ -63,7 +63,7 @@ test-faults: venv
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1
 faults: venv
-	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e tests/faults || exit 1; done
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 tests/faults || exit 1; done
 
 # The demo model under load and random faults, and without faults near its capacity; RECORD=1 writes benchmarks/results.
 marathon: MINUTES ?= 30

@@ -84,7 +84,7 @@ BREAKS: dict[str, Callable[[Run], None]] = {
     "descriptors": after(descriptors=220.0),
     "threads": after(threads=120.0),
     "files of the run folder": after(files=[f"run/{number}" for number in range(20)]),
-    "processes that came or went": after(processes={"tritonserver": 1, "python": 4}),
+    "more processes, or none of a kind": after(processes={"tritonserver": 1, "python": 6}),
     "exit status of serve": lambda run: setattr(run, "exit_status", 1),
     "left by the ended server": lambda run: run.left_over.append("process 4711"),
     "log lines of a crash": lambda run: run.bad_lines.append("Segmentation fault"),

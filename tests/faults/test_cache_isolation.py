@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 HITS = "tidewheel_kv_hit_tokens_total"
 QUERIES = "tidewheel_kv_queried_tokens_total"
-LIMIT_S = 30.0
+LIMIT_S = 180.0
 _numbers = itertools.count(100)
 
 

@@ -26,7 +26,7 @@ from support.triton.serving import Server, has_ended, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 LONG = 900
 
 

@@ -15,7 +15,7 @@ from support.triton.serving import Server
 pytestmark = pytest.mark.e2e
 
 TEN_YEARS_MS = 10 * 365 * 24 * 3600 * 1000.0
-PATIENCE_S = 30.0  # of a busy machine, over a deadline
+PATIENCE_S = 120.0  # of a busy machine, over a deadline
 
 
 def deadline(milliseconds: float) -> str:

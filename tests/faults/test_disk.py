@@ -1,4 +1,4 @@
-"""Disks that are full or lose files: serving goes on, and heals when the disk does."""
+"""Disks, shared memory and descriptors that run out, and files that are lost: serving goes on, and heals."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ from support.faults.nothing_lost import (
     streaming_canaries,
 )
 from support.faults.own_mounts import OwnMount, may_mount, with_mounts
+from support.faults.raw_streams import RawStream, idle_connections
 from support.faults.service import SETTINGS, serving
 from support.triton.burst import bursting
 from support.triton.serving import WEIGHTS, Server, StreamError, grpc_inputs, grpc_stream, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+is_possible = may_mount() and shutil.which("prlimit") is not None
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_possible, reason="needs prlimit, and a user who may mount"),
+]
 
-LIMIT_S = 60.0
-SHARED_MEMORY = "/dev/shm"
+LIMIT_S = 180.0
+SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_MB = 96  # two front ends take 16 each
 RUN_DIR_MB = 16
+NUM_DESCRIPTORS = 128
 LARGE_BYTES = 20 << 20
 
 
@@ -49,39 +56,18 @@ def ask(server: Server) -> str:
     return ""
 
 
-def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    """`/dev/full` takes no byte."""
-    with serving(tmp_path, "--log-file", "/dev/full") as server:
-        recorded = record(server)
-        with nothing_lost(server, recorded):
-            assert ask(server) == ""
-        assert "the log file cannot be written" in server.log.read_text()
-
-
-def test_weights_that_are_away_for_one_reload(tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    shutil.copytree(WEIGHTS, weights)
-    with serving(tmp_path, settings={**SETTINGS, "model": str(weights)}) as server:
-        recorded = record(server)
-        with nothing_lost(server, recorded, ends="TW-ENGINE-DEAD", log="Traceback"):
-            weights.rename(tmp_path / "away")
-            logs = Logs(server)
-            kill_engine(server)
-            wait_for(lambda: "cannot start" in logs.text(), LIMIT_S, "a failed load")
-            (tmp_path / "away").rename(weights)
-            wait_for(lambda: not ask(server), LIMIT_S, "an answer")
-
-
-needs_mount = pytest.mark.skipif(not may_mount(), reason="this user may mount nothing")
-
-
 @pytest.fixture(scope="module")
 def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve with a small /dev/shm, and with a small file system for the run directory."""
+    """Serve where everything is scarce: no log can be written, and what a test may fill up is small."""
     with tempfile.TemporaryDirectory(prefix="tw-") as run:  # a short path, for unix sockets
         folder = tmp_path_factory.mktemp("cramped")
-        prefix = with_mounts({SHARED_MEMORY: SHARED_MEMORY_MB, run: RUN_DIR_MB})
-        with serving(folder, prefix=prefix, variables={"TIDEWHEEL_RUN_DIR": run}) as server:
+        shutil.copytree(WEIGHTS, folder / "weights")
+        mounts = with_mounts({str(SHARED_MEMORY): SHARED_MEMORY_MB, run: RUN_DIR_MB})
+        limits = ("prlimit", f"--nofile={NUM_DESCRIPTORS}:{NUM_DESCRIPTORS}")
+        settings = {**SETTINGS, "model": str(folder / "weights")}
+        variables = {"TIDEWHEEL_RUN_DIR": run}
+        arguments = ("--log-file", "/dev/full")  # takes no byte
+        with serving(folder, *arguments, settings=settings, prefix=(*mounts, *limits), variables=variables) as server:
             yield server
 
 
@@ -91,9 +77,9 @@ def tokens(cramped: Server) -> Recorded:
 
 
 @contextmanager
-def filled(server: Server, folder: str) -> Iterator[None]:
+def filled(server: Server, folder: Path) -> Iterator[None]:
     """Leave no room in a file system that only the server has."""
-    with OwnMount(server, folder) as mount:
+    with OwnMount(server, str(folder)) as mount:
         mount.fill()
         try:
             yield
@@ -101,7 +87,36 @@ def filled(server: Server, folder: str) -> Iterator[None]:
             mount.free()
 
 
-@needs_mount
+def test_a_log_that_cannot_be_written(cramped: Server, tokens: Recorded) -> None:
+    with nothing_lost(cramped, tokens):
+        assert ask(cramped) == ""
+    assert "the log file cannot be written" in cramped.log.read_text()
+
+
+def test_clients_beyond_the_open_files_wait_and_are_served(cramped: Server, tokens: Recorded) -> None:
+    """Triton accepts no connection without a descriptor, and says nothing to its client."""
+    assert f"warning: {NUM_DESCRIPTORS} open files are allowed" in cramped.log.read_text()
+    with nothing_lost(cramped, tokens) as canaries:
+        with idle_connections(cramped, 2 * NUM_DESCRIPTORS):
+            late = RawStream(cramped, CANARIES[0], 20)
+            canaries.finish()
+            assert cramped.readiness("live")[0] == 200
+        assert late.finish() == tokens[CANARIES[0]][:20]
+
+
+def test_weights_that_are_away_for_one_reload(cramped: Server, tokens: Recorded) -> None:
+    weights, away = (cramped.log.parent / name for name in ("weights", "away"))
+    with nothing_lost(cramped, tokens, ends="TW-ENGINE-DEAD", log="Traceback"):
+        weights.rename(away)
+        logs = Logs(cramped)
+        kill_engine(cramped)
+        try:
+            wait_for(lambda: "cannot start" in logs.text(), LIMIT_S, "a failed load")
+        finally:
+            away.rename(weights)
+        wait_for(lambda: not ask(cramped), LIMIT_S, "an answer")
+
+
 def test_prompts_that_shared_memory_cannot_hold(cramped: Server, tokens: Recorded) -> None:
     """Their requests end, small ones are served."""
     with nothing_lost(cramped, tokens, spare_bytes=256 << 20), bursting(cramped, num_clients=1) as burst:
@@ -111,7 +126,6 @@ def test_prompts_that_shared_memory_cannot_hold(cramped: Server, tokens: Recorde
         assert len(burst.errors) == 4
 
 
-@needs_mount
 def test_shared_memory_that_fills_up_under_requests(cramped: Server, tokens: Recorded) -> None:
     """What the server has is enough for small requests. A large one ends; with room again, it gets our answer."""
     large = "x" * LARGE_BYTES
@@ -127,18 +141,16 @@ def test_shared_memory_that_fills_up_under_requests(cramped: Server, tokens: Rec
         assert burst.errors.pop().startswith("[TW-TOO-LARGE]")
 
 
-@needs_mount
 def test_a_run_directory_that_is_full_while_it_serves(cramped: Server, tokens: Recorded) -> None:
-    with nothing_lost(cramped, tokens), filled(cramped, str(run_dir(cramped))):
+    with nothing_lost(cramped, tokens), filled(cramped, run_dir(cramped)):
         with streaming_canaries(cramped) as beside:
             assert_survived(beside, tokens)
         assert cramped.readiness() == (200, "ready")
 
 
-@needs_mount
 def test_an_engine_that_dies_while_its_run_directory_is_full(cramped: Server, tokens: Recorded) -> None:
     with nothing_lost(cramped, tokens, ends="TW-ENGINE-DEAD"):
-        with filled(cramped, str(run_dir(cramped))):
+        with filled(cramped, run_dir(cramped)):
             kill_engine(cramped)
             wait_for(lambda: "cannot be written (No space left on device): make room" in ask(cramped), LIMIT_S, "why")
         wait_for(lambda: not ask(cramped), LIMIT_S, "an answer")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 
 DEAD = "TW-ENGINE-DEAD"
 NUM_STREAMS = 100
-HANG_LIMIT_S = 120.0
+HANG_LIMIT_S = 240.0
 
 
 def engine_dir(server: Server) -> Path:
@@ -37,7 +37,7 @@ def engine_dir(server: Server) -> Path:
 
 
 def engine(server: Server) -> psutil.Process:
-    process: psutil.Process = wait_for(server.engine_process, 60, "an engine")
+    process: psutil.Process = wait_for(server.engine_process, 180, "an engine")
     return process
 
 
@@ -90,7 +90,7 @@ def test_a_killed_engine_is_told_to_every_client_and_the_next_serves(
             burst.send(CANARIES[index % len(CANARIES)], 900)
         # All of them at the engine: one that came after its death would be held, and served by the next engine.
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        wait_for(lambda: sum(map(server.metric, names)) >= NUM_STREAMS, 60, "all requests at the engine")
+        wait_for(lambda: sum(map(server.metric, names)) >= NUM_STREAMS, 180, "all requests at the engine")
         mortal.kill()
         assert_told(server, "stopped", "reloading")
         burst.finish()
@@ -125,7 +125,7 @@ def test_a_pause_is_survived(server: Server, case: Case, pause_s: float) -> None
         with bursting(server) as burst:
             for prompt in CANARIES:
                 burst.send(prompt, 8)
-            wait_for(lambda: paused.status() == psutil.STATUS_STOPPED, 10, "a stopped engine")
+            wait_for(lambda: paused.status() == psutil.STATUS_STOPPED, 60, "a stopped engine")
             time.sleep(pause_s)
             paused.resume()
             burst.finish()
@@ -143,6 +143,7 @@ def test_a_step_that_hangs_is_ended_with_its_stacks(server: Server, case: Case, 
         assert "support/faults/planted.py" in (engine_dir(server) / "engine.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_start_refuses_planted_faults(tmp_path: Path) -> None:
     arguments = ("--model-repository", str(make_repository(tmp_path)))
     server = start_server(*arguments, log=tmp_path / "serve.log", variables={"TIDEWHEEL_FAULTS": PLANTED})

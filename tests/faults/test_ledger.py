@@ -16,7 +16,7 @@ from support.triton.serving import Server, grpc_inputs, wait_for
 
 pytestmark = pytest.mark.e2e
 
-LIMIT_S = 30.0
+LIMIT_S = 180.0
 LONG = 900
 REFUSED: dict[str, dict[str, Any]] = {
     "TW-INPUT": {"temperature": -0.5},

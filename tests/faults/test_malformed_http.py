@@ -16,7 +16,7 @@ from support.triton.serving import Server
 pytestmark = pytest.mark.e2e
 
 BODY = b'{"text_input": "The server", "max_tokens": 4}'
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def infer(**changes: object) -> bytes:

@@ -224,11 +224,12 @@ def test_nothing_unpickles() -> None:
 
 
 def test_durations_are_monotonic() -> None:
-    """A wall clock may jump. It is read for the age of a file, and for dates in templates, answers and reports."""
+    """A wall clock may jump. It is read for times of files, and for dates in templates, answers and reports."""
     readers = {
         m for m, path in MODULES.items() if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
     }
     assert readers == {
+        "tidewheel.server.repository",
         "tidewheel.server.workdir",
         "tidewheel.frontend.chat_template",
         "tidewheel.gateway.answering",

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from support.gateway.running_gateway import gateway_to
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
 from support.triton.grpc_triton import say_words as say_words_over_grpc
 from support.triton.http_triton import Body, FakeHttpTriton, HttpError, error_body, one_answer, say_words
@@ -109,6 +110,24 @@ def test_what_sse_sends(start: Start, http_triton: FakeHttpTriton, fired: Any) -
         "priority": 1,
     }
     assert [row[0] for row in fired.rows()] == ["SSE", "TTFT", "TPOT"]
+
+
+def test_what_openai_sends(start: Start, triton: FakeTriton, fired: Any) -> None:
+    from tidewheel_client.load.users import OpenAiUser
+
+    with gateway_to(triton.port) as gateway:
+        user = start(OpenAiUser, gateway.url, qos_mix="low", output_tokens="5", prompt_words="4")
+        user.ask()
+        assert triton.asked[0].sampling == {"max_tokens": 5, "ignore_eos": True, "priority": 4, "n": 1}
+        triton.answer = refused_over_grpc
+        user.ask()
+    assert fired.rows()[:3] == [
+        ("OPENAI", "demo low", None),
+        ("TTFT", "OPENAI demo low", None),
+        ("TPOT", "OPENAI demo low", None),
+    ]
+    assert [(row[0], row[2]) for row in fired.rows()[3:]] == [("OPENAI", "TW-BUSY")]
+    assert user.wait_time() >= 0.25
 
 
 def test_what_infer_sends(start: Start, http_triton: FakeHttpTriton, fired: Any) -> None:

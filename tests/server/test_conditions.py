@@ -5,6 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tidewheel.server import supervisor
 
 SCRIPT = """
 import os, signal, sys
@@ -64,3 +69,30 @@ def test_readiness_from_start_to_end(tmp_path: Path) -> None:
         "stopped: enough",
         "draining: the server is shutting down",
     ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engines", "idle"),
+    [
+        ({}, None),
+        ({"dead": 0}, None),
+        ({"one": 0, "dead": 3}, True),
+        ({"one": 0, "two": 1}, False),
+        ({"one": 0, "silent": None}, False),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch, engines: dict[str, int | None], idle: bool | None
+) -> None:
+    """Its step may take longer than the wait for an answer."""
+
+    def drain(folder: Path, timeout_s: float) -> SimpleNamespace | None:
+        num_running = engines[folder.name]
+        return None if num_running is None else SimpleNamespace(num_running=num_running, num_waiting=0)
+
+    def status(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(state="ready", is_alive=folder.name != "dead")
+
+    monkeypatch.setattr(supervisor, "drain", drain)
+    monkeypatch.setattr(supervisor, "read_status", status)
+    assert supervisor._drain_engines([Path(name) for name in engines]) is idle

@@ -143,9 +143,11 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
 def test_the_memory_of_a_region_is_that_of_the_process_which_names_it(shared_memory: Path) -> None:
     for name in ("tidewheel_one_r", "tidewheel_one_s"):
         (shared_memory / name).write_bytes(b"x" * 8192)
-    command = ["/bin/sh", "-c", "read line", "tidewheel_one_r", "tidewheel_gone"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    command = ["/bin/sh", "-c", "echo; read line", "tidewheel_one_r", "tidewheel_gone"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun, with its own arguments
             assert shared_bytes(process.pid, "tidewheel_", shared_memory) == 8192
             assert shared_bytes(process.pid, "other_", shared_memory) == 0
         finally:

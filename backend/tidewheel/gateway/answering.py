@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -43,6 +44,16 @@ class Usage:
         }
 
 
+@dataclass(slots=True)
+class _Progress:
+    """State of one choice."""
+
+    listener: Listener
+    num_chars: int = 0  # before the current part
+    num_calls: int = 0
+    has_begun: bool = False  # the role was sent
+
+
 class Answer:
     """Writer of the answer to one request."""
 
@@ -59,11 +70,7 @@ class Answer:
             "created": int(time.time()),
             "model": ask.model,
         }
-        # By choice.
-        self._lengths: dict[int, int] = {}  # characters so far
-        self._listeners: dict[int, Listener] = {}
-        self._num_calls: dict[int, int] = {}
-        self._begun: set[int] = set()  # the role was sent
+        self._progress: dict[int, _Progress] = {}  # by choice
 
     def whole(self, chunks: Sequence[tuple[int, Chunk]]) -> bytes:
         """Return the answer. Each chunk comes with the number of its prompt."""
@@ -98,42 +105,42 @@ class Answer:
 
     def _choice(self, number: int, part: Chunk | Completion) -> Json:
         index = number * self._ask.n + part.index
-        before = self._lengths.get(index, 0)
-        self._lengths[index] = before + len(part.text)
-        choice: Json = {"index": index, **self._content(part, index), "logprobs": None}
+        progress = self._progress.get(index)
+        if progress is None:
+            progress = self._progress[index] = _Progress(Listener(self._ask.tools, self._reasoning))
+        choice: Json = {"index": index, **self._content(part, progress), "logprobs": None}
         if part.logprobs is not None and self._ask.top_logprobs is not None:
-            choice["logprobs"] = self._logprobs(part.logprobs, before)
+            choice["logprobs"] = self._logprobs(part.logprobs, progress.num_chars)
+        progress.num_chars += len(part.text)
         choice |= _end(part.finish_reason)
-        if choice["finish_reason"] == "stop" and self._num_calls.get(index):
+        if choice["finish_reason"] == "stop" and progress.num_calls:
             choice["finish_reason"] = "tool_calls"
         if self._ask.params["return_token_ids"]:
             choice["token_ids"] = part.token_ids or ()
         return choice
 
-    def _content(self, part: Chunk | Completion, index: int) -> Json:
+    def _content(self, part: Chunk | Completion, progress: _Progress) -> Json:
         if not self._ask.is_chat:
             return {"text": part.text}
-        if index not in self._listeners:
-            self._listeners[index] = Listener(self._ask.tools, self._reasoning)
-        spoken = self._listeners[index].push(part.text)
+        spoken = progress.listener.push(part.text)
         if part.finish_reason is not None:
-            spoken += self._listeners[index].end()
-        said = self._said(spoken, index)
-        role = {} if index in self._begun else {"role": "assistant"}
+            spoken += progress.listener.end()
+        said = self._said(spoken, progress)
         if not self._ask.stream:
-            return {"message": {**role, "content": None if spoken.calls else "", **said}}
+            return {"message": {"role": "assistant", "content": None if spoken.calls else "", **said}}
         if not said and part.finish_reason is None:
             return {"delta": {}}
-        self._begun.add(index)
+        role = {} if progress.has_begun else {"role": "assistant"}
+        progress.has_begun = True
         return {"delta": {**role, **said}}
 
-    def _said(self, spoken: Spoken, index: int) -> Json:
+    def _said(self, spoken: Spoken, progress: _Progress) -> Json:
         said: Json = {"content": spoken.content} if spoken.content else {}
         if spoken.reasoning:
             said["reasoning_content"] = spoken.reasoning
-        first = self._num_calls.get(index, 0)
+        first = progress.num_calls
         calls = spoken.calls[: max(1 - first, 0)] if self._ask.has_one_call else spoken.calls
-        self._num_calls[index] = first + len(calls)
+        progress.num_calls += len(calls)
         if calls:
             said["tool_calls"] = [self._call(one, number) for number, one in enumerate(calls, start=first)]
         return said

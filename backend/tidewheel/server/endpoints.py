@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tidewheel.server import ServeError
 
+ANSWER_S = 2.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - how to reach a server that listens everywhere
 
 
@@ -43,9 +44,11 @@ class Endpoints:
         """
         address = _ANY.get(self.host, self.host)
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        connection.settimeout(1.0)
+        connection.settimeout(ANSWER_S)
         with contextlib.suppress(OSError):
             connection.connect((address, self.http))
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: tidewheel\r\n\r\n")
+            connection.recv(1)  # Triton counts a connection that it has accepted
         return connection
 
     def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:

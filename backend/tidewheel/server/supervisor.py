@@ -337,7 +337,12 @@ def _has_other_backends(endpoints: Endpoints) -> bool:
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
-    """Return whether no engine has a request left, or None without an answer."""
-    answers = [drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
-    stats = [answer for answer in answers if answer is not None]
-    return all(one.num_running + one.num_waiting == 0 for one in stats) if stats else None
+    """Return whether no engine has a request left, or None without an engine. A silent one may be in a long step."""
+    answers = [drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs if _serves(folder)]
+    idle = [answer is not None and answer.num_running + answer.num_waiting == 0 for answer in answers]
+    return all(idle) if idle else None
+
+
+def _serves(engine_dir: Path) -> bool:
+    status = read_status(engine_dir)
+    return status is not None and status.state == "ready" and status.is_alive

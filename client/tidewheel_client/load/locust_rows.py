@@ -1,8 +1,8 @@
 """Rows of locust's statistics, by request type:
 
-    GRPC, SSE, INFER   whole requests, from sending to last token; failures count here, under their tag
-    TTFT               first tokens of successful streams
-    TPOT               mean times between their tokens, if more than one
+    GRPC, SSE, INFER, OPENAI   whole requests, from sending to last token; failures count here, under their tag
+    TTFT                       first tokens of successful streams
+    TPOT                       mean times between their tokens, if more than one
 
 A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds. The
 "Aggregated" row mixes all of these.

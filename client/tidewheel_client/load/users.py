@@ -1,4 +1,4 @@
-"""Users that stream over gRPC, stream over HTTP, or wait for whole answers over HTTP.
+"""Users that stream over gRPC, over HTTP or in OpenAI's API, or wait for whole answers over HTTP.
 
 HTTP users need `requests`: locust's FastHttpUser collects a kilobyte and so shows a late first token.
 """
@@ -17,7 +17,7 @@ from locust import User, task
 from tidewheel_client.grpc_client import Client
 from tidewheel_client.load.load_options import Ask, LoadOptions, OptionError, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
-from tidewheel_client.request_errors import RequestError, RequestTimeout, ServerUnavailable, from_text
+from tidewheel_client.request_errors import BY_TAG, RequestError, RequestTimeout, ServerUnavailable, from_text
 
 _INCOMPLETE = "the stream ended before its last response"
 
@@ -120,10 +120,10 @@ class _HttpUser(LoadUser):
 
     def request(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
         assert self._session is not None
-        url = f"{str(self.host).rstrip('/')}/v2/models/{self.target_model()}/{path}"
+        url = f"{str(self.host).rstrip('/')}/{path}"
         response = self._session.post(url, json=body, stream=stream, timeout=self.options.request_timeout_s)
         if response.status_code != requests.codes.ok:
-            raise from_text(_error_text(response.text))
+            raise _error(response.text, response.headers.get("retry-after-ms"))
         return response
 
 
@@ -139,13 +139,36 @@ class HttpStreamUser(_HttpUser):
             **ask.parameters,
         }
         finish_reason = "None"
-        with self.request("generate_stream", body, stream=True) as response:
+        with self.request(f"v2/models/{self.target_model()}/generate_stream", body, stream=True) as response:
             for event in _events(response):
                 if "error" in event:
                     raise from_text(event["error"])
                 finish_reason = event["finish_reason"]
                 timing.arrived(event["num_output_tokens"], len(event["text_output"].encode()))
         if finish_reason == "None":
+            raise ServerUnavailable(_INCOMPLETE)
+
+
+class OpenAiUser(_HttpUser):
+    """User of the gateway's completions."""
+
+    kind = "OPENAI"
+    host = "http://127.0.0.1:8080"
+
+    def post(self, ask: Ask, timing: Timing) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}  # an event may hold several tokens
+        body = {"model": self.target_model(), "prompt": ask.prompt, "stream": True, "stream_options": options}
+        num_tokens, is_over = 0, False
+        with self.request("v1/completions", {**body, **ask.parameters}, stream=True) as response:
+            for event in _events(response):
+                if "error" in event:
+                    raise _error(json.dumps(event), None)
+                for choice in event["choices"]:
+                    is_over = choice["finish_reason"] is not None
+                    counted = event["usage"]["completion_tokens"]
+                    timing.arrived(counted - num_tokens, len(choice["text"].encode()))
+                    num_tokens = counted
+        if not is_over:
             raise ServerUnavailable(_INCOMPLETE)
 
 
@@ -164,7 +187,7 @@ class HttpInferUser(_HttpUser):
                 _tensor("return_num_output_tokens", "BOOL", True),
             ]
         }
-        answer = self.request("infer", body, stream=False).json()
+        answer = self.request(f"v2/models/{self.target_model()}/infer", body, stream=False).json()
         outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
         timing.arrived(outputs["num_output_tokens"], len(outputs["text_output"].encode()))
 
@@ -175,12 +198,17 @@ def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines(chunk_size=None):  # a chunk_size of 1 is no sooner and takes 130 µs, not 3
-        if line.startswith(b"data:"):
+        if line.startswith(b"data:") and line != b"data: [DONE]":
             yield json.loads(line[5:])
 
 
-def _error_text(body: str) -> str:
+def _error(body: str, retry_after_ms: str | None) -> RequestError:
+    """Return the error of Triton's answer, or of OpenAI's with our tag."""
     try:
-        return str(json.loads(body)["error"])
+        error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
-        return body[:500] or "an empty answer"
+        error = body[:500] or "an empty answer"
+    if not isinstance(error, dict):
+        return from_text(str(error))
+    retry = int(retry_after_ms) if retry_after_ms else None
+    return BY_TAG.get(error.get("tag", ""), RequestError)(str(error.get("message")), retry_after_ms=retry)

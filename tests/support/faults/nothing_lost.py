@@ -30,9 +30,9 @@ CANARIES = (
 )
 CANARY_TOKENS = 120
 SHORT_CANARY_TOKENS = 24
-SERVED_AGAIN_S = 60.0
-TOLD_S = 30.0
-SETTLE_S = 20.0  # for figures, cancels, closed connections
+SERVED_AGAIN_S = 180.0
+TOLD_S = 60.0
+SETTLE_S = 60.0  # for figures, cancels, closed connections
 SPARE_THREADS = 8  # gRPC starts some of its own
 SPARE_DESCRIPTORS = 8
 SPARE_BYTES = 96 << 20  # of an allocator, after one case
@@ -275,9 +275,13 @@ def shm_prefix(server: Server) -> str:
     return f"tidewheel_{run_dir(server).parent.name.removeprefix('tidewheel-serve-')}_"
 
 
+def as_seen_by(server: Server, path: Path) -> Path:
+    """Return a way to a path of the server, which may have file systems of its own."""
+    return Path(f"/proc/{server.process.pid}/root{path}")
+
+
 def shared_memory(server: Server) -> Path:
-    """Return /dev/shm as the server sees it, which may have one of its own."""
-    return Path(f"/proc/{server.process.pid}/root/dev/shm")
+    return as_seen_by(server, Path("/dev/shm"))
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------
@@ -293,18 +297,18 @@ class Logs:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._starts = {path: path.stat().st_size for path in self._paths()}
+        self._starts = {inode: path.stat().st_size for inode, path in self._files().items()}
 
-    def _paths(self) -> list[Path]:
-        engines = run_dir(self._server).glob("*/*/engine.log")
-        paths = {path.resolve() for path in (self._server.log, triton_log(self._server), *engines)}
-        return sorted(path for path in paths if path.is_file())
+    def _files(self) -> dict[int, Path]:
+        engines = as_seen_by(self._server, run_dir(self._server)).glob("*/*/engine.log")
+        paths = (self._server.log, triton_log(self._server), *engines)
+        return {path.stat().st_ino: path for path in paths if path.is_file()}
 
     def text(self) -> str:
         pieces = []
-        for path in self._paths():
+        for inode, path in self._files().items():
             with path.open(errors="replace") as log:
-                log.seek(self._starts.get(path, 0))
+                log.seek(self._starts.get(inode, 0))
                 pieces.append(log.read())
         return "".join(pieces)
 

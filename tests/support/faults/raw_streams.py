@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from support.triton.burst import GREEDY
 from support.triton.serving import Server
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: closing sends RST
 
 
@@ -61,3 +63,14 @@ class RawStream:
 
 def _as_list(value: int | list[int]) -> list[int]:
     return value if isinstance(value, list) else [value]
+
+
+@contextmanager
+def idle_connections(server: Server, count: int, heads: Sequence[bytes] = (b"",)) -> Iterator[list[socket.socket]]:
+    """Open connections, each of which sends the begin of a request."""
+    with ExitStack() as opened:
+        sockets = []
+        for index in range(count):
+            sockets.append(opened.enter_context(socket.create_connection(("127.0.0.1", server.http_port))))
+            sockets[-1].sendall(heads[index % len(heads)])
+        yield sockets

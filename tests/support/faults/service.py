@@ -74,6 +74,6 @@ def all_at_once(server: Server, count: int) -> Iterator[None]:
     engine.suspend()
     try:
         yield
-        wait_for(lambda: server.metric("tidewheel_requests_received_total") >= before + count, 60, "all requests")
+        wait_for(lambda: server.metric("tidewheel_requests_received_total") >= before + count, 180, "all requests")
     finally:
         engine.resume()

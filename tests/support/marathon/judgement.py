@@ -81,7 +81,8 @@ def _leaks(run: Run) -> Iterator[Verdict]:
     yield _growth("files of the run folder", len(before.files), len(after.files), SPARE_FILES)
     names = sorted(before.processes.keys() | after.processes.keys())
     changes = {name: after.processes.get(name, 0) - before.processes.get(name, 0) for name in names}
-    yield _none("processes that came or went", [f"{name} {by:+d}" for name, by in changes.items() if by])
+    changed = [f"{name} {by:+d}" for name, by in changes.items() if by > 0 or name not in after.processes]
+    yield _none("more processes, or none of a kind", changed)
 
 
 def _growth(what: str, before: float, after: float, spare: float, unit: float = 1) -> Verdict:

@@ -9,7 +9,15 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tidewheel.errors import ConfigError
-from tidewheel.server.repository import check_name, entries, parse_settings, select, served_name, write_entry
+from tidewheel.server.repository import (
+    check_name,
+    entries,
+    num_front_ends,
+    parse_settings,
+    select,
+    served_name,
+    write_entry,
+)
 
 
 @pytest.fixture
@@ -69,6 +77,11 @@ def test_neither_folder_nor_id(tmp_path: Path, text: str) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         write_entry(tmp_path / "repository", str(tmp_path), "x", {})
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (15, 1), (16, 2), (24, 3), (128, 4)])
+def test_front_ends_by_cores(num_cores: int, expected: int) -> None:
+    assert num_front_ends(num_cores) == expected
 
 
 def test_served_names(model: Path) -> None:

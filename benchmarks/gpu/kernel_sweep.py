@@ -46,7 +46,7 @@ def sweeps(is_dry: bool) -> Iterator[Sweep]:
     for case in decodes:
         kernel = case.by(OURS, attention.ours)
         yield Sweep("decode_config", kernel, tiles)
-        yield Sweep("num_kv_splits", kernel, {"": (1, 2, 4, 8, 16, 32, 64)})
+        yield Sweep("decode_splits", kernel, {"extra": (1, 16, 33, 66), "min_keys": (128, 256, 512, 1024, 2048)})
     for case in prompts:
         kernel = case.by(OURS, attention.ours)
         yield Sweep("prefill_config", kernel, {"tma": (0, 1)})

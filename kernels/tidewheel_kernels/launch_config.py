@@ -13,6 +13,7 @@ import torch
 
 # With fewer keys per decode program the merge costs too much.
 MIN_KEYS_PER_SPLIT = 128
+MIN_KEYS_PER_SPLIT_OF_MANY = 1024  # where sequences alone fill the device
 # Decode programs: two hide each other's latency.
 PROGRAMS_PER_SM = 2
 RESIDENT_PROGRAMS_PER_SM = 3
@@ -143,14 +144,22 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
     return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=3)
 
 
+class DecodeSplits(NamedTuple):
+    extra: int  # programs of a KV head beyond one per sequence, for splits of the longest
+    min_keys: int  # in a split
+
+
 @lru_cache
-def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Return programs per sequence and KV head, from host values only: a CUDA graph may freeze them."""
-    num_rows = max(num_seqs * num_kv_heads, 1)
-    wanted = cdiv(PROGRAMS_PER_SM * num_sms, num_rows)
-    if wanted * num_rows > RESIDENT_PROGRAMS_PER_SM * num_sms:
-        wanted -= 1
-    return max(1, min(wanted, cdiv(max_seq_len, MIN_KEYS_PER_SPLIT)))
+def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> DecodeSplits:
+    """Return limits for the plan of decodes, from host values only: a CUDA graph freezes them."""
+    wanted, resident = (
+        cdiv(PROGRAMS_PER_SM * num_sms, num_kv_heads),
+        RESIDENT_PROGRAMS_PER_SM * num_sms // num_kv_heads,
+    )
+    min_keys = MIN_KEYS_PER_SPLIT if num_seqs < wanted else MIN_KEYS_PER_SPLIT_OF_MANY
+    # Sequences of one length are not split once they fill the device: a share is twice the mean.
+    extra = min(wanted, max(resident - num_seqs, num_seqs // 2))
+    return DecodeSplits(min(extra, num_seqs * (cdiv(max(max_seq_len, 1), min_keys) - 1)), min_keys)
 
 
 @lru_cache

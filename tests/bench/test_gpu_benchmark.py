@@ -328,8 +328,8 @@ def test_another_configuration_holds_only_while_it_is_measured() -> None:
     recorded = launch_config.row_config(1024)
     with replaced("row_config", {"num_warps": 16}):
         assert launch_config.row_config(1024) == recorded._replace(num_warps=16)
-    with replaced("num_kv_splits", {"": 7}):
-        assert launch_config.num_kv_splits(1, 8, 2048, 132) == 7
+    with replaced("vocabulary_programs", {"": 7}):
+        assert launch_config.vocabulary_programs(1, 8, 132) == 7
     with pytest.raises(UnknownField, match="colour"), replaced("row_config", {"colour": 1}):
         launch_config.row_config(1024)
     assert launch_config.row_config(1024) == recorded

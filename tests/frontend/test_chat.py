@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe
@@ -249,6 +249,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(value=json_values)
 def test_any_json_is_messages_or_refused(value: object) -> None:
     try:

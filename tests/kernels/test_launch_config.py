@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tidewheel_kernels.launch_config import (
+    DecodeSplits,
     architecture,
     compile_target,
     decode_config,
+    decode_splits,
     next_power_of_2,
-    num_kv_splits,
     prefill_config,
     row_config,
     vocabulary_config,
@@ -19,20 +20,28 @@ from tidewheel_kernels.launch_config import (
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "num_kv_heads", "max_seq_len", "splits"),
+    ("num_seqs", "num_kv_heads", "max_seq_len", "limits"),
     [
-        (1, 8, 128, 1),  # one split is enough keys
-        (1, 8, 100_000, 33),  # 2 * 132 programs over 8
-        (1, 1, 1024, 8),  # no split below 128 keys
-        (33, 8, 100_000, 1),  # the batch alone fills the device
-        (32, 8, 100_000, 1),  # a second split would not fit on the device at once
-        (16, 8, 100_000, 3),
-        (1, 8, 40_960, 33),  # a CUDA graph is frozen with max_model_len
-        (1, 1, 0, 1),
+        (1, 8, 128, (0, 128)),  # too few keys for two
+        (1, 8, 40_960, (33, 128)),  # 2 * 132 programs over 8
+        (1, 1, 1024, (7, 128)),  # eight splits at most
+        (24, 8, 40_960, (25, 128)),  # 3 * 132 programs over 8 are resident
+        (33, 8, 40_960, (16, 1024)),  # the batch alone fills the device
+        (256, 8, 40_960, (33, 1024)),
+        (256, 8, 1024, (0, 1024)),
+        (1, 1, 0, (0, 128)),
     ],
 )
-def test_number_of_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, splits: int) -> None:
-    assert num_kv_splits(num_seqs, num_kv_heads, max_seq_len, num_sms=132) == splits
+def test_limits_of_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, limits: tuple[int, int]) -> None:
+    assert decode_splits(num_seqs, num_kv_heads, max_seq_len, num_sms=132) == DecodeSplits(*limits)
+
+
+def test_equal_lengths_are_split_until_the_batch_fills_the_device() -> None:
+    """The plan splits what is longer than the keys of all, shared out among the extra programs."""
+    expected = {1: 33, 2: 17, 4: 9, 8: 5, 16: 3, 17: 2, 24: 2, 25: 1, 32: 1, 64: 1, 256: 1, 512: 1}
+    limits = {batch: decode_splits(batch, 8, 40_960, 132) for batch in expected}
+    length = 40_960
+    assert {b: -(-length // max(one.min_keys, -(-b * length // one.extra))) for b, one in limits.items()} == expected
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (80, 128), (128, 128)])

@@ -16,6 +16,7 @@ from tidewheel.server.repository import (
     entries,
     load_again,
     mirror,
+    num_front_ends,
     parse_settings,
     resolve_model,
     select,
@@ -87,6 +88,11 @@ def test_a_config_that_is_no_file_is_left_to_the_load(tmp_path: Path) -> None:
     """It says what it is; it is not missing."""
     os.mkfifo(tmp_path / "config.json")
     assert resolve_model(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (15, 1), (16, 2), (24, 3), (128, 4)])
+def test_front_ends_by_cores(num_cores: int, expected: int) -> None:
+    assert num_front_ends(num_cores) == expected
 
 
 def test_served_names(model: Path) -> None:

@@ -30,7 +30,7 @@ _MAX_STREAM_INTERVAL_MS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    num_sender_threads: int = 4  # threads that send responses, 1 to 64; all but one wait until a client blocks
+    num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     stream_interval_ms: float = 20.0  # between responses of a stream, at most, while one a token is too much work
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits

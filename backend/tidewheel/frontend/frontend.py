@@ -77,9 +77,7 @@ class Frontend:
             self._forget,
             on_finished,
         )
-        self._watcher = Watcher(
-            self._live, self._cancel, self._expire, interval_s=poll_interval_s, tick=self._turns.relieve
-        )
+        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     @property

@@ -61,21 +61,11 @@ class Watcher:
     a bounded share of its time.
     """
 
-    def __init__(
-        self,
-        live: Mapping[int, LiveRequest],
-        cancel: _End,
-        expire: _End,
-        *,
-        interval_s: float,
-        tick: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Call `tick` at each interval."""
+    def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
         self._live = live
         self._cancel = cancel
         self._expire = expire
         self._interval_s = interval_s
-        self._tick = tick
         self._sweep: Iterator[LiveRequest] = iter(())
         self._deadlines: list[tuple[int, int]] = []  # heap of (monotonic ns, key)
         self._changed = threading.Condition()
@@ -125,7 +115,6 @@ class Watcher:
                 while (request := self._pop_due(time.monotonic_ns())) is not None:
                     self._expire(request)
                 if time.monotonic() >= next_poll:
-                    self._tick()
                     self.poll(self._interval_s * _MAX_SHARE)
                     next_poll = time.monotonic() + self._interval_s
             except Exception:

@@ -18,17 +18,18 @@ from tidewheel.frontend.token_columns import TokenColumns
 
 logger = logging.getLogger(__name__)
 
-_STUCK_NS = 20_000_000  # a turn that takes longer has a client that does not read
-_LOAD = 0.7  # of a sender's time, for all streams in turn
+_LOAD = 0.7  # of the senders' time, for all streams in turn
 _SMOOTHING = 1 / 32
+_LOOKS = 4  # in an interval
+_LOOK_S = 0.02
 
 
 class Turns:
     """Threads that send. A turn sends all news of a request as one response.
 
-    A request has at most one turn at once, so its responses keep their order. One thread leads. Another takes the
-    lead from it while a sink blocks. First tokens and ends go first, then the streams whose last turn is an interval
-    ago: no time while the sender can send every token alone, else up to `interval_s`, or as long as all need in turn.
+    A request has at most one turn at once, so its responses keep their order. A blocking sink holds up one sender.
+    First tokens and ends go first, then the streams whose last turn is an interval ago: no time while the senders can
+    send every token alone, else up to `interval_s`, or as long as all need in turn.
     """
 
     def __init__(
@@ -51,11 +52,10 @@ class Turns:
         self._on_finished = on_finished
         self._max_interval_ns = interval_s * 1e9
         self._turn_ns = 0.0  # of one turn, smoothed
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # of the leader
-        self._lead = threading.Condition(self._lock)  # of the others
-        self._leader: int | None = None
-        self._begin_ns = 0  # of the leader's turn; 0: it waits
+        self._num_senders = num_senders
+        self._changed = threading.Condition()
+        self._has_timekeeper = False  # among the threads that wait
+        self._look_ns = 0  # when to look for due streams again: many at once cost less
         self._urgent: deque[LiveRequest] = deque()
         self._due: deque[int] = deque()
         self._is_closed = False
@@ -63,21 +63,14 @@ class Turns:
 
     def put(self, request: LiveRequest) -> None:
         """Queue a turn that was claimed, before all streams."""
-        with self._lock:
+        with self._changed:
             self._urgent.append(request)
-            self._work.notify()
+            self._changed.notify()
 
     def wake(self) -> None:
         """Look for news in the columns."""
-        with self._lock:
-            self._work.notify()
-
-    def relieve(self) -> None:
-        """Let another thread lead if a sink blocks this one."""
-        with self._lock:
-            if self._begin_ns and time.monotonic_ns() - self._begin_ns > _STUCK_NS:
-                self._leader, self._begin_ns = None, 0
-                self._lead.notify()
+        with self._changed:
+            self._changed.notify()
 
     def fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._close(request)
@@ -88,32 +81,37 @@ class Turns:
 
     def close(self, timeout_s: float) -> bool:
         """Return whether all turns ended in time."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
-            self._work.notify_all()
-            self._lead.notify_all()
+            self._changed.notify_all()
         return self._senders.join(timeout_s)
 
     def _take(self) -> LiveRequest | None:
-        me = threading.get_ident()
-        with self._lock:
-            if self._leader == me:
-                self._begin_ns = 0
-            while self._leader not in (None, me) and not self._is_closed:
-                self._lead.wait()
-            self._leader = me
+        with self._changed:
             while (request := self._next()) is None:
                 if self._is_closed:
                     return None
-                self._work.wait(self._seconds_to_wait())
-            self._begin_ns = time.monotonic_ns()
+                self._wait()
+            if self._urgent or self._due or not (self._has_timekeeper or self._columns.next_taken_ns() is None):
+                self._changed.notify()
             return request
+
+    def _wait(self) -> None:
+        """Wait for a change. One of the threads waits only until a stream is due."""
+        if self._has_timekeeper:
+            self._changed.wait()
+            return
+        self._has_timekeeper = True
+        self._changed.wait(self._seconds_to_wait())
+        self._has_timekeeper = False
 
     def _next(self) -> LiveRequest | None:
         if self._urgent:
             return self._urgent.popleft()
-        if not self._due:
-            self._due.extend(self._columns.due(time.monotonic_ns() - self._interval_ns()))
+        if not self._due and (now_ns := time.monotonic_ns()) >= self._look_ns:
+            interval_ns = self._interval_ns()
+            self._look_ns = now_ns + interval_ns // _LOOKS
+            self._due.extend(self._columns.due(now_ns - interval_ns))
         while self._due:
             request = self._live.get(self._due.popleft())
             if request is not None and request.claim_turn():
@@ -121,11 +119,14 @@ class Turns:
         return None
 
     def _interval_ns(self) -> int:
-        return int(min(self._max_interval_ns, self._columns.num_awaited() * self._turn_ns / _LOAD))
+        round_ns = self._columns.num_awaited() * self._turn_ns / self._num_senders
+        return int(min(self._max_interval_ns, round_ns / _LOAD))
 
     def _seconds_to_wait(self) -> float | None:
         taken_ns = self._columns.next_taken_ns()
-        return None if taken_ns is None else max(taken_ns + self._interval_ns() - time.monotonic_ns(), 0) * 1e-9
+        if taken_ns is None:
+            return _LOOK_S if self._live else None  # another thread may leave news behind, and be held up
+        return max(taken_ns + self._interval_ns(), self._look_ns) * 1e-9 - time.monotonic()
 
     def _turn(self, request: LiveRequest) -> None:
         begin_ns = time.monotonic_ns()
@@ -142,8 +143,6 @@ class Turns:
             self.put(request)
         elif request.wants_news:
             self._columns.await_news(request.key)
-            if self._leader != threading.get_ident():
-                self.wake()
         self._turn_ns += (time.monotonic_ns() - begin_ns - self._turn_ns) * _SMOOTHING
 
     def _answer(self, request: LiveRequest, now_ns: int) -> Response | TidewheelError | None:

@@ -11,6 +11,8 @@ from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
 _AHEAD_S = 5 * 365 * 86400  # later than any change of a file while a server runs
+CORES_OF_A_FRONT_END = 8
+MAX_FRONT_ENDS = 4
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -126,15 +128,22 @@ def select(repository: Path, names: Sequence[str], target: Path) -> Path:
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
     _set_origin(folder, folder)
-    (folder / "config.pbtxt").write_text(entry_text(parameters, decoupled=decoupled), encoding="utf-8")
+    count = num_front_ends(len(os.sched_getaffinity(0)))
+    text = entry_text(parameters, decoupled=decoupled, num_instances=count)
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
-def entry_text(parameters: Mapping[str, str], *, decoupled: bool) -> str:
+def num_front_ends(num_cores: int) -> int:
+    """Return how many front ends a machine has cores for: each uses one to make responses, and the server as much."""
+    return max(1, min(MAX_FRONT_ENDS, num_cores // CORES_OF_A_FRONT_END))
+
+
+def entry_text(parameters: Mapping[str, str], *, decoupled: bool, num_instances: int = 1) -> str:
     """Return the `config.pbtxt` of an entry."""
     lines = [
         'backend: "tidewheel"',
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
-        "instance_group [ { count: 1 kind: KIND_CPU } ]",  # of the front end: the engine picks the device
+        f"instance_group [ {{ count: {num_instances} kind: KIND_CPU }} ]",  # front ends: the engine picks the device
     ]
     lines += [
         f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'

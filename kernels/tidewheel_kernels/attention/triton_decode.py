@@ -1,4 +1,4 @@
-"""Programs share one query's keys, and a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
+"""Programs share the keys of long decodes; a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
 
 from functools import lru_cache
 
@@ -8,44 +8,51 @@ import triton.language as tl
 
 from tidewheel_kernels.attention.call_shape import CallShape
 from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.attention.triton_splits import FIELDS, split_plan, visible_tiles
 from tidewheel_kernels.attention.triton_tiles import attend_tiles, empty_softmax, store_rows
-from tidewheel_kernels.launch_config import AttentionConfig, multiprocessors, next_power_of_2, num_kv_splits
+from tidewheel_kernels.launch_config import AttentionConfig, decode_splits, multiprocessors, next_power_of_2
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
-_INDEX_TENSORS = ["block_tables_ptr", "seq_lens_ptr"]
+_INDEX_TENSORS = ["plan_ptr", "block_tables_ptr", "seq_lens_ptr"]
 # All splits of one sequence with eight KV heads.
 MERGE_BLOCK_SPLITS = 64
 
 
 @triton.jit
-def _visible_tiles(seq_len, num_splits, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return (first, end, per_split): visible tiles, shared out by actual length."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(seq_len - sliding_window, 0) // BLOCK_N
-    end = tl.cdiv(seq_len, BLOCK_N)
-    return first, end, tl.cdiv(end - first, num_splits)
+def _keys_of_program(
+    plan_ptr,
+    seq_lens_ptr,
+    sliding_window,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return (seq, seq_len, begin, end, num_splits): sequence and tiles of this program; no split: nothing to do."""
+    seq = tl.program_id(1)
+    num_splits = 1
+    if SPLIT:
+        row_ptr = plan_ptr + seq * FIELDS
+        seq = tl.load(row_ptr)
+        begin = tl.load(row_ptr + 1)
+        end = tl.load(row_ptr + 2)
+        num_splits = tl.load(row_ptr + 3)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    if not SPLIT:
+        begin, end = visible_tiles(seq_len, sliding_window, BLOCK_N, HAS_WINDOW)
+    return seq.to(tl.int64), seq_len, begin, end, num_splits
 
 
-@triton.jit
-def _keys_of_split(seq_len_ptr, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return (seq_len, begin, end): length and tiles of this program."""
-    seq_len = tl.load(seq_len_ptr)
-    first, end, per_split = _visible_tiles(seq_len, tl.num_programs(2), sliding_window, BLOCK_N, HAS_WINDOW)
-    begin = first + tl.program_id(2) * per_split
-    return seq_len, begin, tl.minimum(begin + per_split, end)
-
-
-@triton.jit(do_not_specialize_on_alignment=_INDEX_TENSORS)
+@triton.jit(do_not_specialize=["num_partials"], do_not_specialize_on_alignment=_INDEX_TENSORS)
 def decode_attention_kernel(
     q_ptr,  # [num_seqs, num_q_heads, head_dim]
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     v_cache_ptr,  # like k_cache_ptr
-    out_ptr,  # [num_seqs, num_q_heads, head_dim], or float32 [num_seqs, num_q_heads, num_splits, head_dim]
-    log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32, with SPLIT
+    out_ptr,  # [num_seqs, num_q_heads, head_dim]
+    partial_ptr,  # float32 [num_partials, num_q_heads, head_dim], then [num_partials, num_q_heads], with SPLIT
+    plan_ptr,  # [programs, FIELDS], with SPLIT
     block_tables_ptr,  # [num_seqs, max_blocks]
     seq_lens_ptr,  # [num_seqs]
-    num_q_heads,
+    num_partials,
     SPLIT: tl.constexpr,
     logit_scale,
     soft_cap_log2,
@@ -70,11 +77,11 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_kv_heads, num_seqs, num_splits]
-    kv_head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    seq_len, begin_tile, end_tile = _keys_of_split(seq_lens_ptr + seq, sliding_window, BLOCK_N, HAS_WINDOW)
-    if SPLIT and begin_tile >= end_tile:
+    kv_head = tl.program_id(0)  # grid: [num_kv_heads, num_seqs], or all programs of the plan
+    seq, seq_len, begin_tile, end_tile, num_splits = _keys_of_program(
+        plan_ptr, seq_lens_ptr, sliding_window, SPLIT, BLOCK_N, HAS_WINDOW
+    )
+    if num_splits == 0:
         return
     row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + row
@@ -82,7 +89,6 @@ def decode_attention_kernel(
     mask = (row < GROUP)[:, None] & (column < HEAD_DIM)
     q = tl.load(q_ptr + seq * q_token_stride + head[:, None] * q_head_stride + column, mask=mask, other=0.0)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
-    # Mask every tile: a second loop would refill the pipeline.
     acc, row_max, row_sum = attend_tiles(
         q, acc, row_max, row_sum, tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1), seq_len, begin_tile, end_tile,
         block_tables_ptr + seq * block_table_stride,
@@ -90,51 +96,50 @@ def decode_attention_kernel(
         k_block_stride, k_offset_stride, v_block_stride, v_offset_stride, logit_scale, soft_cap_log2, sliding_window,
         True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    if SPLIT:
-        place = (seq * num_q_heads + head) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(log2_sum_ptr + place, row_max + tl.log2(row_sum), mask=row < GROUP)
-        row_ptr = out_ptr + place[:, None] * HEAD_DIM
+    if SPLIT and num_splits > 1:
+        num_heads = tl.num_programs(0) * GROUP
+        place = tl.program_id(1) * num_heads + head
+        tl.store(partial_ptr + num_partials * num_heads * HEAD_DIM + place, row_max + tl.log2(row_sum), row < GROUP)
+        store_rows(partial_ptr + place[:, None] * HEAD_DIM + column, acc, row_sum, mask)
     else:
-        row_ptr = out_ptr + seq * out_token_stride + head[:, None] * out_head_stride
-    store_rows(row_ptr + column, acc, row_sum, mask)
+        store_rows(out_ptr + seq * out_token_stride + head[:, None] * out_head_stride + column, acc, row_sum, mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=_INDEX_TENSORS)
+@triton.jit(do_not_specialize=["num_partials"], do_not_specialize_on_alignment=_INDEX_TENSORS)
 def merge_splits_kernel(
-    partial_ptr,  # [num_seqs, num_q_heads, num_splits, head_dim] float32
-    log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32
+    partial_ptr,  # as in `decode_attention_kernel`
     out_ptr,  # [num_seqs, num_q_heads, head_dim]
-    seq_lens_ptr,  # [num_seqs]
-    num_splits,
-    sliding_window,
+    plan_ptr,  # [num_partials // 2, FIELDS]
+    num_partials,
     out_token_stride,
     out_head_stride,
-    HAS_WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_q_heads, num_seqs]
+    # grid: [num_q_heads, num_partials // 2]
     head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    first = (seq * tl.num_programs(0) + head) * num_splits
-    seq_len = tl.load(seq_lens_ptr + seq)
-    first_tile, num_tiles, tiles_per_split = _visible_tiles(seq_len, num_splits, sliding_window, BLOCK_N, HAS_WINDOW)
-    # Splits without keys stored nothing.
-    num_filled = tl.cdiv(num_tiles - first_tile, tl.maximum(tiles_per_split, 1))
+    num_heads = tl.num_programs(0)
+    row_ptr = plan_ptr + tl.program_id(1) * FIELDS
+    num_splits = tl.load(row_ptr + 2)
+    if num_splits < 2:
+        return
+    seq = tl.load(row_ptr).to(tl.int64)
+    first = tl.load(row_ptr + 1)
+    log2_sum_ptr = partial_ptr + num_partials * num_heads * HEAD_DIM
 
     column = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     total = 0.0
     largest = float("-inf")
-    for chunk in range(0, num_filled, BLOCK_SPLITS):
+    for chunk in range(0, num_splits, BLOCK_SPLITS):
         split = chunk + tl.arange(0, BLOCK_SPLITS)
+        place = (first + split) * num_heads + head
         # Neither load waits for the other.
-        log2_sum = tl.load(log2_sum_ptr + first + split, mask=split < num_filled, other=float("-inf"))
+        log2_sum = tl.load(log2_sum_ptr + place, mask=split < num_splits, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + (first + split)[:, None] * HEAD_DIM + column[None, :],
-            mask=(split < num_filled)[:, None] & (column < HEAD_DIM)[None, :],
+            partial_ptr + place[:, None] * HEAD_DIM + column[None, :],
+            mask=(split < num_splits)[:, None] & (column < HEAD_DIM)[None, :],
             other=0.0,
         )
         new_largest = tl.maximum(largest, tl.max(log2_sum, axis=0))
@@ -143,26 +148,23 @@ def merge_splits_kernel(
         acc = acc * decay + tl.sum(partial * weight[:, None], axis=0)
         total = total * decay + tl.sum(weight, axis=0)
         largest = new_largest
-    result = acc / tl.where(total == 0.0, 1.0, total)
+    result = acc / total
     out_row_ptr = out_ptr + seq * out_token_stride + head * out_head_stride
     tl.store(out_row_ptr + column, result.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 @lru_cache(MAX_LAUNCHES)
 def _decode(shape: CallShape, config: AttentionConfig, is_split: bool) -> Launch:
-    constants = {"num_q_heads": shape.num_q_heads, "SPLIT": is_split, **shape.constants(config)}
+    constants = {"SPLIT": is_split, **shape.constants(config)}
     return Launch(decode_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 @lru_cache(MAX_LAUNCHES)
-def _merge(shape: CallShape, config: AttentionConfig) -> Launch:
+def _merge(shape: CallShape) -> Launch:
     constants = {
-        "sliding_window": shape.sliding_window,
         "out_token_stride": shape.out_stride[0],
         "out_head_stride": shape.out_stride[1],
-        "HAS_WINDOW": shape.sliding_window > 0,
         "HEAD_DIM": shape.head_dim,
-        "BLOCK_N": config.block_n,
         "BLOCK_SPLITS": MERGE_BLOCK_SPLITS,
         "BLOCK_D": next_power_of_2(shape.head_dim),
     }
@@ -178,13 +180,16 @@ def launch_decode(
     shape: CallShape,
     config: AttentionConfig,
 ) -> None:
-    num_seqs, num_q_heads, num_kv_heads = meta.num_decodes, shape.num_q_heads, shape.num_kv_heads
-    num_splits = num_kv_splits(num_seqs, num_kv_heads, meta.max_seq_len, multiprocessors(q.device))
-    partial, log2_sum = out, out
-    if num_splits > 1:
-        log2_sum = torch.empty((num_seqs, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
-        partial = torch.empty((*log2_sum.shape, q.shape[2]), dtype=torch.float32, device=q.device)
-    tensors = (q, k_cache, v_cache, partial, log2_sum, meta.block_tables, meta.seq_lens)
-    _decode(shape, config, num_splits > 1)((num_kv_heads, num_seqs, num_splits), tensors)
-    if num_splits > 1:
-        _merge(shape, config)((num_q_heads, num_seqs, 1), (partial, log2_sum, out, meta.seq_lens), num_splits)
+    num_seqs, num_kv_heads = meta.num_decodes, shape.num_kv_heads
+    limits = decode_splits(num_seqs, num_kv_heads, meta.max_seq_len, multiprocessors(q.device))
+    if limits.extra == 0:
+        tensors = (q, k_cache, v_cache, out, out, meta.seq_lens, meta.block_tables, meta.seq_lens)
+        _decode(shape, config, False)((num_kv_heads, num_seqs, 1), tensors, 0)
+        return
+    plan = split_plan(meta, limits, config.block_n, shape.sliding_window)
+    num_partials = 2 * limits.extra
+    size = num_partials * shape.num_q_heads * (shape.head_dim + 1)
+    partial = torch.empty(size, dtype=torch.float32, device=q.device)
+    tensors = (q, k_cache, v_cache, out, partial, plan.programs, meta.block_tables, meta.seq_lens)
+    _decode(shape, config, True)((num_kv_heads, num_seqs + limits.extra, 1), tensors, num_partials)
+    _merge(shape)((shape.num_q_heads, limits.extra, 1), (partial, out, plan.merges), num_partials)

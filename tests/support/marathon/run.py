@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         *([ROOT / "benchmarks" / "results" / options.name] if options.record else []),
     ):
         base.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        base.with_suffix(".png").write_bytes(picture.png())
+        picture.figure.savefig(base.with_suffix(".png"), dpi=60)
     print(verdict_table(verdicts).as_text(), f"report: {folder / 'report.html'}", sep="\n")
     return int(not all(one.passed for one in verdicts))
 

@@ -70,9 +70,15 @@ def _look(server: Server, disk: OwnMount) -> Rest:
     now = Footprint.of(server)
     running, waiting, kv_use = loaded(server)
     return Rest(
-        kv_use, running + waiting, now.memory, now.descriptors, now.threads, now.shared_memory, disk.files(),
-        dict(dict(now.processes)),
-    )  # fmt: skip
+        kv_use=kv_use,
+        unfinished=running + waiting,
+        memory=now.memory,
+        descriptors=now.descriptors,
+        threads=now.threads,
+        shared_memory=now.shared_memory,
+        files=disk.files(),
+        processes=dict(now.processes),
+    )
 
 
 def crash_lines(text: str) -> list[str]:

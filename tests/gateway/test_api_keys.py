@@ -15,7 +15,7 @@ from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.errors import ConfigError
-from tidewheel.gateway.api_keys import Account, ApiKey, ApiKeys
+from tidewheel.gateway.api_keys import MAX_FILE_BYTES, Account, ApiKey, ApiKeys
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 from tidewheel_client.request_errors import Busy
@@ -172,6 +172,18 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         ApiKeys(tmp_path / "none.toml")
+
+
+@pytest.mark.timeout(30)
+def test_a_file_without_an_end_and_one_that_is_too_big(tmp_path: Path) -> None:
+    """A pipe would be waited for. Of a big file, no more than the limit is read."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        ApiKeys(tmp_path / "pipe")
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ConfigError, match=f"at most {MAX_FILE_BYTES} are read"):
+        ApiKeys(tmp_path / "big")
 
 
 def test_a_network_needs_keys(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.openai_errors import Unauthorized
+from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
 from tidewheel_client.request_errors import Busy, InvalidRequest
 
@@ -131,10 +132,7 @@ class ApiKeys:
 
     def _read(self, path: Path) -> None:
         try:
-            data = path.read_bytes()
-            if len(data) > MAX_FILE_BYTES:
-                raise ConfigError(f"{path} has {len(data)} bytes: at most {MAX_FILE_BYTES} are allowed")
-            keys = msgspec.toml.decode(data, type=_File).keys
+            keys = msgspec.toml.decode(read_at_most(path, MAX_FILE_BYTES), type=_File).keys
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

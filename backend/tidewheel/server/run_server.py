@@ -94,7 +94,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 plan.environment,
                 signals=signals,
                 log=log,
-                guard=lifeline.pid,
+                guard=lifeline,
                 work=work,
                 note=console.note,
                 on_line=console.server_line,

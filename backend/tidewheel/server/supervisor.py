@@ -18,6 +18,7 @@ from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
+from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.revival import Restarts, Revivals
@@ -52,7 +53,7 @@ class Supervisor:
         *,
         signals: StopSignals,
         log: ServerLog,
-        guard: int,  # process that is not ended with the others
+        guard: Lifeline,  # is not ended with the others
         work: WorkDir,
         note: Callable[[str], None],
         on_line: Callable[[LogLine, State], None],
@@ -128,6 +129,7 @@ class Supervisor:
             if time.monotonic() < self._next_look:
                 continue
             self._next_look = time.monotonic() + LOOK_S
+            self._guard.keep()
             if (dead := self._find_dead_stub()) is not None:
                 self._replace_stub(*dead, reload)
             if self._num_open == 0 and time.monotonic() < self._missed[1]:
@@ -210,7 +212,7 @@ class Supervisor:
             self._on_line(line, self.readiness.state)
 
     def _descendants(self) -> list[processes.Process]:
-        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard.pid]
 
     def _all_but_engines(self) -> list[processes.Process]:
         """Return the processes that end with a front end. New front ends join an engine that lives."""

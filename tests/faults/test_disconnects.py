@@ -22,6 +22,7 @@ LONG_PROMPT = "word " * 500
 NUM_CLIENT_STREAMS = 64
 NUM_KILLS = 20
 LIMIT_S = 180.0
+RECEIVED = "tidewheel_requests_received_total"
 
 # A client of many streams, which says when all of them are sent.
 CLIENT = """
@@ -50,12 +51,13 @@ def wait_cancelled(server: Server, count: float) -> None:
 def test_cancelled_grpc_streams(server: Server, case: Case) -> None:
     """More than can run, so that some are cancelled as they wait; some prompts are computed in parts."""
     before, computed = num_cancelled(server), server.metric("vllm:iteration_tokens_total_sum")
+    received = server.metric(RECEIVED)
     count = MAX_RUNNING + 8
     with case():
         with bursting(server) as burst:
             for index in range(count):
                 burst.send(LONG_PROMPT if index % 4 == 0 else "A long story", LONG)
-            burst.receive()
+            wait_for(lambda: server.metric(RECEIVED) >= received + count, LIMIT_S, "all requests")
         wait_cancelled(server, before + count)
     with check("blocks"):
         assert server.metric("vllm:iteration_tokens_total_sum") - computed < count * LONG / 2

@@ -54,7 +54,7 @@ DEATH = test_engine_faults.test_a_step_that_raises_ends_all_and_the_next_engine_
 
 FINDS = {
     "leaked_block": Find(ENDS, "blocks"),
-    "double_free": Find(ENDS, "survivors"),
+    "double_free": Find(ENDS, "survivors", spoils=True),
     "bias_of_a_neighbour": Find(test_neighbours.test_options_of_a_request_change_no_other, "case"),
     "stale_heartbeat": Find(HANG, "service", spoils=True),
     "lost_final": Find(REFUSALS, "clock", spoils=True),
@@ -63,7 +63,7 @@ FINDS = {
     "lost_token": Find(REFUSALS, "survivors"),
     "leaked_descriptor": Find(CANCELS, "host"),
     "leaked_thread": Find(test_overload.test_a_full_waiting_set_refuses_the_rest, "host"),
-    "counted_twice": Find(CANCELS, "ledger"),
+    "counted_twice": Find(CANCELS, "ledger", spoils=True),
     "unbounded_buffer": Find(test_memory.test_many_requests_leave_no_memory, "host", spoils=True),
     "orphaned_process": Find(test_processes.test_killed_prompt_processes_are_replaced, "host", spoils=True),
     "ignored_deadline": Find(test_deadlines.test_a_deadline_in_the_middle_ends_with_what_there_is, "case"),

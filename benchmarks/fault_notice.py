@@ -1,4 +1,4 @@
-"""How late `/ready` and the metric tell of a server that cannot serve, and that it can again; the demo model.
+"""How late `/ready` and `tidewheel_ready` tell of a server that cannot serve, and that it can again; the demo model.
 
 python benchmarks/fault_notice.py --save
 
@@ -91,7 +91,7 @@ class Server:
         self.folder = folder
         self._ready = Watched(lambda: requests.get(f"http://{address.health}/ready", timeout=5).status_code, 0.005)
         self.live = Watched(lambda: requests.get(f"http://{address.health}/live", timeout=5).status_code, 0.02)
-        self._metric = Watched(lambda: metric(address, "tidewheel_engine_ready"), 0.02)
+        self._metric = Watched(lambda: metric(address.health, "tidewheel_ready"), 0.005)
         self._answers = Watched(lambda: time.monotonic() if self.ask() else None, 0.005)
 
     def ask(self) -> bool:

@@ -115,7 +115,8 @@ class Revivals:
 class GiveBack:
     """Replacement of front ends whose shared memory has grown, because Triton never shrinks it; requests go on.
 
-    One at a time: Triton keeps a front end for ever after a request that itself refused over gRPC.
+    One at a time: Triton keeps a front end while a gRPC stream is open that had a request for it, and for ever after
+    a request over such a stream that Triton itself refused.
     """
 
     def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:

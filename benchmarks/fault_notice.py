@@ -172,7 +172,7 @@ def hung(server: Server) -> Delays:
 
 
 def front_end(server: Server) -> Delays:
-    began = kill("triton_python_backend_stub")
+    began = kill(f"/{server.address.model}/1/model.py")
     told = server.told(began)
     return told | server.back(began + max(told.values()))
 
@@ -193,7 +193,7 @@ def draining(server: Server) -> Delays:
 def given_up(server: Server) -> Delays:
     for _ in range(4):
         server.wait_serving()
-        kill(ENGINE)
+        server.told(kill(ENGINE))
     server.wait_serving()
     began = kill(ENGINE)
     return server.told(began) | {"not_live": server.live.is_since(began, lambda value: value != 200) - began}
@@ -206,8 +206,11 @@ WAYS: Mapping[str, Callable[[Server], Delays]] = {
 
 
 def find(word: str) -> psutil.Process:
-    below = psutil.Process().children(recursive=True)
-    return next(one for one in below if any(word in part for part in one.cmdline()[:5]))
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(word in part for part in process.cmdline()[:5]):
+                return process
+    raise RuntimeError(f"no process has {word} in its command")
 
 
 def kill(word: str) -> float:

@@ -188,7 +188,8 @@ class LLM:
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
     ) -> _Group:
         prompt_ids = self._prompt_ids(prompt, sampling)
-        message, outputs, _ = self._preparer.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
+        prepared = self._preparer.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
+        message, outputs = prepared.message, prepared.outputs
         assert isinstance(message, AddRequest) and outputs is not None
         requests = to_requests(
             message,

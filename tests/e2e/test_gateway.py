@@ -162,6 +162,29 @@ def test_errors(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
+def test_tokens_of_a_text(server: Server, client: openai.OpenAI) -> None:
+    def ask(path: str, **body: Any) -> Any:
+        return requests.post(f"{server.openai}/{path}", json={"model": "demo", **body}, timeout=20).json()
+
+    found = ask("tokenize", prompt=PROMPT, return_token_strs=True)
+    tokens = found["tokens"]
+    assert found["count"] == len(tokens) == len(found["token_strs"]) > 3
+    assert found["max_model_len"] > 100
+    assert ask("detokenize", tokens=tokens) == {"prompt": PROMPT}
+    by_text, by_tokens = (
+        client.completions.create(model="demo", prompt=prompt, max_tokens=3, temperature=0)
+        for prompt in (PROMPT, tokens)
+    )
+    assert by_text.choices[0].text == by_tokens.choices[0].text
+    chat = ask("tokenize", messages=CHAT)
+    answer = client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == chat["count"]
+    assert ask("tokenize", messages=CHAT, add_generation_prompt=False)["count"] < chat["count"]
+    assert ask("detokenize", tokens=[-1])["error"]["message"].startswith("tokens has token id -1")
+    assert ask("tokenize", prompt="x", top_k=3)["error"]["param"] == "top_k"
+
+
 def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> None:
     def num_cancelled() -> float:
         return server.metric("vllm:request_success_total", finished_reason="cancelled")

@@ -19,7 +19,7 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend import preparation, threads
+from tidewheel.frontend import request_reader, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.preparation import phrase_ids
@@ -534,7 +534,7 @@ def test_figures(harness: FrontendHarness) -> None:
 
 
 def test_an_answer_has_room_for_so_many_logprobs(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MAX_ANSWER_LOGPROBS", 320)
+    monkeypatch.setattr(request_reader, "MAX_ANSWER_LOGPROBS", 320)
     harness.submit(parameters={"n": 8, "logprobs": 1, "max_tokens": 20})
     harness.submit(parameters={"n": 8, "max_tokens": 200})
     error = harness.refuse(text="x", parameters={"n": 8, "logprobs": 1, "max_tokens": 21})

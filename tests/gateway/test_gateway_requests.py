@@ -67,7 +67,7 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
         ("completions", {"prompt": ["x"] * 65}, "prompt has 65 entries: it must have 1 to 64", "prompt"),
         ("completions", {"prompt": ["x", 5]}, "prompt mixes texts", "prompt"),
         ("completions", {"prompt": ["x", [5]]}, "prompt mixes texts", "prompt"),
-        ("completions", {"prompt": [2**40]}, "input_ids must be a sequence of int32", None),
+        ("completions", {"prompt": [2**40]}, "prompt must be a sequence of int32", "prompt"),
         ("completions", {"prompt": "x", "n": "two"}, "n: Expected `int`, got `str`", "n"),
         ("completions", {"prompt": "x", "stream": "yes"}, "stream: Expected `bool`", "stream"),
         ("completions", {"prompt": "x", "stream_options": {}}, "stream is not true", "stream_options"),
@@ -167,8 +167,9 @@ def test_errors_of_the_backend(
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["code"] == code
-    assert error["message"] == text.partition("] ")[2] or text
-    assert error["param"] == ("n" if "n is" in text else None)
+    message = (text.partition("] ")[2] or text).replace("text_input", "prompt")  # as the client named it
+    assert error["message"] == message
+    assert error["param"] == (message.split()[0] if message.split()[0] in ("n", "prompt") else None)
     assert answer.headers["x-should-retry"] == str(retry is not None).lower()
     assert (answer.headers.get("Retry-After"), answer.headers.get("retry-after-ms")) == (retry or (None, None))
 

@@ -50,7 +50,7 @@ SAMPLING_INPUTS = (
     *_specs("TYPE_STRING", "image", (-1,)),
 )
 INPUTS = (
-    *_specs("TYPE_STRING", "text_input messages sampling_parameters"),
+    *_specs("TYPE_STRING", "text_input messages sampling_parameters task"),
     *_specs("TYPE_INT32", "input_ids", (-1,)),
     *_specs("TYPE_BOOL", "stream exclude_input_in_output accumulate_tokens"),
     *_specs("TYPE_BOOL", " ".join(RETURN_FLAGS)),

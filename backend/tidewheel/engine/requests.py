@@ -105,6 +105,17 @@ def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifi
         )
 
 
+def check_token_ids(name: str, token_ids: Int32Array, info: EngineInfo) -> None:
+    """Raise `InvalidRequest` for an id that the model does not have."""
+    outside = (token_ids < 0) | (token_ids >= info.vocab_size)
+    if outside.any():
+        position = int(np.argmax(outside))
+        raise InvalidRequest(
+            f"{name} has token id {token_ids[position]} at position {position}: "
+            f"the model's ids are 0 to {info.vocab_size - 1}"
+        )
+
+
 def _seconds(moment_ns: int) -> float | None:
     return moment_ns * 1e-9 if moment_ns else None
 
@@ -133,13 +144,7 @@ def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
         raise InvalidRequest(f"{name} has {len(raw)} bytes: int32 token ids have four each")
     check_prompt_length(name, len(raw) // 4, info)
     prompt = np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
-    outside = (prompt < 0) | (prompt >= info.vocab_size)
-    if outside.any():
-        position = int(np.argmax(outside))
-        raise InvalidRequest(
-            f"{name} has token id {prompt[position]} at position {position}: "
-            f"the model's ids are 0 to {info.vocab_size - 1}"
-        )
+    check_token_ids(name, prompt, info)
     return prompt
 
 

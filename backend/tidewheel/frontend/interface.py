@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -13,6 +13,7 @@ from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams
 
 INPUT_TENSOR = "input tensor"  # origin of parameters
+Task = Literal["generate", "tokenize", "detokenize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class ParameterSource:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     request_id: str = ""
+    task: Task = "generate"
     text: str | bytes | None = None
     input_ids: Int32Array | None = None  # [num_prompt_tokens]
     messages: str | bytes | None = None  # JSON list of chat messages

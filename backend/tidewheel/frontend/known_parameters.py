@@ -5,6 +5,7 @@ from typing import NamedTuple
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import Coercion
+from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.word_biases import WEIGHTS, WORDS
 from tidewheel.request import Priority
 
@@ -32,8 +33,10 @@ OPTIONS: dict[str, Coercion] = {
     **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
     "close_session": coercion.to_bool,
 }
+PROMPT_OPTIONS = dict.fromkeys(PromptOptions._fields, coercion.to_bool)
 COERCIONS: dict[str, Coercion] = {
     **OPTIONS,
+    **PROMPT_OPTIONS,
     **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs"), coercion.to_int),
     "seed": _to_seed,
     **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
@@ -122,7 +125,6 @@ ABSENT: dict[str, AbsentFeature] = {
     "detokenize": AbsentFeature("text is always returned", (True,)),
     "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
     "return_log_probs": AbsentFeature("it is an input of its own: send it beside text_input"),
-    "add_generation_prompt": AbsentFeature("it is always added", (True,)),
     "timeout": AbsentFeature("Triton's timeout is a field of /infer and gRPC: set deadline_ms", (*_OFF, 0)),
     "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
     "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from tidewheel.gateway import bodies, openai_errors
+from tidewheel.gateway import bodies, openai_errors, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
@@ -35,6 +35,9 @@ BODY_S = 60.0  # for a body to arrive
 _REFRESH_S = 1.0  # between two looks at the file of keys
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _OPEN_PATHS = ("/health",)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Answering = Callable[[web.Request, Ask], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +62,10 @@ class Gateway:
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._show_model),
-                web.post("/v1/chat/completions", self._generating(bodies.read_chat)),
-                web.post("/v1/completions", self._generating(bodies.read_completion)),
+                web.post("/v1/chat/completions", self._answering(bodies.read_chat, self._generate)),
+                web.post("/v1/completions", self._answering(bodies.read_completion, self._generate)),
+                web.post("/tokenize", self._answering(tokenizing.read_tokenize, self._tokenize)),
+                web.post("/detokenize", self._answering(tokenizing.read_detokenize, self._detokenize)),
             ]
         )
         return application
@@ -126,17 +131,34 @@ class Gateway:
     def _card(self, name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel"}
 
-    def _generating(self, read: Callable[[dict[str, Any]], Ask]) -> Callable[[web.Request], Any]:
-        async def generate(request: web.Request) -> web.StreamResponse:
+    def _answering(self, read: Callable[[dict[str, Any]], Ask], answer: _Answering) -> Handler:
+        """Return the handler of a body that `read` understands."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
             account: Account = request["account"]
             with account.admit():
                 fields = bodies.parse(await _read_body(request))
                 request["fields"] = fields
                 ask = account.label(read(fields))
-                ask = ask._replace(model=self._upstreams.model(ask.model))
-                return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
+                return await answer(request, ask._replace(model=self._upstreams.model(ask.model)))
 
-        return generate
+        return handle
+
+    async def _generate(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
+
+    async def _tokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        return _json(tokenizing.tokenized(await self._text(request, ask)))
+
+    async def _detokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        return _json(tokenizing.detokenized(await self._text(request, ask)))
+
+    async def _text(self, request: web.Request, ask: Ask) -> str:
+        """Return the text of all answers."""
+        if not ask.prompts:
+            return ""
+        async with contextlib.aclosing(self._ask(ask, _request_id(request, ask))) as responses:
+            return "".join([chunk.text async for _, news in responses for chunk in news])
 
     async def _whole(self, request: web.Request, ask: Ask) -> web.Response:
         request_id = _request_id(request, ask)

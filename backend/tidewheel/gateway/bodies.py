@@ -55,22 +55,22 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-Body = TypeVar("Body", bound=_Body)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Ask(NamedTuple):
     """A request to the backend, or one for each prompt."""
 
     model: str
-    request_id: str  # empty: the gateway chooses
     prompts: list[dict[str, object]]  # tensor by name
     params: dict[str, object]
-    n: int
-    session: str
-    stream: bool
-    stream_options: StreamOptions
-    top_logprobs: int | None  # None: no log-probabilities
-    is_chat: bool
+    request_id: str = ""  # empty: the gateway chooses
+    n: int = 1
+    session: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    top_logprobs: int | None = None  # None: no log-probabilities
+    is_chat: bool = False
     tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
     has_one_call: bool = False
 
@@ -90,7 +90,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 def read_chat(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
-    body, params = _read(fields, ChatBody)
+    body, params = read_fields(fields, ChatBody)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
     limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
@@ -100,19 +100,20 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     if tools:
         params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ask = _ask(body, params, [{"messages": _conversation(body, tools)}], top_logprobs, is_chat=True)
+    prompt = conversation(body.messages, tools, body.chat_template_kwargs)
+    ask = _ask(body, params, [prompt], top_logprobs, is_chat=True)
     names = frozenset(str(_name(tool)) for tool in tools) if tools else None
     return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls)
 
 
 def read_completion(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
-    body, params = _read(fields, CompletionBody)
+    body, params = read_fields(fields, CompletionBody)
     return _ask(body, params, _prompts(body.prompt), body.logprobs, is_chat=False)
 
 
-def _read(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
-    """Return the fields of `kind`, and the others."""
+def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
+    """Return the fields of `kind`, and the others. Raise `InvalidRequest` or `Unsupported`."""
     for name, reason in _REFUSED.items():
         if fields.get(name) not in _NOTHING:
             raise Unsupported(f"{name} is set: {reason}")
@@ -174,12 +175,14 @@ def _may_call(body: ChatBody) -> bool:
     return body.tool_choice == "auto"
 
 
-def _conversation(body: ChatBody, tools: list[dict[str, Any]]) -> str:
-    """Return what the backend takes as `messages`."""
-    messages = [_message(message) for message in body.messages]
-    parts = {"messages": messages, "tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
+def conversation(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: dict[str, Any]
+) -> dict[str, object]:
+    """Return the prompt that the backend takes."""
+    messages = [_message(message) for message in messages]
+    parts = {"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs}
     given = {name: part for name, part in parts.items() if part}
-    return msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()
+    return {"messages": msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()}
 
 
 def _name(tool: dict[str, Any]) -> object:

@@ -17,8 +17,8 @@ from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
-from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.tokenizer import Tokenizer
 
 

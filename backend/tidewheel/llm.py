@@ -30,7 +30,7 @@ from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingS
 from tidewheel.frontend.interface import Chunk, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs
-from tidewheel.frontend.preparation import Preparer
+from tidewheel.frontend.preparation import Preparer, truncated
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.request import FinishReason, Request
@@ -187,7 +187,7 @@ class LLM:
     def _prepare(
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
     ) -> _Group:
-        prompt_ids = self._prompt_ids(prompt, sampling)
+        prompt_ids = truncated(self._prompt_ids(prompt, sampling), sampling, self.info)
         prepared = self._preparer.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
         message, outputs = prepared.message, prepared.outputs
         assert isinstance(message, AddRequest) and outputs is not None

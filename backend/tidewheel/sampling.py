@@ -16,6 +16,7 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BIAS = 100.0
 MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; 0 means greedy
 MAX_TEMPERATURE = 100.0
@@ -110,8 +111,10 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    allowed_token_ids: tuple[int, ...] = ()  # no others are generated; empty: all are
     logprobs: int | None = None  # None: off; k: chosen token and k most likely
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # last tokens of the prompt to keep; -1: as many as fit
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -133,8 +136,12 @@ class SamplingParams:
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+        if self.truncate_prompt_tokens != -1:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name):
+                _check_int(name, token_id, 0, 2**31 - 1)
         if not isinstance(self.logit_bias, LogitBias) and not _are_biases(self.logit_bias):
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias token id", token_id, 0, 2**31 - 1)

@@ -171,6 +171,12 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         (SamplingParams(max_tokens=14), {}, "max_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(min_tokens=14), {}, "min_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(stop_token_ids=(100,)), {}, "stop_token_ids has token id 100"),
+        (SamplingParams(allowed_token_ids=(5, 100)), {}, "allowed_token_ids has token id 100"),
+        (
+            SamplingParams(allowed_token_ids=(2, 5), min_tokens=1),
+            {"stop_token_ids": (5, 2)},
+            "allowed_token_ids holds only tokens that end the answer, and min_tokens is 1",
+        ),
         (SamplingParams(logit_bias={9: 1.0}), {}, "logit_bias is not packed: send it as bias_token_ids"),
         (None, {"stop_token_ids": (-1,)}, "stop_token_ids has token id -1"),
         (None, {"stop_token_ids": (1,) * (MAX_STOP_IDS + 1)}, "at most 128"),

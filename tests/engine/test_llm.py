@@ -131,6 +131,24 @@ def test_biases_reach_the_model(reference: Reference) -> None:
         assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
 
 
+def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference) -> None:
+    ids = reference.prompts[0]
+    allowed = dataclasses.replace(GREEDY, allowed_token_ids=(17, 42, 77))
+    with load(reference.folder) as llm:
+        few, whole, cut, last = llm.generate(
+            [{"input_ids": ids}] * 3 + [{"input_ids": ids[-3:]}],
+            [allowed, GREEDY, dataclasses.replace(GREEDY, truncate_prompt_tokens=3), GREEDY],
+            use_tqdm=False,
+        )
+        assert set(few.token_ids) <= {17, 42, 77}
+        assert not set(whole.token_ids) <= {17, 42, 77}
+        assert (cut.token_ids, cut.num_prompt_tokens) == (last.token_ids, 3)
+        room = llm.info.max_num_tokens - NUM_TOKENS
+        long = {"input_ids": np.tile(ids, 100)}
+        fitting = dataclasses.replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=NUM_TOKENS)
+        assert llm.generate(long, fitting, use_tqdm=False)[0].num_prompt_tokens == room
+
+
 def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
     prompt = {"input_ids": reference.prompts[5]}
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)

@@ -239,6 +239,22 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "max_tokens", "num_kept"), [(3, 5, 3), (-1, 50, 206), (-1, None, 255), (-1, 999, 255)]
+)
+def test_a_prompt_is_cut_to_its_last_tokens(
+    harness: FrontendHarness, count: int, max_tokens: int | None, num_kept: int
+) -> None:
+    text = "the " * 300
+    parameters = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
+    submitted = harness.submit(text, parameters=parameters, echo=True)
+    ids = harness.encode(text)[-num_kept:]
+    assert prompt_ids(harness.message(submitted.key)) == ids
+    sink = harness.finish(submitted, " fox")
+    assert "".join(chunk.text for chunk in sink.chunks) == harness.tokenizer.decode(ids) + " fox"
+    assert sink.chunks[-1].num_input_tokens == num_kept
+
+
+@pytest.mark.parametrize(
     ("asked", "words"),
     [
         ({}, ["TW-INPUT", "text_input", "input_ids", "messages"]),
@@ -263,6 +279,7 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
         ({"text": "x", "parameters": {"logit_bias": {"420": 1}}}, ["logit_bias", "420"]),
         ({"text": "x", "parameters": {"logprobs": 10**9}}, ["logprobs is 1000000000: it must be 0 to 20"]),
         ({"text": "x", "parameters": {"n": 17}}, ["n is 17", "1 to 16"]),
+        ({"text": "x", "parameters": {"truncate_prompt_tokens": 256}}, ["truncate_prompt_tokens is 256", "1 to 255"]),
         ({"text": "x", "parameters": {"best_of": 2}}, ["TW-UNSUPPORTED", "best_of is 2 and n is 1"]),
     ],
     ids=lambda value: str(value)[:40],

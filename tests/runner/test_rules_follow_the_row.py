@@ -66,6 +66,8 @@ def by_definition(subject: Request) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < len(prompt) + subject.max_tokens:
         logits, output = LOGITS[tokens[-1]].numpy().copy(), Counter(tokens[len(prompt) :])
+        if sampling.allowed_token_ids:
+            logits[[token for token in range(VOCABULARY) if token not in sampling.allowed_token_ids]] = -np.inf
         for token, value in sampling.logit_bias.items():
             logits[token] += np.float32(value)
         if output.total() < sampling.min_tokens:
@@ -130,6 +132,8 @@ def any_request(draw: st.DrawFn, name: str) -> Request:
         presence_penalty=draw(PENALTY),
         frequency_penalty=draw(PENALTY),
         logit_bias=draw(st.dictionaries(TOKEN, st.sampled_from([-4.0, 3.5]), max_size=2)),
+        # So many that stop tokens and forbidden words leave one.
+        allowed_token_ids=tuple(draw(st.just(frozenset()) | st.sets(TOKEN, min_size=8))),
     )
     words = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), max_size=4)
     count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))

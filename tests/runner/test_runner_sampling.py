@@ -100,6 +100,14 @@ def test_a_large_bias_forces_a_token(runner: ModelRunner) -> None:
     assert answer(runner, SamplingParams(temperature=0.0, logit_bias={42: 100.0})) == [42] * NUM_TOKENS
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_other_tokens_than_the_allowed_never_come(runner: ModelRunner, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, allowed_token_ids=(5, 9, 42), logit_bias={9: -100.0})
+    tokens = answer(runner, sampling)
+    assert set(tokens) <= {5, 42}
+    assert len(tokens) == NUM_TOKENS
+
+
 def test_stop_tokens_are_masked_until_min_tokens(runner: ModelRunner) -> None:
     plain = answer(runner, GREEDY)
     stop = plain[2]

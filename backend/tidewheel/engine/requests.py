@@ -12,7 +12,14 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias, SamplingParams
+from tidewheel.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    LogitBias,
+    SamplingParams,
+)
 from tidewheel.scheduler.admission import check_lengths
 from tidewheel.tenants import MAX_TENANT_CHARS
 
@@ -75,6 +82,7 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
         _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
+    _check_allowed(message, info)
     check_labels(message.tenant, message.cache_salt, message.session_id)
     check_num_sequences(message.n)
     if (message.sampling.logprobs or 0) > (limit := min(info.max_logprobs, info.vocab_size)):
@@ -181,6 +189,15 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> No
         return
     outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
+
+
+def _check_allowed(message: AddRequest, info: EngineInfo) -> None:
+    allowed, min_tokens = message.sampling.allowed_token_ids, message.sampling.min_tokens
+    _check_ids("allowed_token_ids", allowed, info.vocab_size, MAX_ALLOWED_TOKEN_IDS)
+    if allowed and min_tokens and not set(allowed).difference(message.stop_token_ids):
+        raise InvalidRequest(
+            f"allowed_token_ids holds only tokens that end the answer, and min_tokens is {min_tokens}: allow others"
+        )
 
 
 def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:

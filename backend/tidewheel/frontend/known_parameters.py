@@ -26,6 +26,13 @@ def _to_seed(name: str, value: object) -> int | None:
     return None if seed == -1 else seed
 
 
+def _to_allowed(name: str, value: object) -> tuple[int, ...]:
+    allowed = coercion.to_ints(name, value)
+    if not allowed:
+        raise InvalidRequest(f"{name} is empty, which allows no token: name some, or leave it out")
+    return allowed
+
+
 OPTIONS: dict[str, Coercion] = {
     "n": coercion.to_int,
     "priority": _to_priority,
@@ -44,6 +51,8 @@ COERCIONS: dict[str, Coercion] = {
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
     **dict.fromkeys(("stop", "bad_words"), coercion.to_texts),
     "stop_token_ids": coercion.to_ints,
+    "allowed_token_ids": _to_allowed,
+    "truncate_prompt_tokens": coercion.to_int,
     "logit_bias": coercion.to_bias,
     "best_of": coercion.to_int,
     "end_id": coercion.to_int,  # an additional stop token
@@ -120,8 +129,6 @@ ABSENT: dict[str, AbsentFeature] = {
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
     "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
     "logits_processors": AbsentFeature("code of clients is never run"),
-    "allowed_token_ids": AbsentFeature("use logit_bias to steer away from tokens"),
-    "truncate_prompt_tokens": AbsentFeature("prompts are never cut: send what fits the context"),
     "detokenize": AbsentFeature("text is always returned", (True,)),
     "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
     "return_log_probs": AbsentFeature("it is an input of its own: send it beside text_input"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tidewheel.batch import Int32Array
 from tidewheel.config import setting_names
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_request
@@ -106,6 +107,22 @@ class Preparer:
     def _open_streams(self, given: Generation) -> list[OutputStream]:
         stop = StopStrings(given.sampling.stop)
         return [OutputStream(self._tokenizer, given, stop) for _ in range(given.options.n)]
+
+
+def truncated(prompt_ids: Int32Array, sampling: SamplingParams, info: EngineInfo) -> Int32Array:
+    """Keep the last tokens, as many as `truncate_prompt_tokens` says. Raise `InvalidRequest`."""
+    count, most = sampling.truncate_prompt_tokens, info.max_num_tokens - 1
+    if count is None:
+        return prompt_ids
+    if count > most:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {count}: it must be -1 (as many as fit) or 1 to {most}, which leaves a token "
+            "of the context for the answer"
+        )
+    if count == -1:
+        max_tokens = sampling.max_tokens or 1
+        count = most + 1 - (max_tokens if max_tokens <= most else 1)  # a longer answer is cut to the context
+    return prompt_ids[-count:]
 
 
 def phrase_ids(phrase: str, encoder: Tokenizer | PromptEncoder, vocab_size: int) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.conversation import parse_conversation
 from tidewheel.frontend.interface import GenerateRequest, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.preparation import Prepared, Preparer, parse_parameters, parse_prompt_options
+from tidewheel.frontend.preparation import Prepared, Preparer, parse_parameters, parse_prompt_options, truncated
 from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
@@ -58,7 +58,7 @@ class RequestReader:
         sampling, options, prompt_options = parse_parameters(parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
-        name, text, prompt_ids = self._read_prompt(request, prompt_options)
+        name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         sampling = self._fit(sampling, len(prompt_ids))
         echo = request.echo and not request.stream
         given = Generation(prompt_ids, sampling, options, name, text, echo)
@@ -94,16 +94,22 @@ class RequestReader:
         check_size(given[0], request.prompt_bytes, self._max_prompt_bytes, "max_prompt_bytes")
         return given[0]
 
-    def _read_prompt(self, request: GenerateRequest, options: PromptOptions) -> tuple[str, str | None, Int32Array]:
-        """Return field, any text, and token ids."""
+    def _read_prompt(
+        self, request: GenerateRequest, options: PromptOptions, sampling: SamplingParams
+    ) -> tuple[str, str | None, Int32Array]:
+        """Return field, any text that the tokens are of, and token ids."""
         name = self._prompt_name(request)
         if options.return_token_strs:
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
         if request.input_ids is not None:
             options.check_for(name)
-            return name, None, request.input_ids
+            return name, None, truncated(request.input_ids, sampling, self._info)
         text, add_special_tokens = self._text(name, request, options)
-        return name, text, self._encode(name, text, add_special_tokens=add_special_tokens)
+        if sampling.truncate_prompt_tokens is None:
+            return name, text, self._encode(name, text, add_special_tokens=add_special_tokens)
+        prompt_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        kept = truncated(prompt_ids, sampling, self._info)
+        return name, text if len(kept) == len(prompt_ids) else None, kept
 
     def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[str, bool]:
         """Return the text of the prompt, and whether special tokens are added: a template writes them itself."""

@@ -22,6 +22,7 @@ from tidewheel_kernels import (
     apply_penalties,
     compute_logprobs,
     forbid_words,
+    keep_tokens,
     sample,
 )
 
@@ -43,13 +44,15 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
 def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history: TokenHistory) -> Sampled:
     """Sample one token per row of `logits` [S, V], which it may overwrite.
 
-    vLLM's order: model log-probabilities; then biases and forbidden tokens, penalties, temperature, top_k, top_p,
-    min_p, and the draw.
+    vLLM's order: model log-probabilities; then allowed tokens, biases and forbidden tokens, penalties, temperature,
+    top_k, top_p, min_p, and the draw.
     """
     if plan.changes_logits and logits.dtype != torch.float32:
         logits = logits.float()
     logprob_rows = sent.group("logprob_rows")
     raw = logits.index_select(0, logprob_rows[0]) if logprob_rows else logits
+    if plan.allowed is not None:
+        keep_tokens(logits, *sent.group("allowed"))
     if plan.bias is not None:
         apply_logit_bias(logits, *sent.group("bias"))
     if plan.words is not None:

@@ -53,7 +53,7 @@ class WordEntries(NamedTuple):
 
 
 class LogitRules:
-    """Logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
+    """Allowed tokens, logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
 
     def __init__(self, new: NewRow) -> None:
         self._always = NO_BIASES
@@ -72,9 +72,12 @@ class LogitRules:
             np.array([token for word in words for token in word], dtype=np.int32),
         )
 
+        self.allowed = np.array(new.sampling.allowed_token_ids, dtype=np.int32)
+
     @staticmethod
     def needed(new: NewRow) -> bool:
-        return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
+        sampling = new.sampling
+        return bool(sampling.logit_bias or sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
 
     def biases(self, position: int) -> BiasEntries:
         return self._at_first if position < self._first_stop_position else self._always
@@ -107,6 +110,14 @@ class DrawColumns(NamedTuple):
 def greedy_columns(num_rows: int) -> DrawColumns:
     zeros = np.zeros(num_rows, dtype=np.float32)
     return DrawColumns(zeros, zeros.astype(np.int32), np.ones(num_rows, dtype=np.float32), zeros, zeros)
+
+
+class AllowedColumns(NamedTuple):
+    """Tokens that R sampling rows may have; all others are forbidden."""
+
+    rows: Int32Array  # [R]
+    entry_rows: Int32Array  # [N]
+    token_ids: Int32Array  # [N]
 
 
 class BiasColumns(NamedTuple):
@@ -146,6 +157,7 @@ class SamplingPlan:
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+    allowed: AllowedColumns | None
     bias: BiasColumns | None
     words: WordColumns | None
     penalties: PenaltyColumns | None
@@ -154,7 +166,8 @@ class SamplingPlan:
 
     @property
     def changes_logits(self) -> bool:
-        return self.bias is not None or self.words is not None or self.penalties is not None
+        stages = (self.allowed, self.bias, self.words, self.penalties)
+        return any(stage is not None for stage in stages)
 
     @property
     def is_plain(self) -> bool:
@@ -165,6 +178,7 @@ class SamplingPlan:
         """Return the arrays to send, the draw padded to `num_rows`."""
         return {
             "draw": self.draw.padded(num_rows),
+            "allowed": self.allowed,
             "bias": self.bias,
             "words": self.words,
             "penalties": self.penalties,
@@ -237,6 +251,7 @@ class SamplingTable:
             any_top_k=any_sampled and bool((draw.top_k[sampled] > 0).any()),
             any_top_p=any_sampled and bool((draw.top_p[sampled] < 1).any()),
             any_min_p=any_sampled and bool((draw.min_p[sampled] > 0).any()),
+            allowed=_allowed_columns(ruled),
             bias=_bias_columns(ruled, positions),
             words=_word_columns(ruled, positions),
             penalties=self._penalty_columns(rows, positions),
@@ -257,6 +272,17 @@ class SamplingTable:
             presence=self._presence[rows],
             frequency=self._frequency[rows],
         )
+
+
+def _allowed_columns(ruled: list[tuple[int, LogitRules]]) -> AllowedColumns | None:
+    entries = [(i, rules.allowed) for i, rules in ruled if len(rules.allowed)]
+    if not entries:
+        return None
+    return AllowedColumns(
+        rows=np.array([i for i, _ in entries], dtype=np.int32),
+        entry_rows=_repeated([(i, len(allowed)) for i, allowed in entries]),
+        token_ids=np.concatenate([allowed for _, allowed in entries]),
+    )
 
 
 def _bias_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) -> BiasColumns | None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import TidewheelError
-from tidewheel.sampling import LogitBias, SamplingParams
+from tidewheel.sampling import LogitBias, SamplingParams, TopLogprobs
 
 
 class Priority(enum.IntEnum):
@@ -92,6 +92,8 @@ class Request:
     state: RequestState = field(default=RequestState.WAITING, init=False)
     row: int = field(default=-1, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
+    prompt_logprobs: list[TopLogprobs] = field(default_factory=list, init=False)  # of tokens 1, 2, …; so far
+    has_told_prompt: bool = field(default=False, init=False)  # the log-probabilities were sent
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at the start
@@ -109,9 +111,18 @@ class Request:
         self.predicted_output_tokens = float(self.max_tokens)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Return whether log-probabilities of the prompt are missing. A follower leaves them to its leader."""
+        is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
     def row_sampling(self) -> SamplingParams:
         """Sampling parameters with the request's own biases."""
-        return self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
+        sampling = self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
+        if sampling.prompt_logprobs is None or self.scores_prompt:
+            return sampling
+        return replace(sampling, prompt_logprobs=None)
 
     @property
     def is_new(self) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,15 @@ MAX_BIAS = 100.0
 MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; 0 means greedy
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**64 - 1
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities at one sampled position."""
+
+    logprob: float  # of the sampled token, before temperature and truncation
+    rank: int  # of the sampled token, 1 = most likely; ties share the last
+    top_ids: tuple[int, ...]  # most likely tokens, best first
+    top_logprobs: tuple[float, ...]
 
 
 class LogitBias(Mapping[int, float]):
@@ -113,6 +123,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
     allowed_token_ids: tuple[int, ...] = ()  # no others are generated; empty: all are
     logprobs: int | None = None  # None: off; k: chosen token and k most likely
+    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # last tokens of the prompt to keep; -1: as many as fit
 
@@ -132,6 +143,7 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("seed", self.seed, 0, MAX_SEED)
         _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, 2**31 - 1)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)

@@ -101,6 +101,7 @@ def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
             num_output_tokens=counts[index],
             token_ids=token_ids[index],
             logprobs=_logprobs(_element(outputs, "logprobs", index)),
+            prompt_logprobs=_logprobs(_element(outputs, "prompt_logprobs", 0)) if index == 0 else None,
             cumulative_logprob=_element(outputs, "cumulative_logprob", index),
             perf=_perf(outputs, index),
         )
@@ -168,7 +169,7 @@ def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:
         {
             int(token_id): TokenLogprob(
                 logprob=-math.inf if entry["logprob"] is None else float(entry["logprob"]),
-                rank=int(entry["rank"]),
+                rank=int(entry["rank"] or 0),
                 decoded_token=str(entry["decoded_token"]),
             )
             for token_id, entry in entries.items()

@@ -162,6 +162,32 @@ def test_errors(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
+def test_an_echo_with_the_probabilities_of_the_prompt(client: openai.OpenAI, grpc_client: Client) -> None:
+    """A text is scored as harnesses do it: its tokens are as likely as when they were generated."""
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    chosen = client.completions.create(prompt=PROMPT, **{**fields, "max_tokens": 8}).choices[0]
+    text = PROMPT + chosen.text
+    (scored,) = client.completions.create(prompt=text, echo=True, **fields).choices
+    assert scored.text.startswith(text)
+    assert scored.logprobs is not None and chosen.logprobs is not None
+    assert scored.logprobs.tokens is not None and scored.logprobs.token_logprobs is not None
+    assert "".join(scored.logprobs.tokens) == scored.text
+    assert scored.logprobs.token_logprobs[0] is None
+    assert scored.logprobs.token_logprobs[-9:-1] == pytest.approx(chosen.logprobs.token_logprobs, abs=1e-3)
+    first, *_ = client.completions.create(prompt=text, echo=True, stream=True, **fields)
+    assert first.choices[0].text.startswith(text)
+    completion = grpc_client.generate(text, max_tokens=1, prompt_logprobs=2, allowed_token_ids=[5])
+    assert completion.prompt_logprobs is not None and completion.token_ids is None
+    assert [next(iter(entry.values())).decoded_token for entry in completion.prompt_logprobs] == (
+        scored.logprobs.tokens[:-1]
+    )
+    cut = client.completions.create(
+        prompt=text, echo=True, **fields, extra_body={"truncate_prompt_tokens": 2, "allowed_token_ids": [5]}
+    )
+    assert cut.usage is not None and cut.usage.prompt_tokens == 2
+    assert cut.choices[0].text.startswith("".join(scored.logprobs.tokens[-3:-1]))
+
+
 def test_tokens_of_a_text(server: Server, client: openai.OpenAI) -> None:
     def ask(path: str, **body: Any) -> Any:
         return requests.post(f"{server.openai}/{path}", json={"model": "demo", **body}, timeout=20).json()

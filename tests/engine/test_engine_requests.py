@@ -171,6 +171,7 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         (SamplingParams(max_tokens=14), {}, "max_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(min_tokens=14), {}, "min_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(stop_token_ids=(100,)), {}, "stop_token_ids has token id 100"),
+        (SamplingParams(prompt_logprobs=21), {}, "prompt_logprobs is 21: it must be 0 to 20"),
         (SamplingParams(allowed_token_ids=(5, 100)), {}, "allowed_token_ids has token id 100"),
         (
             SamplingParams(allowed_token_ids=(2, 5), min_tokens=1),

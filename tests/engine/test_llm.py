@@ -149,6 +149,29 @@ def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference) 
         assert llm.generate(long, fitting, use_tqdm=False)[0].num_prompt_tokens == room
 
 
+def test_log_probabilities_of_prompts(reference: Reference) -> None:
+    """Tokens are as likely as after shorter prompts, though the prompt is cached, cut, and has two answers."""
+    ids = np.tile(reference.prompts[0], 10)[:40]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=2)
+    with load(reference.folder, block_size=16, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        llm.generate({"input_ids": ids}, GREEDY, use_tqdm=False)
+        answers = llm.generate({"input_ids": ids}, params, RequestOptions(n=2), use_tqdm=False)
+        forced = [
+            dataclasses.replace(params, prompt_logprobs=None, allowed_token_ids=(int(token),)) for token in ids[1:]
+        ]
+        prefixes = [{"input_ids": ids[:count]} for count in range(1, len(ids))]
+        after_prefixes = llm.generate(prefixes, forced, use_tqdm=False)
+    for answer in answers:
+        assert answer.prompt_logprobs is not None
+        first, *others = answer.prompt_logprobs
+        assert first is None
+        for one, after in zip(others, after_prefixes, strict=True):
+            assert after.logprobs is not None and one is not None
+            assert (one.rank, one.top_ids) == (after.logprobs[0].rank, after.logprobs[0].top_ids)
+            assert one.logprob == pytest.approx(after.logprobs[0].logprob, abs=1e-4)
+    assert after_prefixes[0].prompt_logprobs is None
+
+
 def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
     prompt = {"input_ids": reference.prompts[5]}
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)

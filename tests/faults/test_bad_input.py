@@ -40,6 +40,7 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ('{"n": 1000000000}', ["n", "1000000000"]),
     ('{"n": -1}', ["n", "-1", "1"]),
     ('{"allowed_token_ids": [4096]}', ["allowed_token_ids", "4096", "4095"]),
+    ('{"prompt_logprobs": 21}', ["prompt_logprobs", "21", "20"]),
     ('{"allowed_token_ids": []}', ["allowed_token_ids"]),
     ('{"truncate_prompt_tokens": 1000000}', ["truncate_prompt_tokens", "1000000", "-1"]),
     ('{"logit_bias": {"4096": 1}}', ["logit_bias", "4096", "4095"]),
@@ -59,7 +60,6 @@ UNSUPPORTED = [
     '{"guided_regex": "(a+)+$"}',
     '{"structured_outputs": {"json": false}}',
     '{"guided_json": {}}',
-    '{"prompt_logprobs": 1}',
     '{"prompt_embeds": "AAAA"}',
 ]
 # Ids beyond the model's output, by every way in: to a kernel they would be an address.

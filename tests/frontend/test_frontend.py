@@ -238,6 +238,21 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
+def test_log_probabilities_of_the_prompt(harness: FrontendHarness) -> None:
+    key, sink = harness.submit("the fox", stream=True, parameters={"prompt_logprobs": 1, "echo": True})
+    ids = prompt_ids(harness.message(key))
+    entries = [logprobs(token_id, [5]) for token_id in ids[1:]]
+    harness.deliver(key, [9], prompt_logprobs=entries)
+    harness.deliver(key, [9], "length")
+    sink.wait_end()
+    first, *others = sink.chunks
+    assert first.text.startswith("the fox")
+    assert (first.prompt_ids, first.prompt_logprobs) == (ids, entries)
+    assert first.token_texts.keys() >= {*ids, 5}
+    assert [chunk.prompt_logprobs for chunk in others] == [None] * len(others)
+    assert "".join(chunk.text for chunk in others).count("the fox") == 0
+
+
 @pytest.mark.parametrize(
     ("count", "max_tokens", "num_kept"), [(3, 5, 3), (-1, 50, 206), (-1, None, 255), (-1, 999, 255)]
 )

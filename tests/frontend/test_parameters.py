@@ -129,7 +129,7 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
 def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         sampling(**given)
-    assert len(str(caught.value)) < 600
+    assert len(str(caught.value)) < 800
     for word in words:
         assert word in str(caught.value)
 
@@ -137,11 +137,11 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"best_of": 3}, {"beam_width": 4}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
+        {"best_of": 3}, {"beam_width": 4},
         {"guided_json": {}}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
         {"logits_processors": ["x"]}, {"lora_task_id": 7}, {"length_penalty": 2.0},
         {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
-        {"timeout": 5}, {"echo": True}, {"user": "u"}, {"model": "m"}, {"image": "x"}, {"stream_options": {"a": 1}},
+        {"timeout": 5}, {"user": "u"}, {"model": "m"}, {"image": "x"}, {"stream_options": {"a": 1}},
         {"top_logprobs": 3}, {"functions": [{}]}, {"service_tier": "flex"}, {"embedding_request": "{}"},
     ],
     ids=str,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,8 @@ from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
+from tidewheel.scheduler import controllers
 from tidewheel_kernels import AttentionMetadata
 
 VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
@@ -133,6 +136,7 @@ def any_request(draw: st.DrawFn, name: str) -> Request:
         frequency_penalty=draw(PENALTY),
         logit_bias=draw(st.dictionaries(TOKEN, st.sampled_from([-4.0, 3.5]), max_size=2)),
         # So many that stop tokens and forbidden words leave one.
+        prompt_logprobs=draw(st.sampled_from([None, 0, 2])),
         allowed_token_ids=tuple(draw(st.just(frozenset()) | st.sets(TOKEN, min_size=8))),
     )
     words = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), max_size=4)
@@ -158,14 +162,44 @@ ENGINES = st.fixed_dictionaries(
 )
 
 
+def prompt_logprobs_by_definition(subject: Request) -> list[TopLogprobs]:
+    num_top, prompt = subject.sampling.prompt_logprobs, subject.prompt_token_ids.tolist()
+    entries = []
+    for before, token in pairwise(prompt) if num_top is not None else ():
+        logprobs = LOGITS[before].log_softmax(0)
+        top = logprobs.topk(num_top or 0)
+        rank = int((LOGITS[before] >= LOGITS[before, token]).sum())
+        entries.append(
+            TopLogprobs(float(logprobs[token]), rank, tuple(top.indices.tolist()), tuple(top.values.tolist()))
+        )
+    return entries
+
+
+def check_prompt_logprobs(subject: Request) -> None:
+    """Those of a prompt are whole as soon as there is output, whatever was cached, cut or computed again."""
+    expected = prompt_logprobs_by_definition(subject)
+    found = subject.prompt_logprobs
+    assert len(found) == len(expected) or not subject.output_token_ids
+    for one, other in zip(found, expected, strict=False):
+        assert (one.rank, one.top_ids) == (other.rank, other.top_ids)
+        assert (one.logprob, *one.top_logprobs) == pytest.approx((other.logprob, *other.top_logprobs), abs=1e-4)
+
+
 @settings(max_examples=150, deadline=None)
-@given(requests=any_requests(), engine=ENGINES, fails_at=st.sets(st.integers(1, 40), max_size=2))
+@given(
+    requests=any_requests(),
+    engine=ENGINES,
+    fails_at=st.sets(st.integers(1, 40), max_size=2),
+    min_scores=st.integers(1, 20),
+)
 def test_tokens_are_those_of_the_definition(
-    requests: list[Request], engine: dict[str, Any], fails_at: set[int]
+    requests: list[Request], engine: dict[str, Any], fails_at: set[int], min_scores: int
 ) -> None:
     """Rows are shared out anew, preempted and come back, and a step may run out of memory and be run again."""
-    Engine(fails_at=tuple(fails_at), **engine).run(requests)
+    with mock.patch.object(controllers, "MIN_SCORES", min_scores):
+        Engine(fails_at=tuple(fails_at), **engine).run(requests)
     for item in requests:
+        check_prompt_logprobs(item)
         expected = by_definition(item)
         assert item.output_token_ids == expected[: len(item.output_token_ids)]
         assert item.finish_reason is FinishReason.ERROR or len(item.output_token_ids) == len(expected)

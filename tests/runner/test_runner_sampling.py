@@ -15,14 +15,14 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from support.models import tiny_models
 from support.runner.step_loop import GREEDY, StepLoop, request
-from tidewheel.batch import Int32Array, SampledTokens, TopLogprobs
+from tidewheel.batch import Int32Array, SampledTokens
 from tidewheel.config import EngineConfig
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import no_progress
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 NUM_TOKENS = 12
 PROMPT = tiny_models.prompts(1, 12, 12, seed=5)[0]

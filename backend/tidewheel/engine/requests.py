@@ -31,6 +31,7 @@ MAX_BAD_TOKENS = 4096  # in total
 MAX_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
+MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
 
 class CheckedRequest(NamedTuple):
@@ -85,8 +86,7 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     _check_allowed(message, info)
     check_labels(message.tenant, message.cache_salt, message.session_id)
     check_num_sequences(message.n)
-    if (message.sampling.logprobs or 0) > (limit := min(info.max_logprobs, info.vocab_size)):
-        raise InvalidRequest(f"logprobs is {message.sampling.logprobs}: it must be 0 to {limit} (max_logprobs)")
+    _check_logprobs(message, info, len(prompt))
     if message.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))
@@ -189,6 +189,19 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> No
         return
     outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
+
+
+def _check_logprobs(message: AddRequest, info: EngineInfo, num_prompt_tokens: int) -> None:
+    sampling, limit = message.sampling, min(info.max_logprobs, info.vocab_size)
+    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if (count or 0) > limit:
+            raise InvalidRequest(f"{name} is {count}: it must be 0 to {limit} (max_logprobs)")
+    asked = sampling.prompt_logprobs
+    if asked is not None and (asked + 1) * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {asked}, and the prompt has {num_prompt_tokens} tokens: an answer has room for "
+            f"{MAX_PROMPT_LOGPROBS}, one more than prompt_logprobs for each token; lower it, or send a shorter prompt"
+        )
 
 
 def _check_allowed(message: AddRequest, info: EngineInfo) -> None:

@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from tidewheel.batch import Int32Array, TopLogprobs
+from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.frontend.request_options import RequestOptions
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 INPUT_TENSOR = "input tensor"  # origin of parameters
 Task = Literal["generate", "tokenize", "detokenize"]
@@ -57,7 +57,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int] = []
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
-    token_texts: dict[int, str] = {}  # of ids in `logprobs` and `token_ids`
+    prompt_ids: list[int] = []  # aligned with `prompt_logprobs`, and the first token
+    prompt_logprobs: list[TopLogprobs] | None = None  # once, if asked
+    token_texts: dict[int, str] = {}  # of ids in what has log-probabilities
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
     finish_reason: str | None = None  # in every response after the end

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
 from tidewheel.frontend.interface import Chunk, Generation, Response
 from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.request import FinishReason
+from tidewheel.sampling import TopLogprobs
 
 
 class OutputStream:
@@ -21,7 +21,7 @@ class OutputStream:
     def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling = given.sampling
-        self._num_input_tokens = len(given.prompt_ids)
+        self._prompt_ids = given.prompt_ids
         self._detokenizer = None
         if tokenizer is not None:
             skip = sampling.skip_special_tokens
@@ -33,6 +33,7 @@ class OutputStream:
         self._cumulative_logprob = 0.0
         self._token_ids: list[int] = []
         self._logprobs: list[TopLogprobs] = []
+        self._prompt_logprobs: list[TopLogprobs] | None = None
         self._text = [self._prompt_text(given)] if given.echo else []
 
     @property
@@ -46,6 +47,7 @@ class OutputStream:
     def push(self, delta: Delta) -> None:
         if self.finish_reason is not None:
             return
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
         num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
         if not self._stop.is_hit:
@@ -66,13 +68,15 @@ class OutputStream:
             text="".join(self._text),
             token_ids=self._token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
+            prompt_ids=[] if self._prompt_logprobs is None else self._prompt_ids.tolist(),
+            prompt_logprobs=self._prompt_logprobs,
             token_texts=self._token_texts(),
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
-            num_input_tokens=self._num_input_tokens,
+            num_input_tokens=len(self._prompt_ids),
             finish_reason=self.finish_reason,
             stats=stats,
         )
-        self._text, self._token_ids, self._logprobs = [], [], []
+        self._text, self._token_ids, self._logprobs, self._prompt_logprobs = [], [], [], None
         return chunk
 
     def _push_text(self, token_ids: list[int]) -> int:
@@ -109,10 +113,12 @@ class OutputStream:
         return self._tokenizer.decode(given.prompt_ids.tolist(), skip_special_tokens=skip)
 
     def _token_texts(self) -> dict[int, str]:
-        if self._tokenizer is None or not self._logprobs:
+        if self._tokenizer is None or not (self._logprobs or self._prompt_logprobs is not None):
             return {}
-        token_ids = {token_id for entry in self._logprobs for token_id in entry.top_ids}
-        return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids.union(self._token_ids)}
+        of_prompt = self._prompt_logprobs or []
+        token_ids = {token_id for entry in (*self._logprobs, *of_prompt) for token_id in entry.top_ids}
+        token_ids.update(self._token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
+        return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids}
 
 
 class Outputs:

@@ -29,7 +29,7 @@ from tidewheel.tenants import TenantLimits, limits_of
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
-_TASK_KEYS = frozenset({*PROMPT_OPTIONS, *_URGENCY_KEYS})  # of the tokenizer's tasks
+_TASK_KEYS = frozenset({*PROMPT_OPTIONS, *_URGENCY_KEYS}) - {"echo"}  # of the tokenizer's tasks
 
 
 class ParsedParameters(NamedTuple):

@@ -60,7 +60,7 @@ class RequestReader:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         sampling = self._fit(sampling, len(prompt_ids))
-        echo = request.echo and not request.stream
+        echo = prompt_options.echo or (request.echo and not request.stream)
         given = Generation(prompt_ids, sampling, options, name, text, echo)
         prepared = self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
@@ -73,6 +73,7 @@ class RequestReader:
         if request.task == "detokenize":
             if request.input_ids is None:
                 raise InvalidRequest(f"{name} is set, and task is detokenize: it takes input_ids")
+            options.check_for(name)
             check_token_ids(name, request.input_ids, self._info)
             return self._encoder.decode(request.input_ids)
         if request.input_ids is not None:

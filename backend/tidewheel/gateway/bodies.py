@@ -14,7 +14,6 @@ MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
 MAX_REQUEST_ID_CHARS = 128
 
 _REFUSED = {
-    "echo": "the prompt is not returned: leave it out, or send false",
     "num_return_sequences": "set n",
     "close_session": "a session ends by its time (session_ttl_s), or over gRPC",
 }
@@ -36,6 +35,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     session_id: str = ""
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
 
 
 class ChatBody(_Body, frozen=True, kw_only=True):
@@ -44,6 +44,7 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    echo: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -53,6 +54,7 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 class CompletionBody(_Body, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool = False
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -71,6 +73,8 @@ class Ask(NamedTuple):
     stream_options: StreamOptions = StreamOptions()
     top_logprobs: int | None = None  # None: no log-probabilities
     is_chat: bool = False
+    has_echo: bool = False
+    shows_prompt_logprobs: bool = False
     tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
     has_one_call: bool = False
 
@@ -91,6 +95,8 @@ def parse(data: bytes) -> dict[str, Any]:
 def read_chat(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
     body, params = read_fields(fields, ChatBody)
+    if body.echo:
+        raise Unsupported("echo is set: a conversation is not returned; leave it out, or send false")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
     limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
@@ -109,7 +115,13 @@ def read_chat(fields: dict[str, Any]) -> Ask:
 def read_completion(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
     body, params = read_fields(fields, CompletionBody)
-    return _ask(body, params, _prompts(body.prompt), body.logprobs, is_chat=False)
+    ask = _ask(body, params, _prompts(body.prompt), body.logprobs, is_chat=False)
+    if not body.echo:
+        return ask
+    echo: dict[str, object] = {"echo": True}
+    if body.logprobs is not None:
+        echo["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return ask._replace(params=ask.params | echo, has_echo=True)
 
 
 def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
@@ -146,7 +158,7 @@ def _ask(
     if len(body.request_id) > MAX_REQUEST_ID_CHARS or not body.request_id.isprintable():
         raise InvalidRequest(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters that can be printed")
     options = {"n": body.n, "logprobs": top_logprobs, "tenant": body.tenant, "priority": body.priority}
-    options |= {"session_id": body.session_id or None}
+    options |= {"session_id": body.session_id or None, "prompt_logprobs": body.prompt_logprobs}
     params |= {name: value for name, value in options.items() if value is not None}
     flags = {"return_token_ids": body.return_token_ids, "return_logprobs": top_logprobs is not None}
     return Ask(
@@ -160,6 +172,7 @@ def _ask(
         stream_options=body.stream_options or StreamOptions(),
         top_logprobs=top_logprobs,
         is_chat=is_chat,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -24,8 +25,8 @@ from tidewheel.runner.profiling import (
     measured_activation_bytes,
     smallest_step,
 )
-from tidewheel.runner.sampler import PendingTokens, Sampled, sample_tokens
-from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
+from tidewheel.runner.sampler import PendingTokens, Sampled, sample_tokens, score_prompts
+from tidewheel.runner.sampling_plan import PromptScoring, SamplingPlan, SamplingTable
 from tidewheel.runner.staging import Group, Groups, Sender, Sent, SharedMemory, Staging
 from tidewheel.runner.warm_up import demanding_batch, warm_up
 
@@ -129,12 +130,15 @@ class ModelRunner:
         host = self._rows.host_inputs(batch)
         samples = batch.samples
         plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
-        graph = self._graphs.find(batch) if self._graphs is not None else None
-        if plan is not None and graph is not None:
-            sampled: Sampled | None = self._replayed(batch, host, plan, changes, graph)
+        scoring = self._sampling.scoring(batch, host.logit_indices)
+        graph = self._graphs.find(batch) if self._graphs is not None and scoring is None else None
+        if scoring is not None:
+            sampled: Sampled | None = self._scored(batch, host, plan, changes, scoring)
+        elif plan is not None and graph is not None:
+            sampled = self._replayed(batch, host, plan, changes, graph)
         else:
             sampled = self._computed(batch, host, plan, changes)
-        return PendingTokens(batch, plan, sampled, self._accelerator)
+        return PendingTokens(batch, plan, sampled, self._accelerator, scoring)
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
@@ -143,6 +147,29 @@ class ModelRunner:
         inputs = DeviceInputs(*sent.group("inputs"))
         logits = self._forward(inputs, Bounds.exact(batch, host))
         return None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+
+    def _scored(
+        self,
+        batch: ScheduledBatch,
+        host: HostInputs,
+        plan: SamplingPlan | None,
+        changes: Group,
+        scoring: PromptScoring,
+    ) -> Sampled:
+        """Compute a step with logits of prompt positions too."""
+        host = host._replace(logit_indices=scoring.logit_indices)
+        groups: Groups = {} if plan is None else plan.groups()
+        sent = self._send(batch, host, {**groups, "prompt": (scoring.sampled, scoring.scored)}, changes)
+        inputs = DeviceInputs(*sent.group("inputs"))
+        sampled_rows, scored_rows = sent.group("prompt")
+        logits = self._forward(inputs, Bounds.exact(batch, host))
+        positions = inputs.logit_indices.index_select(0, scored_rows)
+        next_tokens = self._rows.tokens_at(inputs.token_indices.index_select(0, positions) + 1)
+        of_prompts = score_prompts(logits.index_select(0, scored_rows), next_tokens, scoring)
+        if plan is None:
+            return Sampled(None, None, of_prompts)
+        sampled = self._sampled(logits.index_select(0, sampled_rows), plan, sent, inputs.store_indices)
+        return replace(sampled, prompt_logprobs=of_prompts)
 
     def _replayed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph
@@ -162,6 +189,7 @@ class ModelRunner:
 
     def _sampled(self, logits: torch.Tensor, plan: SamplingPlan, sent: Sent, store_indices: torch.Tensor) -> Sampled:
         sampled = sample_tokens(logits, plan, sent, self._rows.history(store_indices))
+        assert sampled.token_ids is not None
         self._rows.store(store_indices, sampled.token_ids)
         return sampled
 

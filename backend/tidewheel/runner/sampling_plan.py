@@ -186,6 +186,17 @@ class SamplingPlan:
         }
 
 
+class PromptScoring(NamedTuple):
+    """Chunks whose positions have logits too, for log-probabilities of the prompt tokens behind them."""
+
+    batch_indices: Int64Array  # [R] in the batch
+    counts: Int32Array  # [R] positions from the start of the chunk
+    num_top: Int32Array  # [R]
+    logit_indices: Int64Array  # [S + P] tokens that have logits: scored ones, and those that are sampled from
+    sampled: Int64Array  # [S] among the logits
+    scored: Int64Array  # [P] among the logits
+
+
 class SamplingTable:
     def __init__(self, max_num_seqs: int) -> None:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -199,6 +210,7 @@ class SamplingTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
+        self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
 
@@ -226,6 +238,8 @@ class SamplingTable:
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._has_penalties[row] = sampling.has_penalties
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        of_prompt = sampling.prompt_logprobs
+        self._num_prompt_logprobs[row] = NO_LOGPROBS if of_prompt is None else of_prompt
         self._rules.pop(row, None)
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
@@ -257,6 +271,27 @@ class SamplingTable:
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
+        )
+
+    def scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
+        """Return what to score; `sampled` [S] are the tokens to sample from."""
+        num_top = self._num_prompt_logprobs[batch.rows]
+        num_left = self._num_prompt_tokens[batch.rows] - 1 - batch.start_positions
+        counts = np.minimum(batch.num_scheduled_tokens, num_left)
+        chosen = np.flatnonzero((num_top >= 0) & (counts > 0))
+        if not len(chosen):
+            return None
+        ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64)
+        starts = ends - batch.num_scheduled_tokens
+        scored = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in chosen.tolist()])
+        indices = np.sort(np.concatenate((scored, sampled)))
+        return PromptScoring(
+            chosen,
+            counts[chosen],
+            num_top[chosen],
+            indices,
+            np.searchsorted(indices, sampled),
+            np.searchsorted(indices, scored),
         )
 
     def _penalty_columns(self, rows: Int32Array, positions: Int32Array) -> PenaltyColumns | None:

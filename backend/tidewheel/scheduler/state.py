@@ -3,7 +3,7 @@ from __future__ import annotations
 from tidewheel.errors import require
 from tidewheel.event_heap import Event, EventHeap
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.kvcache.prefix import PrefixHit
+from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.fairness import VirtualCounters
@@ -135,7 +135,9 @@ class State:
             self.timetable.start_ageing(request, since, len(self.requests))
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find a prefix in the cache or in the leader's row."""
+        """Find a prefix in the cache or in the leader's row. To score a prompt, all of it is computed."""
+        if request.scores_prompt:
+            return NO_HIT
         hit = self.kv.prefixes.find(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:

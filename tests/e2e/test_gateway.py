@@ -157,6 +157,12 @@ def test_errors(client: openai.OpenAI) -> None:
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="structured output is not offered"):
         ask(response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="top_logprobs is 99: it must be 0 to 20") as wrong:
+        ask(logprobs=True, top_logprobs=99)
+    assert wrong.value.param == "top_logprobs"
+    ask(max_completion_tokens=1)  # both, as LiteLLM sends them
+    with pytest.raises(openai.BadRequestError, match=r"is 1 and .* is 2: give one value"):
+        ask(max_completion_tokens=2)
     with pytest.raises(openai.BadRequestError) as long:
         ask(messages=[{"role": "user", "content": "word " * 3000}])
     assert long.value.code == "context_length_exceeded"

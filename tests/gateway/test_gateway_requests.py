@@ -39,6 +39,23 @@ def test_an_answer_of_a_chat_is_as_long_as_the_context(gateway: RunningGateway, 
     assert completion == {"n": 1}
 
 
+def test_errors_name_the_field_that_the_client_sent(gateway: RunningGateway, triton: FakeTriton) -> None:
+    for text, fields, param in (
+        ("logprobs is 99: it must be 0 to 20", {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ("max_tokens is -5: it must be 1 to 9", {"max_completion_tokens": -5}, "max_completion_tokens"),
+        ("max_tokens is -5: it must be 1 to 9", {"max_tokens": -5, "max_completion_tokens": -5}, "max_tokens"),
+    ):
+        triton.answer = lambda asked, text=text: refused(f"[TW-INPUT] {text}")
+        error = gateway.chat(**fields).json()["error"]
+        assert error["param"] == param
+        assert error["message"] == f"{param} {text.partition(' ')[2]}"
+
+
+def refused(text: str) -> Answer:
+    raise Refused(grpc.StatusCode.UNKNOWN, text)
+    yield
+
+
 def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.answer = say
     messages = [

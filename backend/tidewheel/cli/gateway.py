@@ -18,14 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    add_key_option(parser)
-    parser.add_argument(
-        "--reasoning",
-        choices=("tagged", "always", "off"),
-        default="tagged",
-        help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
-        "always, up to </think>, for templates that write the tag themselves; off, nothing",
-    )
+    add_shared_options(parser)
     parser.add_argument(
         "--max-body-mb", type=int, default=16, metavar="MB", help="largest body of a request (default: %(default)s)"
     )
@@ -38,12 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_key_option(group: argparse._ActionsContainer) -> None:
+def add_shared_options(group: argparse._ActionsContainer) -> None:
+    """Add options that `tidewheel serve` has too."""
     group.add_argument(
         "--api-keys",
         type=Path,
         metavar="FILE",
         help="TOML file of the API keys that are let in; without one, only loopback is listened on (docs/openai.md)",
+    )
+    group.add_argument(
+        "--reasoning",
+        choices=("tagged", "always", "off"),
+        help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
+        "always, up to </think>, for templates that write the tag themselves; off, nothing",
     )
 
 
@@ -66,6 +66,6 @@ def run(args: argparse.Namespace) -> int:
             api_keys=args.api_keys,
             max_body_mb=args.max_body_mb,
             drain_s=args.drain_s,
-            reasoning=args.reasoning,
+            reasoning=args.reasoning or "tagged",
         )
     )

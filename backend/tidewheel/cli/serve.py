@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import add_key_option
+from tidewheel.cli.gateway import add_shared_options
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--openai-port", type=_port, metavar="N", help="answer in OpenAI's API there too (default: do not)"
     )
-    add_key_option(where)
+    add_shared_options(where)
     _add_manner(parser.add_argument_group("how"))
 
 
@@ -126,6 +126,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--models chooses entries of a model repository: it does not go with --model")
     if args.api_keys is not None and args.openai_port is None:
         raise UsageError("--api-keys goes with --openai-port: Triton's own ports know no keys")
+    if args.reasoning is not None and args.openai_port is None:
+        raise UsageError("--reasoning goes with --openai-port: only the gateway splits answers")
     if args.model is None and args.record is not None:
         raise UsageError("--record goes with --model; in a repository, set record in config.pbtxt")
     if args.model is None and (args.set or args.model_name):
@@ -151,6 +153,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
             openai=args.openai_port,
         ),
         api_keys=args.api_keys,
+        gateway_arguments=() if args.reasoning is None else (f"--reasoning={args.reasoning}",),
         drain_s=args.drain_s,
         restart=not args.no_restart,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),

@@ -110,6 +110,7 @@ class Gateway:
         return response
 
     async def _health(self, _: web.Request) -> web.Response:
+        await asyncio.gather(*(one.look_again() for one in self._upstreams.each))
         reason = self._upstreams.not_ready
         body = msgspec.json.encode({"ready": not reason, "reason": reason})
         return _json(body, status=503 if reason else 200)

@@ -229,9 +229,12 @@ def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> N
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(model="demo", prompt=PROMPT, n=16, **LONG)
     wait_for(lambda: num_cancelled() > before + 1, 20, "end of the request")
-    text = requests.get(f"{server.openai}/metrics", timeout=10).text
-    assert "tidewheel_gateway_hang_ups_total 2" in text
-    assert "vllm:num_requests_running" in text
+
+    def metrics() -> str:
+        return requests.get(f"{server.openai}/metrics", timeout=10).text
+
+    wait_for(lambda: "tidewheel_gateway_hang_ups_total 2" in metrics(), 10, "counts of both workers")
+    assert "vllm:num_requests_running" in metrics()
 
 
 def test_a_gateway_of_its_own(server: Server, tmp_path: Path) -> None:

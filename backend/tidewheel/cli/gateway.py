@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
+    parser.add_argument("--workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
     add_shared_options(parser)
     parser.add_argument(
         "--max-body-mb", type=int, default=16, metavar="MB", help="largest body of a request (default: %(default)s)"
@@ -29,6 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that open requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
     )
+
+
+WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
+
+
+def workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes: 1 to 64")
+    return int(text)
 
 
 def add_shared_options(group: argparse._ActionsContainer) -> None:
@@ -49,7 +59,8 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cli.usage import UsageError
-    from tidewheel.gateway.run_gateway import GatewayOptions, serve_gateway
+    from tidewheel.gateway.gateway_options import GatewayOptions
+    from tidewheel.gateway.run_gateway import serve_gateway
     from tidewheel.gateway.upstreams import Address
 
     if not 0 <= args.port < 65536 or not 1 <= args.max_body_mb <= 1024 or not 0 <= args.drain_s <= 86_400:
@@ -67,5 +78,6 @@ def run(args: argparse.Namespace) -> int:
             max_body_mb=args.max_body_mb,
             drain_s=args.drain_s,
             reasoning=args.reasoning or "tagged",
+            workers=args.workers,
         )
     )

@@ -17,10 +17,11 @@ from tidewheel.gateway import bodies, openai_errors, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
-from tidewheel.gateway.counters import CONTENT_TYPE, Counters, merge
+from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
+from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel_client import Chunk, codec
 from tidewheel_client.request_errors import (
     InternalError,
@@ -32,7 +33,7 @@ from tidewheel_client.request_errors import (
 )
 
 BODY_S = 60.0  # for a body to arrive
-_REFRESH_S = 1.0  # between two looks at the file of keys
+_REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _OPEN_PATHS = ("/health",)
 
@@ -44,13 +45,20 @@ logger = logging.getLogger(__name__)
 
 class Gateway:
     def __init__(
-        self, upstreams: Upstreams, keys: ApiKeys, *, max_body_bytes: int, reasoning: Reasoning = "tagged"
+        self,
+        upstreams: Upstreams,
+        keys: ApiKeys,
+        *,
+        max_body_bytes: int,
+        reasoning: Reasoning = "tagged",
+        place: WorkerPlace | None = None,
     ) -> None:
         self._upstreams = upstreams
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._reasoning = reasoning
-        self._counters = Counters()
+        self._place = place or WorkerPlace()
+        self._counters = self._place.before()
         self._started = int(time.time())
 
     def application(self) -> web.Application:
@@ -72,14 +80,20 @@ class Gateway:
 
     async def _live(self, _: web.Application) -> AsyncIterator[None]:
         async with self._upstreams:
-            refresh = asyncio.create_task(self._refresh_keys())
+            refresh = asyncio.create_task(self._refresh())
             yield
             refresh.cancel()
+            self.publish()
 
-    async def _refresh_keys(self) -> None:
+    async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(_REFRESH_S)
             self._keys.refresh()
+            self.publish()
+
+    def publish(self) -> None:
+        """Tell the other workers the own figures."""
+        self._place.publish(self._counters.with_upstreams(self._upstreams))
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -88,6 +102,8 @@ class Gateway:
         try:
             if request.path not in _OPEN_PATHS:
                 request["account"] = self._keys.account(request.headers.get("Authorization", ""))
+            if self._upstreams.not_ready:  # as it was, which the next look may change
+                await self._upstreams.look_again()
             response: web.StreamResponse = await handler(request)
         except RequestError as error:
             response = _refusal(request, error)
@@ -106,11 +122,11 @@ class Gateway:
             self._counters.num_open -= 1
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
-        self._counters.requests[path, response.status] += 1
+        self._counters.count(path, response.status)
         return response
 
     async def _health(self, _: web.Request) -> web.Response:
-        await asyncio.gather(*(one.look_again() for one in self._upstreams.each))
+        await self._upstreams.look_again()
         reason = self._upstreams.not_ready
         body = msgspec.json.encode({"ready": not reason, "reason": reason})
         return _json(body, status=503 if reason else 200)
@@ -119,7 +135,9 @@ class Gateway:
         each = self._upstreams.each
         texts = await asyncio.gather(*(one.metrics() for one in each))
         theirs = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
-        text = theirs + self._counters.render(self._upstreams)
+        self.publish()  # what is told once is never taken back
+        own = self._counters.with_upstreams(self._upstreams)
+        text = theirs + add([own, *self._place.others()]).render(self._upstreams)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _list_models(self, _: web.Request) -> web.Response:

@@ -181,6 +181,10 @@ class Upstreams:
         for one in self.each:
             await one.close()
 
+    async def look_again(self) -> None:
+        """See `Upstream.look_again`."""
+        await asyncio.gather(*(one.look_again() for one in self.each))
+
     @property
     def models(self) -> list[str]:
         return sorted(frozenset[str]().union(*(one.models for one in self.each)))

@@ -8,7 +8,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable
 
-from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.revival import Restarts
@@ -31,7 +30,7 @@ class GatewayProcess:
         self._health = f"http://{endpoints.authority(endpoints.openai or 0)}/health"
         self._pids = pids
         self._note = note
-        self._restarts = Restarts(RestartPolicy())
+        self._restarts = Restarts()
         self._start_at = 0.0  # of the next one, after a death
         self._start()
 

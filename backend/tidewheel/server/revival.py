@@ -14,8 +14,8 @@ from tidewheel.server import CrashLoop
 class Restarts:
     """Count of deaths, in time that the server served."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: RestartPolicy | None = None) -> None:
+        self._policy = policy or RestartPolicy()
         self._deaths: list[float] = []
         self._served_s = 0.0
 

@@ -39,6 +39,19 @@ def test_an_answer_of_a_chat_is_as_long_as_the_context(gateway: RunningGateway, 
     assert completion == {"n": 1}
 
 
+@pytest.mark.parametrize("text", [",[:{" * 80_000, '"' * 90_000, '\\"[' * 90_000 + "\\", "é" * 150_000])
+def test_a_large_text_may_hold_anything(gateway: RunningGateway, triton: FakeTriton, text: str) -> None:
+    triton.answer = say
+    assert gateway.complete(text).ok
+    assert triton.asked[0].inputs["text_input"] == text
+
+
+def test_many_token_ids(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
+    assert gateway.complete(list(range(100_000))).ok
+    assert triton.asked[0].inputs["input_ids"] == list(range(100_000))
+
+
 def test_errors_name_the_field_that_the_client_sent(gateway: RunningGateway, triton: FakeTriton) -> None:
     for text, fields, param in (
         ("logprobs is 99: it must be 0 to 20", {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
@@ -72,7 +85,13 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
 @pytest.mark.parametrize(
     ("path", "body", "message", "param"),
     [
-        ("completions", b"[" * 100_000, "nested too deep", None),
+        ("completions", b"[" * 16_000, "nested too deep", None),
+        ("completions", b"[" * 100_000, "more than 32768 lists, objects and keys, or 262144 values", None),
+        ("completions", b'{"prompt": [' + b"1," * 300_000 + b"1]}", "more than 32768 lists", None),
+        ("completions", b'{"x": "' + b'\\"' * 30_000 + b'", "y": [' + b"[]," * 40_000 + b"1]}", "32768 lists", None),
+        ("completions", {"prompt": "x", **{f"k{i}": 1 for i in range(256)}}, "the body has 257 fields", None),
+        ("completions", {"prompt": "x", "k" * 300: 1}, "a field's name has 300 characters: at most 256", None),
+        ("completions", {"prompt": "x", "suffix": "s" * 300_000}, "the parameters have 300013 bytes", None),
         ("completions", b'{"prompt": ', "not JSON", None),
         ("completions", b"[]", "must be a JSON object", None),
         ("completions", b'{"prompt": "\xff"}', "not JSON", None),

@@ -8,10 +8,11 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.gateway import bodies, openai_errors, tokenizing
 from tidewheel.gateway.answering import Answer
@@ -33,6 +34,7 @@ from tidewheel_client.request_errors import (
 )
 
 BODY_S = 60.0  # for a body to arrive
+_LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _OPEN_PATHS = ("/health",)
@@ -40,6 +42,7 @@ _OPEN_PATHS = ("/health",)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Answering = Callable[[web.Request, Ask], Awaitable[web.StreamResponse]]
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +63,7 @@ class Gateway:
         self._place = place or WorkerPlace()
         self._counters = self._place.before()
         self._started = int(time.time())
+        self._large = asyncio.Lock()
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._answer], client_max_size=self._max_body_bytes)
@@ -156,12 +160,23 @@ class Gateway:
         async def handle(request: web.Request) -> web.StreamResponse:
             account: Account = request["account"]
             with account.admit():
-                fields = bodies.parse(await _read_body(request))
-                request["fields"] = fields
-                ask = account.label(read(fields))
+                body = await _read_body(request)
+
+                def understand() -> Ask:
+                    request["fields"] = fields = bodies.parse(body)
+                    return account.label(read(fields))
+
+                ask = await self._beside(len(body), understand)
                 return await answer(request, ask._replace(model=self._upstreams.model(ask.model)))
 
         return handle
+
+    async def _beside(self, size: int, work: Callable[[], T]) -> T:
+        """Do work on so many bytes here, or beside the loop if they are many: one at a time, as it holds the GIL."""
+        if size <= _LARGE:
+            return work()
+        async with self._large:
+            return await asyncio.to_thread(work)
 
     async def _generate(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
@@ -210,10 +225,14 @@ class Gateway:
     async def _ask(self, ask: Ask, request_id: str) -> AsyncGenerator[tuple[int, list[Chunk]]]:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
-        requests = [
-            codec.encode(ask.model, one_id, prompt, ask.params, stream=ask.stream)
-            for one_id, prompt in zip(ids, ask.prompts, strict=True)
-        ]
+
+        def encode() -> list[pb.ModelInferRequest]:
+            return [
+                codec.encode(ask.model, one_id, prompt, ask.params, stream=ask.stream)
+                for one_id, prompt in zip(ids, ask.prompts, strict=True)
+            ]
+
+        requests = await self._beside(ask.size, encode)
         streams = [self._upstreams.stream(request, ask.session) for request in requests]
         if len(streams) == 1:
             async with contextlib.aclosing(streams[0]) as responses:

@@ -6,10 +6,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tidewheel.gateway.body_size import check_structure
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.request_errors import InvalidRequest, Unsupported
 
 MAX_PROMPTS = 64  # of one request
+MAX_FIELDS = 256
+MAX_NAME_CHARS = 256
+MAX_PARAMETER_BYTES = 1 << 18  # of all that the backend reads; it has the same limit
 MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
 MAX_REQUEST_ID_CHARS = 128
 
@@ -78,9 +82,17 @@ class Ask(NamedTuple):
     tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
     has_one_call: bool = False
 
+    @property
+    def size(self) -> int:
+        """Return how many characters and token ids the prompts have."""
+        return sum(
+            len(value) for prompt in self.prompts for value in prompt.values() if isinstance(value, str | list)
+        )
+
 
 def parse(data: bytes) -> dict[str, Any]:
     """Return the fields that are not null. Raise `InvalidRequest`."""
+    check_structure(data)
     try:
         fields = msgspec.json.decode(data)
     except RecursionError:
@@ -89,6 +101,10 @@ def parse(data: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(fields)} fields: at most {MAX_FIELDS} are allowed")
+    if (longest := max(map(len, fields), default=0)) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"a field's name has {longest} characters: at most {MAX_NAME_CHARS} are allowed")
     return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -131,6 +147,8 @@ def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[st
             raise Unsupported(f"{name} is set: {reason}")
     names = kind.__struct_fields__
     others = {key: value for key, value in fields.items() if key not in names and key not in _REFUSED}
+    if (size := len(msgspec.json.encode(others))) > MAX_PARAMETER_BYTES:
+        raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
     if flags := OUTPUT_FLAGS.keys() & others.keys():
         raise InvalidRequest(f"unknown parameter {min(flags)!r}: OpenAI's API has no output flags")
     try:
@@ -206,10 +224,11 @@ def _name(tool: dict[str, Any]) -> object:
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, object]]:
     if isinstance(prompt, str):
         return [{"text_input": prompt}]
-    if prompt and all(isinstance(item, int) for item in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [{"input_ids": prompt}]
     if not prompt or len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt has {len(prompt)} entries: it must have 1 to {MAX_PROMPTS}")
-    if any(isinstance(item, int) for item in prompt) or len({type(item) for item in prompt}) > 1:
+    if len(kinds) > 1:
         raise InvalidRequest("prompt mixes texts and token ids: send a text, texts, token ids, or lists of them")
     return [{"text_input" if isinstance(item, str) else "input_ids": item} for item in prompt]

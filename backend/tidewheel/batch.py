@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.request import Request
+from tidewheel.request import Pooling, Request
 from tidewheel.sampling import SamplingParams, TopLogprobs
 
 Int32Array = npt.NDArray[np.int32]
@@ -39,6 +39,7 @@ class NewRow(NamedTuple):
     seed: int
     stop_token_ids: tuple[int, ...]  # masked until `sampling.min_tokens`
     bad_words_ids: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
+    pooling: Pooling = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class SampledTokens:
     token_ids: Int32Array  # [n] NOT_SAMPLED for rows without a sample, NOT_FINITE for non-finite logits
     logprobs: dict[int, TopLogprobs] | None = None  # by index into the batch; only rows that asked
     prompt_logprobs: dict[int, list[TopLogprobs]] | None = None  # of the tokens behind the chunk's, by index
+    pooled: dict[int, Float32Array] | None = None  # [hidden_size] of the chunk, by index
 
 
 @dataclass(frozen=True, slots=True)

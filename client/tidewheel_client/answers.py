@@ -37,6 +37,7 @@ class Chunk:
     token_ids: tuple[int, ...] | None = None  # with return_token_ids
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs and logprobs
     prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # with prompt_logprobs, on the first chunk
+    embedding: tuple[float, ...] | None = None  # of the task embed
     cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
     perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
 

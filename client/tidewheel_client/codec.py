@@ -102,6 +102,7 @@ def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
             token_ids=token_ids[index],
             logprobs=_logprobs(_element(outputs, "logprobs", index)),
             prompt_logprobs=_logprobs(_element(outputs, "prompt_logprobs", 0)) if index == 0 else None,
+            embedding=outputs.get("embedding"),
             cumulative_logprob=_element(outputs, "cumulative_logprob", index),
             perf=_perf(outputs, index),
         )

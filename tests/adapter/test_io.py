@@ -242,6 +242,13 @@ def test_logprobs_of_the_prompt() -> None:
     assert "prompt_logprobs" not in several([CHUNK, CHUNK], ResponseFormat())
 
 
+def test_an_embedding() -> None:
+    chunk = Chunk(text="", embedding=np.array([0.5, -0.25], np.float32), finish_reason="stop")
+    (tensors,) = response_tensors([chunk], ResponseFormat(), [""])
+    (embedding,) = (tensor.as_numpy() for tensor in tensors if tensor.name() == "embedding")
+    assert (embedding.dtype, embedding.tolist()) == (np.float32, [0.5, -0.25])
+
+
 def test_logprobs_that_are_not_given_are_null() -> None:
     assert parameters_of(read(text_input="Hi", return_logprobs=True)[0]) == {}
     outputs = several([CHUNK, CHUNK], ResponseFormat(logprobs=True, is_logprobs_null=True))
@@ -291,7 +298,7 @@ def test_only_text_unless_asked() -> None:
 
 def test_every_output() -> None:
     outputs = values(CHUNK, EVERYTHING)
-    assert outputs.keys() == {spec.name for spec in OUTPUTS} - {"prompt_logprobs"}
+    assert outputs.keys() == {spec.name for spec in OUTPUTS} - {"prompt_logprobs", "embedding"}
     logprobs = json.loads(outputs.pop("logprobs")[0])
     assert outputs == {
         "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],

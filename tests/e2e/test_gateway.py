@@ -16,8 +16,10 @@ from typing import Any
 import openai
 import pytest
 import requests
+import torch
+from transformers import AutoModel, AutoTokenizer
 
-from support.triton.serving import Server, free_ports, wait_for
+from support.triton.serving import WEIGHTS, Server, free_ports, wait_for
 from tidewheel_client import Client, Completion
 
 pytestmark = pytest.mark.e2e
@@ -192,6 +194,23 @@ def test_an_echo_with_the_probabilities_of_the_prompt(client: openai.OpenAI, grp
     )
     assert cut.usage is not None and cut.usage.prompt_tokens == 2
     assert cut.choices[0].text.startswith("".join(scored.logprobs.tokens[-3:-1]))
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    """They are the last token's hidden state, as transformers computes it."""
+    texts = [PROMPT, "A tuple", PROMPT * 8]
+    answer = client.embeddings.create(model="demo", input=texts)
+    model, tokenizer = AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32), AutoTokenizer.from_pretrained(WEIGHTS)
+    for text, one in zip(texts, answer.data, strict=True):
+        with torch.inference_mode():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1]
+        assert one.embedding == pytest.approx((states / states.norm()).tolist(), abs=1e-4)
+    few = client.embeddings.create(model="demo", input=PROMPT, dimensions=5, encoding_format="float")
+    assert len(few.data[0].embedding) == 5
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 2 * few.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="top_k does not go with the task embed") as wrong:
+        client.embeddings.create(model="demo", input=PROMPT, extra_body={"top_k": 5})
+    assert wrong.value.param == "top_k"
 
 
 def test_tokens_of_a_text(server: Server, client: openai.OpenAI) -> None:

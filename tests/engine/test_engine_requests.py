@@ -20,7 +20,7 @@ from tidewheel.engine.requests import (
     check_num_sequences,
     to_requests,
 )
-from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams, pack_biases
 
@@ -159,6 +159,11 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
     assert convert(prompt=prompt_bytes(*[1] * 15)).max_tokens == 1
     with pytest.raises(PromptTooLarge, match=r"16 tokens.*leaves room for 15"):
         convert(prompt=prompt_bytes(*[1] * 16))
+
+
+def test_embeddings_need_hidden_states() -> None:
+    with pytest.raises(Unsupported, match="embeddings of A are not offered"):
+        convert(pooling="mean")
 
 
 @pytest.mark.parametrize(

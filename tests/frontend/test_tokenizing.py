@@ -68,12 +68,32 @@ def test_prompts_of_the_engine_have_the_same_options(harness: FrontendHarness) -
     assert prompt_ids(harness.message(key)) == harness.encode("the fox")
 
 
+def test_an_embedding(harness: FrontendHarness) -> None:
+    key, sink = harness.submit("the fox", task="embed", parameters={"cache_salt": "x"})
+    message = harness.message(key)
+    assert (message.pooling, message.sampling.max_tokens, message.n) == ("last", 1, 1)
+    harness.deliver(key, [9], "length", pooled=np.array([3, 0, -4], "<f4").tobytes())
+    sink.wait_end()
+    ((chunk,),) = sink.responses
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("", [], "stop")
+    assert chunk.embedding is not None
+    assert chunk.embedding.tolist() == pytest.approx([0.6, 0, -0.8])
+    assert chunk.num_input_tokens == len(harness.encode("the fox"))
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"task": "tokenize", "text": "x", "parameters": {"max_tokens": 5}}, "max_tokens does not go with the task"),
         ({"task": "tokenize", "text": "x", "parameters": {"made_up": 5}}, "unknown parameter 'made_up'"),
         ({"task": "tokenize"}, "give one of text_input"),
+        (
+            {"task": "embed", "text": "x", "parameters": {"max_tokens": 5}},
+            "max_tokens does not go with the task embed",
+        ),
+        ({"task": "embed", "text": "x", "parameters": {"n": 2}}, "n does not go with the task embed"),
+        ({"task": "embed", "text": "x", "parameters": {"echo": True}}, "echo does not go with the task embed"),
+        ({"task": "embed", "text": ""}, "text_input is empty"),
         ({"task": "tokenize", "input_ids": np.array([1], np.int32)}, "it takes text_input or messages"),
         ({"task": "detokenize", "text": "x"}, "it takes input_ids"),
         ({"task": "detokenize", "input_ids": np.array([3, -1], np.int32)}, "token id -1 at position 1"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ from tidewheel_kernels import AttentionMetadata
 VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
 CPU = torch.device("cpu")
 NORMAL = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+HIDDEN = torch.arange(VOCABULARY * 4.0).reshape(VOCABULARY, 4) % 13
 LOGITS = NORMAL.mul(3 << 10).round() / (1 << 10)
 
 
@@ -61,6 +63,18 @@ class LookUp:
         if self._num_steps in self._fails_at:
             raise torch.OutOfMemoryError
         return LOGITS[token_ids[logit_indices].long()]
+
+    def forward_with_hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+        hidden_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.forward(token_ids, positions, meta, kv_layers, logit_indices)
+        return logits, HIDDEN[token_ids[hidden_indices].long()]
 
 
 def by_definition(subject: Request) -> list[int]:
@@ -140,9 +154,13 @@ def any_request(draw: st.DrawFn, name: str) -> Request:
         allowed_token_ids=tuple(draw(st.just(frozenset()) | st.sets(TOKEN, min_size=8))),
     )
     words = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), max_size=4)
-    count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))
     stops = draw(st.sets(TOKEN, max_size=2))
-    return request(name, prompt, count, sampling, stop_token_ids=tuple(stops), bad_words_ids=tuple(draw(words)))
+    rules: dict[str, Any] = {"stop_token_ids": tuple(stops), "bad_words_ids": tuple(draw(words))}
+    pooling = draw(st.sampled_from(["", "", "", "last", "mean"]))
+    if pooling:
+        return request(name, prompt, 1, replace(sampling, min_tokens=0), pooling=pooling, **rules)
+    count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))
+    return request(name, prompt, count, sampling, **rules)
 
 
 @st.composite
@@ -200,6 +218,10 @@ def test_tokens_are_those_of_the_definition(
         Engine(fails_at=tuple(fails_at), **engine).run(requests)
     for item in requests:
         check_prompt_logprobs(item)
+        if item.pooling and item.output_token_ids:
+            assert item.pooled is not None
+            states = HIDDEN[torch.from_numpy(item.prompt_token_ids).long()]
+            assert item.pooled.tolist() == (states[-1] if item.pooling == "last" else states.sum(0)).tolist()
         expected = by_definition(item)
         assert item.output_token_ids == expected[: len(item.output_token_ids)]
         assert item.finish_reason is FinishReason.ERROR or len(item.output_token_ids) == len(expected)

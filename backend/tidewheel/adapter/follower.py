@@ -119,6 +119,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
             max_prompt_bytes=config.max_prompt_bytes,
             default_max_tokens=settings.frontend.default_max_tokens,
             defaults=_load_defaults(info, config),
+            pooling=settings.frontend.pooling,
         )
     except BaseException:
         encoder.close()

@@ -134,6 +134,8 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
         arrays["logprobs"] = _encoded(["null" if is_null else logprobs_json(chunk) for chunk in response])
     if response[0].prompt_logprobs is not None:
         arrays["prompt_logprobs"] = _encoded([prompt_logprobs_json(response[0], response[0].prompt_logprobs)])
+    if response[0].embedding is not None:
+        arrays["embedding"] = response[0].embedding
     if response_format.num_input_tokens:
         arrays["num_input_tokens"] = np.array([response[0].num_input_tokens], np.uint32)
     if response_format.num_output_tokens:

@@ -14,7 +14,7 @@ import numpy as np
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.byte_sizes import MIB
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Pooling, Request
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats, WaitingRoom
@@ -63,6 +63,7 @@ class AddRequest(Message, frozen=True):
     session_ttl_s: float | None = None  # None: the engine's default
     bias_token_ids: bytes = b""  # from `pack_biases`
     bias_amounts: bytes = b""
+    pooling: Pooling = ""
 
 
 class Cancel(Message, frozen=True):
@@ -208,6 +209,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stats: RequestStats | None = None
     index: int = 0  # of the sequence, or `WHOLE_REQUEST`
     prompt_logprobs: list[TopLogprobs] | None = None  # of all tokens of the prompt but the first; once
+    pooled: bytes = b""  # float32 little endian, with the end of an embedding
 
     @classmethod
     def last(
@@ -226,6 +228,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             stats=RequestStats.of(request),
             index=index,
             prompt_logprobs=prompt_news(request),
+            pooled=b"" if request.pooled is None else request.pooled.astype("<f4").tobytes(),
         )
 
     @classmethod

@@ -99,4 +99,5 @@ def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> Sa
     indices = np.flatnonzero(keep).tolist()
     logprobs = tokens.logprobs and {indices[index]: value for index, value in tokens.logprobs.items()}
     of_prompts = tokens.prompt_logprobs and {indices[i]: value for i, value in tokens.prompt_logprobs.items()}
-    return SampledTokens(batch.step_id, token_ids, logprobs, of_prompts)
+    pooled = tokens.pooled and {indices[i]: value for i, value in tokens.pooled.items()}
+    return SampledTokens(batch.step_id, token_ids, logprobs, of_prompts, pooled)

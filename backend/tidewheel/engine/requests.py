@@ -10,7 +10,7 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
-from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -65,6 +65,7 @@ def to_requests(
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
             cache_salt=message.cache_salt,
+            pooling=message.pooling,
             tenant=message.tenant,
             deadline=_seconds(message.deadline_ns),
             soft_deadline=_seconds(message.soft_deadline_ns),
@@ -87,6 +88,8 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     check_labels(message.tenant, message.cache_salt, message.session_id)
     check_num_sequences(message.n)
     _check_logprobs(message, info, len(prompt))
+    if message.pooling and not info.can_embed:
+        raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
     if message.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))

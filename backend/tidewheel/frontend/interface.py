@@ -6,14 +6,15 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from tidewheel.batch import Int32Array
+from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.frontend.request_options import RequestOptions
+from tidewheel.request import Pooling
 from tidewheel.sampling import SamplingParams, TopLogprobs
 
 INPUT_TENSOR = "input tensor"  # origin of parameters
-Task = Literal["generate", "tokenize", "detokenize"]
+Task = Literal["generate", "tokenize", "detokenize", "embed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Generation(NamedTuple):
     prompt_name: str = "input_ids"  # field of the prompt, for errors
     prompt_text: str | None = None  # None: token ids
     echo: bool = False
+    pooling: Pooling = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int] = []  # aligned with `prompt_logprobs`, and the first token
     prompt_logprobs: list[TopLogprobs] | None = None  # once, if asked
     token_texts: dict[int, str] = {}  # of ids in what has log-probabilities
+    embedding: Float32Array | None = None  # [hidden_size] of length 1
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
     finish_reason: str | None = None  # in every response after the end

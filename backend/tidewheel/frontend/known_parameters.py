@@ -123,7 +123,7 @@ ABSENT: dict[str, AbsentFeature] = {
     "suffix": AbsentFeature("text goes on at the end of the prompt only"),
     "stream_options": AbsentFeature("set return_num_input_tokens and return_num_output_tokens"),
     "top_logprobs": AbsentFeature("set logprobs to the number", (*_OFF, 0)),
-    "embedding_request": AbsentFeature("embeddings are not offered"),
+    "embedding_request": AbsentFeature("set the input task to embed"),
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
     "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
     "logits_processors": AbsentFeature("code of clients is never run"),

@@ -3,13 +3,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import msgspec
+import numpy as np
 
+from tidewheel.batch import Float32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
 from tidewheel.frontend.interface import Chunk, Generation, Response
 from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.request import FinishReason
 from tidewheel.sampling import TopLogprobs
+
+_TINY = 1e-30  # for states that are all zero
 
 
 class OutputStream:
@@ -119,6 +123,24 @@ class OutputStream:
         token_ids = {token_id for entry in (*self._logprobs, *of_prompt) for token_id in entry.top_ids}
         token_ids.update(self._token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
         return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids}
+
+
+class EmbeddingStream(OutputStream):
+    """Output of an embedding: one chunk without text, with the pooled states as a vector of length 1."""
+
+    _embedding: Float32Array | None = None
+
+    def push(self, delta: Delta) -> None:
+        if delta.pooled:
+            states = np.frombuffer(delta.pooled, dtype="<f4").astype(np.float32)
+            self._embedding = states / max(float(np.linalg.norm(states)), _TINY)
+
+    def take(self, stats: RequestStats | None = None) -> Chunk:
+        reason = FinishReason.STOP.value if self._embedding is not None else self.finish_reason
+        num_tokens = len(self._prompt_ids)
+        return Chunk(
+            text="", num_input_tokens=num_tokens, finish_reason=reason, embedding=self._embedding, stats=stats
+        )
 
 
 class Outputs:

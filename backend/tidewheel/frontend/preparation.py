@@ -15,7 +15,7 @@ from tidewheel.frontend.coercion import show
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, PROMPT_OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import Outputs, OutputStream
+from tidewheel.frontend.output import EmbeddingStream, Outputs, OutputStream
 from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
@@ -30,6 +30,7 @@ _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
 _TASK_KEYS = frozenset({*PROMPT_OPTIONS, *_URGENCY_KEYS}) - {"echo"}  # of the tokenizer's tasks
+_EMBEDDING_KEYS = frozenset({"cache_salt", "truncate_prompt_tokens"})
 
 
 class ParsedParameters(NamedTuple):
@@ -85,6 +86,7 @@ class Preparer:
             key=key,
             prompt=given.prompt_ids.astype("<i4").tobytes(),
             sampling=dataclasses.replace(sampling, stop=(), bad_words=(), logit_bias={}),
+            pooling=given.pooling,
             stop_token_ids=self._stop_token_ids(sampling),
             bad_words_ids=self._bad_words_ids(sampling),
             bias_token_ids=bias_token_ids,
@@ -106,7 +108,8 @@ class Preparer:
 
     def _open_streams(self, given: Generation) -> list[OutputStream]:
         stop = StopStrings(given.sampling.stop)
-        return [OutputStream(self._tokenizer, given, stop) for _ in range(given.options.n)]
+        kind = EmbeddingStream if given.pooling else OutputStream
+        return [kind(self._tokenizer, given, stop) for _ in range(given.options.n)]
 
 
 def truncated(prompt_ids: Int32Array, sampling: SamplingParams, info: EngineInfo) -> Int32Array:
@@ -146,12 +149,11 @@ def parse_parameters(
     return ParsedParameters(SamplingParams(**values), options, prompt)
 
 
-def parse_prompt_options(sources: Iterable[ParameterSource], task: str) -> PromptOptions:
-    """Read the options of a task of the tokenizer. Raise `InvalidRequest` for parameters of others."""
-    given = _collect(sources)
-    if others := sorted(given.keys() - _TASK_KEYS):
+def check_task_parameters(sources: Iterable[ParameterSource], task: str) -> None:
+    """Raise `InvalidRequest` for parameters that have no meaning for another task than generating."""
+    known = _TASK_KEYS - {"return_token_strs"} | _EMBEDDING_KEYS if task == "embed" else _TASK_KEYS
+    if others := sorted(_collect(sources).keys() - known):
         raise InvalidRequest(f"{others[0]} does not go with the task {task}: leave it out")
-    return _prompt_options(given)
 
 
 def _prompt_options(given: dict[str, _Given]) -> PromptOptions:

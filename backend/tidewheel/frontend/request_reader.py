@@ -15,12 +15,13 @@ from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.conversation import parse_conversation
 from tidewheel.frontend.interface import GenerateRequest, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.preparation import Prepared, Preparer, parse_parameters, parse_prompt_options, truncated
+from tidewheel.frontend.preparation import Prepared, Preparer, check_task_parameters, parse_parameters, truncated
 from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.word_biases import with_token_biases
+from tidewheel.request import Pooling
 from tidewheel.sampling import SamplingParams
 
 MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
@@ -38,8 +39,10 @@ class RequestReader:
         max_prompt_bytes: int,
         default_max_tokens: int | Literal["context"],
         defaults: GenerationDefaults | None = None,
+        pooling: Pooling = "last",
     ) -> None:
         """Without `defaults`, requests sample as the model says."""
+        self._pooling: Pooling = pooling
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder
@@ -52,6 +55,8 @@ class RequestReader:
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
         """Raise `InvalidRequest` or `Unsupported`."""
+        if request.task == "embed":
+            return self._embed(key, request, arrival_ns)
         if request.task != "generate":
             return Prepared(None, None, False, self._answer(request))
         parameters = with_token_biases(request.parameters, self._encode_word)
@@ -66,9 +71,19 @@ class RequestReader:
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
         return prepared
 
+    def _embed(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
+        """Ask for one token, which is not returned: with it, all of the prompt is computed."""
+        check_task_parameters(request.parameters, request.task)
+        sampling, options, prompt_options = parse_parameters(request.parameters)
+        sampling = dataclasses.replace(sampling, max_tokens=1, temperature=0.0)
+        name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
+        given = Generation(prompt_ids, sampling, options, name, text, pooling=self._pooling)
+        return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
+
     def _answer(self, request: GenerateRequest) -> str:
         """Return what the tokenizer alone answers: JSON of tokens, or the text of tokens."""
-        options = parse_prompt_options(request.parameters, request.task)
+        check_task_parameters(request.parameters, request.task)
+        options = parse_parameters(request.parameters).prompt
         name = self._prompt_name(request)
         if request.task == "detokenize":
             if request.input_ids is None:

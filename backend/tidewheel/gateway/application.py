@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.gateway import bodies, openai_errors, tokenizing
+from tidewheel.gateway import bodies, embeddings, openai_errors, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
@@ -34,6 +34,7 @@ from tidewheel_client.request_errors import (
 )
 
 BODY_S = 60.0  # for a body to arrive
+_AT_ONCE = 64  # requests that one body makes
 _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -76,6 +77,7 @@ class Gateway:
                 web.get("/v1/models/{model:.+}", self._show_model),
                 web.post("/v1/chat/completions", self._answering(bodies.read_chat, self._generate)),
                 web.post("/v1/completions", self._answering(bodies.read_completion, self._generate)),
+                web.post("/v1/embeddings", self._answering(embeddings.read_embeddings, self._embed)),
                 web.post("/tokenize", self._answering(tokenizing.read_tokenize, self._tokenize)),
                 web.post("/detokenize", self._answering(tokenizing.read_detokenize, self._detokenize)),
             ]
@@ -181,6 +183,13 @@ class Gateway:
     async def _generate(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
 
+    async def _embed(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        chunks: list[tuple[int, Chunk]] = []
+        async with contextlib.aclosing(self._ask(ask, _request_id(request, ask))) as responses:
+            async for number, news in responses:
+                chunks += [(number, chunk) for chunk in news]
+        return _json(embeddings.embeddings(request["fields"], ask.model, chunks))
+
     async def _tokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         return _json(tokenizing.tokenized(await self._text(request, ask)))
 
@@ -245,12 +254,16 @@ class Gateway:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenerator[tuple[int, list[Chunk]]]:
-    """Yield what comes first, with the number of its stream. Raise the first error, and end the others."""
+    """Yield what comes first, with the number of its stream. Raise the first error, and end the others.
+
+    At most `_AT_ONCE` are read at one time, so that a long list leaves the server room for others.
+    """
+    turns = asyncio.Semaphore(_AT_ONCE)
     arrived: asyncio.Queue[tuple[int, list[Chunk]] | RequestError | None] = asyncio.Queue(len(streams))
 
     async def read(number: int, stream: AsyncGenerator[list[Chunk]]) -> None:
         try:
-            async with contextlib.aclosing(stream) as responses:
+            async with turns, contextlib.aclosing(stream) as responses:
                 async for news in responses:
                     await arrived.put((number, news))
             await arrived.put(None)

@@ -131,7 +131,7 @@ def read_chat(fields: dict[str, Any]) -> Ask:
 def read_completion(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
     body, params = read_fields(fields, CompletionBody)
-    ask = _ask(body, params, _prompts(body.prompt), body.logprobs, is_chat=False)
+    ask = _ask(body, params, prompts_of("prompt", body.prompt, MAX_PROMPTS), body.logprobs, is_chat=False)
     if not body.echo:
         return ask
     echo: dict[str, object] = {"echo": True}
@@ -221,14 +221,15 @@ def _name(tool: dict[str, Any]) -> object:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, object]]:
+def prompts_of(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[dict[str, object]]:
+    """Return the prompts of a field. Raise `InvalidRequest`."""
     if isinstance(prompt, str):
         return [{"text_input": prompt}]
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [{"input_ids": prompt}]
-    if not prompt or len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {len(prompt)} entries: it must have 1 to {MAX_PROMPTS}")
+    if not prompt or len(prompt) > limit:
+        raise InvalidRequest(f"{name} has {len(prompt)} entries: it must have 1 to {limit}")
     if len(kinds) > 1:
-        raise InvalidRequest("prompt mixes texts and token ids: send a text, texts, token ids, or lists of them")
+        raise InvalidRequest(f"{name} mixes texts and token ids: send a text, texts, token ids, or lists of them")
     return [{"text_input" if isinstance(item, str) else "input_ids": item} for item in prompt]

@@ -46,8 +46,8 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
 }
 # Names of the backend, and what a client may have sent instead.
 _NAMES = {
-    "text_input": ("prompt",),
-    "input_ids": ("prompt", "tokens"),
+    "text_input": ("prompt", "input"),
+    "input_ids": ("prompt", "tokens", "input"),
     "logprobs": ("top_logprobs",),
     "max_tokens": ("max_tokens", "max_completion_tokens"),
 }

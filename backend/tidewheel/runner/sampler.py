@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.batch import Float32Array, Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.runner.accelerator import Accelerator, Event
-from tidewheel.runner.sampling_plan import PromptScoring, SamplingPlan
+from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.runner.staging import Sent
 from tidewheel.sampling import TopLogprobs
 from tidewheel_kernels import (
@@ -36,6 +36,7 @@ class Sampled:
     token_ids: torch.Tensor | None  # [S] int64, -1 for non-finite logits; None: nothing is sampled
     logprobs: LogprobsOutput | None = None  # for the plan's `logprob_rows`
     prompt_logprobs: LogprobsOutput | None = None  # for the scored positions
+    pooled: torch.Tensor | None = None  # [R, hidden_size] float32
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Sequence[bool]) -> torch.Tensor:
@@ -76,6 +77,12 @@ def score_prompts(logits: torch.Tensor, token_ids: torch.Tensor, scoring: Prompt
     return compute_logprobs(logits, token_ids, int(scoring.num_top.max()))
 
 
+def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan) -> torch.Tensor:
+    """Return the sum of each row's hidden states [P, hidden_size], as float32 [R, hidden_size]."""
+    sums = torch.zeros(len(pooling.batch_indices), states.shape[1], dtype=torch.float32, device=states.device)
+    return sums.index_add_(0, owners, states.float())
+
+
 class PendingTokens:
     """Tokens of one batch, whose copies to the host are queued at once: the next step may overwrite them."""
 
@@ -86,10 +93,12 @@ class PendingTokens:
         sampled: Sampled | None = None,
         accelerator: Accelerator | None = None,
         scoring: PromptScoring | None = None,
+        pooling: PoolingPlan | None = None,
     ) -> None:
         self._batch = batch
         self._plan = plan
         self._scoring = scoring
+        self._pooling = pooling
         self._result: SampledTokens | None = None
         self._copied: Event | None = None
         self._sampled = sampled or Sampled(None)
@@ -109,22 +118,28 @@ class PendingTokens:
     def _collected(self) -> SampledTokens:
         batch, plan, sampled = self._batch, self._plan, self._sampled
         token_ids = np.full(len(batch.rows), SampledTokens.NOT_SAMPLED, dtype=np.int32)
-        of_prompts = self._prompt_logprobs(sampled.prompt_logprobs) if sampled.prompt_logprobs is not None else None
+        others = self._prompt_logprobs(sampled.prompt_logprobs), self._pooled(sampled.pooled)
         if plan is None or sampled.token_ids is None:
-            return SampledTokens(batch.step_id, token_ids, None, of_prompts)
+            return SampledTokens(batch.step_id, token_ids, None, *others)
         sampling = np.flatnonzero(batch.samples)
         drawn = sampled.token_ids.numpy().astype(np.int32)
         token_ids[sampling] = np.where(drawn < 0, SampledTokens.NOT_FINITE, drawn)
         if sampled.logprobs is None:
-            return SampledTokens(batch.step_id, token_ids, None, of_prompts)
+            return SampledTokens(batch.step_id, token_ids, None, *others)
         rows = plan.logprob_rows
         pairs = zip(sampling[rows].tolist(), _top_logprobs(sampled.logprobs, plan.num_top_logprobs), strict=True)
         logprobs = {index: entry for index, entry in pairs if token_ids[index] >= 0}
-        return SampledTokens(batch.step_id, token_ids, logprobs, of_prompts)
+        return SampledTokens(batch.step_id, token_ids, logprobs, *others)
 
-    def _prompt_logprobs(self, output: LogprobsOutput) -> dict[int, list[TopLogprobs]]:
+    def _pooled(self, states: torch.Tensor | None) -> dict[int, Float32Array] | None:
+        if states is None or self._pooling is None:
+            return None
+        return dict(zip(self._pooling.batch_indices.tolist(), states.numpy(), strict=True))
+
+    def _prompt_logprobs(self, output: LogprobsOutput | None) -> dict[int, list[TopLogprobs]] | None:
         scoring = self._scoring
-        assert scoring is not None
+        if output is None or scoring is None:
+            return None
         entries = iter(_top_logprobs(output, np.repeat(scoring.num_top, scoring.counts)))
         counts = zip(scoring.batch_indices.tolist(), scoring.counts.tolist(), strict=True)
         return {index: list(itertools.islice(entries, count)) for index, count in counts}
@@ -138,7 +153,8 @@ def _host_copies(sampled: Sampled, accelerator: Accelerator) -> Sampled:
         return None if output is None else LogprobsOutput(*map(copied, output))
 
     token_ids = None if sampled.token_ids is None else copied(sampled.token_ids)
-    return Sampled(token_ids, all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs))
+    pooled = None if sampled.pooled is None else copied(sampled.pooled)
+    return Sampled(token_ids, all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs), pooled)
 
 
 def _top_logprobs(output: LogprobsOutput, num_top: Int32Array) -> list[TopLogprobs]:

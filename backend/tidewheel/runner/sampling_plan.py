@@ -197,6 +197,14 @@ class PromptScoring(NamedTuple):
     scored: Int64Array  # [P] among the logits
 
 
+class PoolingPlan(NamedTuple):
+    """Rows of embeddings, and the tokens whose hidden states are added up for each."""
+
+    batch_indices: Int64Array  # [R] in the batch
+    hidden_indices: Int64Array  # [P] tokens
+    owners: Int64Array  # [P] in [0, R)
+
+
 class SamplingTable:
     def __init__(self, max_num_seqs: int) -> None:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -211,6 +219,8 @@ class SamplingTable:
         self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
         self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
+        self._pools_last = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._pools_all = np.zeros(max_num_seqs, dtype=np.bool_)
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
 
@@ -240,6 +250,8 @@ class SamplingTable:
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
         of_prompt = sampling.prompt_logprobs
         self._num_prompt_logprobs[row] = NO_LOGPROBS if of_prompt is None else of_prompt
+        self._pools_last[row] = new.pooling == "last"
+        self._pools_all[row] = new.pooling == "mean"
         self._rules.pop(row, None)
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
@@ -292,6 +304,19 @@ class SamplingTable:
             indices,
             np.searchsorted(indices, sampled),
             np.searchsorted(indices, scored),
+        )
+
+    def pooling(self, batch: ScheduledBatch) -> PoolingPlan | None:
+        of_all = self._pools_all[batch.rows]
+        chosen = np.flatnonzero(of_all | (self._pools_last[batch.rows] & batch.samples))
+        if not len(chosen):
+            return None
+        ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64)
+        starts = np.where(of_all, ends - batch.num_scheduled_tokens, ends - 1)
+        return PoolingPlan(
+            chosen,
+            np.concatenate([np.arange(starts[i], ends[i]) for i in chosen.tolist()]),
+            np.repeat(np.arange(len(chosen)), (ends - starts)[chosen]),
         )
 
     def _penalty_columns(self, rows: Int32Array, positions: Int32Array) -> PenaltyColumns | None:

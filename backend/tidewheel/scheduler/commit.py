@@ -39,6 +39,9 @@ def commit_step(
     """Apply the answer to requests still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
+    for index, states in (sampled.pooled or {}).items():
+        if live[index]:
+            state.columns.request(int(step.rows[index])).pool(int(batch.start_positions[index]), states)
     _keep_prompt_logprobs(state.columns, batch, step.rows, live, sampled.prompt_logprobs or {})
     _commit_computed(state, batch, step.rows, live)
     sampling = live & batch.samples

@@ -211,7 +211,7 @@ class _Entering:
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row computes the prefix in this step, or most of the missing tokens later."""
         state = self._state
-        if request.scores_prompt:
+        if request.needs_all_states:
             return False
         num_blocks, row = state.kv.prefixes.find_computing(request, hit)
         if not num_blocks:

@@ -135,8 +135,8 @@ class State:
             self.timetable.start_ageing(request, since, len(self.requests))
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find a prefix in the cache or in the leader's row. To score a prompt, all of it is computed."""
-        if request.scores_prompt:
+        """Find a prefix in the cache or in the leader's row."""
+        if request.needs_all_states:
             return NO_HIT
         hit = self.kv.prefixes.find(request)
         leader = request.leader

@@ -146,15 +146,18 @@ class PendingTokens:
 
 
 def _host_copies(sampled: Sampled, accelerator: Accelerator) -> Sampled:
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return accelerator.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else _host_copy(tensor, accelerator)
 
     def all_copied(output: LogprobsOutput | None) -> LogprobsOutput | None:
-        return None if output is None else LogprobsOutput(*map(copied, output))
+        return None if output is None else LogprobsOutput(*(_host_copy(tensor, accelerator) for tensor in output))
 
-    token_ids = None if sampled.token_ids is None else copied(sampled.token_ids)
-    pooled = None if sampled.pooled is None else copied(sampled.pooled)
-    return Sampled(token_ids, all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs), pooled)
+    logprobs, of_prompts = all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs)
+    return Sampled(copied(sampled.token_ids), logprobs, of_prompts, copied(sampled.pooled))
+
+
+def _host_copy(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+    return accelerator.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def _top_logprobs(output: LogprobsOutput, num_top: Int32Array) -> list[TopLogprobs]:

@@ -221,6 +221,7 @@ class SamplingTable:
         self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
         self._pools_last = np.zeros(max_num_seqs, dtype=np.bool_)
         self._pools_all = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._with_more: set[int] = set()  # rows that score their prompt, or pool
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
 
@@ -229,6 +230,7 @@ class SamplingTable:
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)
+            self._with_more.discard(row)
         for new in batch.new_rows:
             try:
                 self._fill(new)
@@ -252,6 +254,10 @@ class SamplingTable:
         self._num_prompt_logprobs[row] = NO_LOGPROBS if of_prompt is None else of_prompt
         self._pools_last[row] = new.pooling == "last"
         self._pools_all[row] = new.pooling == "mean"
+        if new.pooling or of_prompt is not None:
+            self._with_more.add(row)
+        else:
+            self._with_more.discard(row)
         self._rules.pop(row, None)
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
@@ -287,6 +293,8 @@ class SamplingTable:
 
     def scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
         """Return what to score; `sampled` [S] are the tokens to sample from."""
+        if not self._with_more:
+            return None
         num_top = self._num_prompt_logprobs[batch.rows]
         num_left = self._num_prompt_tokens[batch.rows] - 1 - batch.start_positions
         counts = np.minimum(batch.num_scheduled_tokens, num_left)
@@ -307,6 +315,8 @@ class SamplingTable:
         )
 
     def pooling(self, batch: ScheduledBatch) -> PoolingPlan | None:
+        if not self._with_more:
+            return None
         of_all = self._pools_all[batch.rows]
         chosen = np.flatnonzero(of_all | (self._pools_last[batch.rows] & batch.samples))
         if not len(chosen):

@@ -27,9 +27,11 @@ class WorkerPlace:
         return self.folder is None or self._path(self.index).exists()
 
     def publish(self, counters: Counters) -> None:
-        """Write the figures for the other workers, and for the next one in this place."""
-        if self.folder is not None:
-            path = self._path(self.index)
+        """Write the figures for the others, and for the next worker here. A full disk leaves older ones."""
+        if self.folder is None:
+            return
+        path = self._path(self.index)
+        with contextlib.suppress(OSError):
             path.with_suffix(".new").write_bytes(msgspec.json.encode(counters))
             path.with_suffix(".new").replace(path)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.request import Request
-from tidewheel.sampling import SamplingParams
+from tidewheel.request import Pooling, Request
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -39,6 +39,7 @@ class NewRow(NamedTuple):
     seed: int
     stop_token_ids: tuple[int, ...]  # masked until `sampling.min_tokens`
     bad_words_ids: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
+    pooling: Pooling = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +71,6 @@ class ScheduledBatch:
     swap_in_blocks: Int32Array = field(default_factory=no_ids)  # [i]
 
 
-class TopLogprobs(NamedTuple):
-    """Log-probabilities at one sampled position."""
-
-    logprob: float  # of the sampled token, before temperature and truncation
-    rank: int  # of the sampled token, 1 = most likely; ties share the last
-    top_ids: tuple[int, ...]  # most likely tokens, best first
-    top_logprobs: tuple[float, ...]
-
-
 class RowError(Exception):
     """Failure of one row's own parameters at a launch, which may be repeated without the row."""
 
@@ -97,6 +89,8 @@ class SampledTokens:
     step_id: int
     token_ids: Int32Array  # [n] NOT_SAMPLED for rows without a sample, NOT_FINITE for non-finite logits
     logprobs: dict[int, TopLogprobs] | None = None  # by index into the batch; only rows that asked
+    prompt_logprobs: dict[int, list[TopLogprobs]] | None = None  # of the tokens behind the chunk's, by index
+    pooled: dict[int, Float32Array] | None = None  # [hidden_size] of the chunk, by index
 
 
 @dataclass(frozen=True, slots=True)

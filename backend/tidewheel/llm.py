@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, StepOutputs, TopLogprobs
+from tidewheel.batch import Int32Array, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
@@ -30,11 +30,11 @@ from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingS
 from tidewheel.frontend.interface import Chunk, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs
-from tidewheel.frontend.preparation import Preparer
+from tidewheel.frontend.preparation import Preparer, truncated
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.request import FinishReason, Request
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class GenerationResult:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt
     logprobs: list[TopLogprobs] | None  # aligned with token_ids
+    prompt_logprobs: list[TopLogprobs | None] | None  # aligned with the prompt; None for its first token
     cumulative_logprob: float | None
     error: TidewheelError | None  # if finish_reason is error
     index: int = 0
@@ -76,10 +77,15 @@ class _Group:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
             logprobs=chunk.logprobs,
+            prompt_logprobs=self._prompt_logprobs(),
             cumulative_logprob=chunk.cumulative_logprob,
             error=self.error or request.error,
             index=index,
         )
+
+    def _prompt_logprobs(self) -> list[TopLogprobs | None] | None:
+        leader = self.requests[0]
+        return None if leader.sampling.prompt_logprobs is None else [None, *leader.prompt_logprobs]
 
 
 class _Route(NamedTuple):
@@ -187,8 +193,9 @@ class LLM:
     def _prepare(
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
     ) -> _Group:
-        prompt_ids = self._prompt_ids(prompt, sampling)
-        message, outputs, _ = self._preparer.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
+        prompt_ids = truncated(self._prompt_ids(prompt, sampling), sampling, self.info)
+        prepared = self._preparer.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
+        message, outputs = prepared.message, prepared.outputs
         assert isinstance(message, AddRequest) and outputs is not None
         requests = to_requests(
             message,

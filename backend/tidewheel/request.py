@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import TidewheelError
-from tidewheel.sampling import LogitBias, SamplingParams
+from tidewheel.sampling import LogitBias, SamplingParams, TopLogprobs
 
 
 class Priority(enum.IntEnum):
@@ -32,6 +33,9 @@ class Priority(enum.IntEnum):
     def dropped(self) -> Priority:
         """Return the class below, LOW at least."""
         return Priority(min(self + 1, Priority.LOW))
+
+
+Pooling = Literal["", "last", "mean"]  # hidden states of an embedding; empty: none is asked for
 
 
 class RequestState(enum.Enum):
@@ -71,6 +75,7 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: LogitBias | None = None  # replaces the biases of `sampling`
     cache_salt: str = ""
+    pooling: Pooling = ""
     tenant: str = ""
     deadline: float | None = None  # ends the request in any state
     soft_deadline: float | None = None  # drops the request one class
@@ -92,6 +97,9 @@ class Request:
     state: RequestState = field(default=RequestState.WAITING, init=False)
     row: int = field(default=-1, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
+    prompt_logprobs: list[TopLogprobs] = field(default_factory=list, init=False)  # of tokens 1, 2, …; so far
+    pooled: npt.NDArray[np.float32] | None = field(default=None, init=False)  # [hidden_size], so far; a sum
+    has_told_prompt: bool = field(default=False, init=False)  # the log-probabilities were sent
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at the start
@@ -109,9 +117,27 @@ class Request:
         self.predicted_output_tokens = float(self.max_tokens)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Return whether log-probabilities of the prompt are missing. A follower leaves them to its leader."""
+        is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Return whether no part of the prompt may come from the cache."""
+        return self.scores_prompt or self.pooling == "mean"
+
+    def pool(self, start: int, states: npt.NDArray[np.float32]) -> None:
+        """Add those of the chunk from `start`. From 0, the prompt is computed anew."""
+        self.pooled = states if start == 0 or self.pooled is None else self.pooled + states
+
+    @property
     def row_sampling(self) -> SamplingParams:
         """Sampling parameters with the request's own biases."""
-        return self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
+        sampling = self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
+        if sampling.prompt_logprobs is None or self.scores_prompt:
+            return sampling
+        return replace(sampling, prompt_logprobs=None)
 
     @property
     def is_new(self) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,20 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BIAS = 100.0
 MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; 0 means greedy
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**64 - 1
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities at one sampled position."""
+
+    logprob: float  # of the sampled token, before temperature and truncation
+    rank: int  # of the sampled token, 1 = most likely; ties share the last
+    top_ids: tuple[int, ...]  # most likely tokens, best first
+    top_logprobs: tuple[float, ...]
 
 
 class LogitBias(Mapping[int, float]):
@@ -110,8 +121,11 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    allowed_token_ids: tuple[int, ...] = ()  # no others are generated; empty: all are
     logprobs: int | None = None  # None: off; k: chosen token and k most likely
+    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # last tokens of the prompt to keep; -1: as many as fit
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -129,12 +143,17 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("seed", self.seed, 0, MAX_SEED)
         _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, 2**31 - 1)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+        if self.truncate_prompt_tokens != -1:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name):
+                _check_int(name, token_id, 0, 2**31 - 1)
         if not isinstance(self.logit_bias, LogitBias) and not _are_biases(self.logit_bias):
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias token id", token_id, 0, 2**31 - 1)

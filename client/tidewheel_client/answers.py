@@ -7,7 +7,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     logprob: float
-    rank: int  # 1: the most likely
+    rank: int  # 1: the most likely; 0: the first token of a prompt, which has no probability
     decoded_token: str
 
 
@@ -36,6 +36,8 @@ class Chunk:
     num_output_tokens: int | None = None  # in this chunk, unless switched off
     token_ids: tuple[int, ...] | None = None  # with return_token_ids
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs and logprobs
+    prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # with prompt_logprobs, on the first chunk
+    embedding: tuple[float, ...] | None = None  # of the task embed
     cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
     perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
 
@@ -51,6 +53,7 @@ class Completion:
     num_output_tokens: int | None = None
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None
+    prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # of the first sequence
     cumulative_logprob: float | None = None
     perf: PerfMetrics | None = None
     index: int = 0
@@ -78,6 +81,7 @@ class Completion:
             num_output_tokens=sum(counts) if counts else None,
             token_ids=tuple(i for part in ids for i in part) if ids else None,
             logprobs=tuple(entry for part in logprobs for entry in part) if logprobs else None,
+            prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
             cumulative_logprob=last.cumulative_logprob,
             perf=last.perf,
             index=last.index,

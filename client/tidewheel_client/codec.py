@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,14 +46,14 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """Encode a request with a `prompt` of `prompt_input`."""
+    """Encode a request with a `prompt` of `prompt_input`, and perhaps its `task`."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    (name, value), *_ = prompt.items()
-    if name == "input_ids":
-        ids = _token_ids(value)
-        _add(request, name, "INT32", len(ids), struct.pack(f"<{len(ids)}i", *ids))
-    else:
-        _add_text(request, name, str(value))
+    for name, value in prompt.items():
+        if name == "input_ids":
+            ids = _token_ids(value)
+            _add(request, name, "INT32", len(ids), ids.tobytes())
+        else:
+            _add_text(request, name, str(value))
     _add_bool(request, "stream", stream)
     _add_bool(request, "exclude_input_in_output", True)
     _add_bool(request, "return_finish_reason", True)  # tells a whole stream from a broken one
@@ -100,6 +101,8 @@ def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
             num_output_tokens=counts[index],
             token_ids=token_ids[index],
             logprobs=_logprobs(_element(outputs, "logprobs", index)),
+            prompt_logprobs=_logprobs(_element(outputs, "prompt_logprobs", 0)) if index == 0 else None,
+            embedding=outputs.get("embedding"),
             cumulative_logprob=_element(outputs, "cumulative_logprob", index),
             perf=_perf(outputs, index),
         )
@@ -167,7 +170,7 @@ def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:
         {
             int(token_id): TokenLogprob(
                 logprob=-math.inf if entry["logprob"] is None else float(entry["logprob"]),
-                rank=int(entry["rank"]),
+                rank=int(entry["rank"] or 0),
                 decoded_token=str(entry["decoded_token"]),
             )
             for token_id, entry in entries.items()
@@ -176,11 +179,10 @@ def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:
     )
 
 
-def _token_ids(value: object) -> list[int]:
+def _token_ids(value: Any) -> array[int]:
     try:
-        ids = [int(i) for i in value]  # type: ignore[attr-defined]
-        struct.pack(f"<{len(ids)}i", *ids)
-    except (TypeError, ValueError, struct.error):
+        ids: array[int] = array("i", value)
+    except (TypeError, ValueError, OverflowError):
         raise InvalidRequest("input_ids must be a sequence of int32 token ids") from None
     return ids
 

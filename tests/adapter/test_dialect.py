@@ -12,10 +12,10 @@ from support.triton.fake_triton import InferenceRequest, InferenceResponseSender
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import ResponseFormat, TritonSink, response_tensors
 from tidewheel.adapter.tensors import INPUTS, TRTLLM_OUTPUTS, complete
-from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.frontend.interface import Chunk, GenerateRequest
+from tidewheel.sampling import TopLogprobs
 
 DIALECT = {"parameters": {"io_dialect": {"string_value": "trtllm"}}}
 # Inputs of NVIDIA/TensorRT-LLM, triton_backend/all_models/inflight_batcher_llm/ensemble/config.pbtxt, that ask for

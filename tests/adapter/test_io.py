@@ -15,10 +15,10 @@ from support.triton.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.request_tensors import MAX_PARAMETER_BYTES, read_request
 from tidewheel.adapter.responder import ResponseFormat, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
-from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Response
+from tidewheel.sampling import TopLogprobs
 
 _DTYPES = {
     "TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,
@@ -226,6 +226,29 @@ def test_logprobs_that_are_given(flag: str) -> None:
     assert not response_format.is_logprobs_null
 
 
+def test_logprobs_of_the_prompt() -> None:
+    chunk = Chunk(
+        text="", prompt_ids=[7, 5], prompt_logprobs=[TopLogprobs(-1.5, 3, (9,), (-0.5,))],
+        token_texts={5: "n", 7: "o", 9: "m"},
+    )  # fmt: skip
+    (text,) = several([chunk, chunk], ResponseFormat())["prompt_logprobs"]
+    assert json.loads(text) == [
+        {"7": {"logprob": None, "rank": None, "decoded_token": "o"}},
+        {
+            "5": {"logprob": -1.5, "rank": 3, "decoded_token": "n"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": "m"},
+        },
+    ]
+    assert "prompt_logprobs" not in several([CHUNK, CHUNK], ResponseFormat())
+
+
+def test_an_embedding() -> None:
+    chunk = Chunk(text="", embedding=np.array([0.5, -0.25], np.float32), finish_reason="stop")
+    (tensors,) = response_tensors([chunk], ResponseFormat(), [""])
+    (embedding,) = (tensor.as_numpy() for tensor in tensors if tensor.name() == "embedding")
+    assert (embedding.dtype, embedding.tolist()) == (np.float32, [0.5, -0.25])
+
+
 def test_logprobs_that_are_not_given_are_null() -> None:
     assert parameters_of(read(text_input="Hi", return_logprobs=True)[0]) == {}
     outputs = several([CHUNK, CHUNK], ResponseFormat(logprobs=True, is_logprobs_null=True))
@@ -275,7 +298,7 @@ def test_only_text_unless_asked() -> None:
 
 def test_every_output() -> None:
     outputs = values(CHUNK, EVERYTHING)
-    assert outputs.keys() == {spec.name for spec in OUTPUTS}
+    assert outputs.keys() == {spec.name for spec in OUTPUTS} - {"prompt_logprobs", "embedding"}
     logprobs = json.loads(outputs.pop("logprobs")[0])
     assert outputs == {
         "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],

@@ -207,7 +207,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     del frontend.options["on_finished"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
     assert frontend.reader.options.pop("defaults").sampling == {}
-    assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16}
+    assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16, "pooling": "last"}
     assert frontend.reader.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])

@@ -16,8 +16,10 @@ from typing import Any
 import openai
 import pytest
 import requests
+import torch
+from transformers import AutoModel, AutoTokenizer
 
-from support.triton.serving import Server, free_ports, wait_for
+from support.triton.serving import WEIGHTS, Server, free_ports, wait_for
 from tidewheel_client import Client, Completion
 
 pytestmark = pytest.mark.e2e
@@ -157,9 +159,81 @@ def test_errors(client: openai.OpenAI) -> None:
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="structured output is not offered"):
         ask(response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="top_logprobs is 99: it must be 0 to 20") as wrong:
+        ask(logprobs=True, top_logprobs=99)
+    assert wrong.value.param == "top_logprobs"
+    ask(max_completion_tokens=1)  # both, as LiteLLM sends them
+    with pytest.raises(openai.BadRequestError, match=r"is 1 and .* is 2: give one value"):
+        ask(max_completion_tokens=2)
     with pytest.raises(openai.BadRequestError) as long:
         ask(messages=[{"role": "user", "content": "word " * 3000}])
     assert long.value.code == "context_length_exceeded"
+
+
+def test_an_echo_with_the_probabilities_of_the_prompt(client: openai.OpenAI, grpc_client: Client) -> None:
+    """A text is scored as harnesses do it: its tokens are as likely as when they were generated."""
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    chosen = client.completions.create(prompt=PROMPT, **{**fields, "max_tokens": 8}).choices[0]
+    text = PROMPT + chosen.text
+    (scored,) = client.completions.create(prompt=text, echo=True, **fields).choices
+    assert scored.text.startswith(text)
+    assert scored.logprobs is not None and chosen.logprobs is not None
+    assert scored.logprobs.tokens is not None and scored.logprobs.token_logprobs is not None
+    assert "".join(scored.logprobs.tokens) == scored.text
+    assert scored.logprobs.token_logprobs[0] is None
+    assert scored.logprobs.token_logprobs[-9:-1] == pytest.approx(chosen.logprobs.token_logprobs, abs=1e-3)
+    first, *_ = client.completions.create(prompt=text, echo=True, stream=True, **fields)
+    assert first.choices[0].text.startswith(text)
+    completion = grpc_client.generate(text, max_tokens=1, prompt_logprobs=2, allowed_token_ids=[5])
+    assert completion.prompt_logprobs is not None and completion.token_ids is None
+    assert [next(iter(entry.values())).decoded_token for entry in completion.prompt_logprobs] == (
+        scored.logprobs.tokens[:-1]
+    )
+    cut = client.completions.create(
+        prompt=text, echo=True, **fields, extra_body={"truncate_prompt_tokens": 2, "allowed_token_ids": [5]}
+    )
+    assert cut.usage is not None and cut.usage.prompt_tokens == 2
+    assert cut.choices[0].text.startswith("".join(scored.logprobs.tokens[-3:-1]))
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    """They are the last token's hidden state, as transformers computes it."""
+    texts = [PROMPT, "A tuple", PROMPT * 8]
+    answer = client.embeddings.create(model="demo", input=texts)
+    model, tokenizer = AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32), AutoTokenizer.from_pretrained(WEIGHTS)
+    for text, one in zip(texts, answer.data, strict=True):
+        with torch.inference_mode():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1]
+        assert one.embedding == pytest.approx((states / states.norm()).tolist(), abs=1e-4)
+    few = client.embeddings.create(model="demo", input=PROMPT, dimensions=5, encoding_format="float")
+    assert len(few.data[0].embedding) == 5
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 2 * few.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="top_k does not go with the task embed") as wrong:
+        client.embeddings.create(model="demo", input=PROMPT, extra_body={"top_k": 5})
+    assert wrong.value.param == "top_k"
+
+
+def test_tokens_of_a_text(server: Server, client: openai.OpenAI) -> None:
+    def ask(path: str, **body: Any) -> Any:
+        return requests.post(f"{server.openai}/{path}", json={"model": "demo", **body}, timeout=20).json()
+
+    found = ask("tokenize", prompt=PROMPT, return_token_strs=True)
+    tokens = found["tokens"]
+    assert found["count"] == len(tokens) == len(found["token_strs"]) > 3
+    assert found["max_model_len"] > 100
+    assert ask("detokenize", tokens=tokens) == {"prompt": PROMPT}
+    by_text, by_tokens = (
+        client.completions.create(model="demo", prompt=prompt, max_tokens=3, temperature=0)
+        for prompt in (PROMPT, tokens)
+    )
+    assert by_text.choices[0].text == by_tokens.choices[0].text
+    chat = ask("tokenize", messages=CHAT)
+    answer = client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == chat["count"]
+    assert ask("tokenize", messages=CHAT, add_generation_prompt=False)["count"] < chat["count"]
+    assert ask("detokenize", tokens=[-1])["error"]["message"].startswith("tokens has token id -1")
+    assert ask("tokenize", prompt="x", top_k=3)["error"]["param"] == "top_k"
 
 
 def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> None:
@@ -174,9 +248,12 @@ def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> N
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(model="demo", prompt=PROMPT, n=16, **LONG)
     wait_for(lambda: num_cancelled() > before + 1, 20, "end of the request")
-    text = requests.get(f"{server.openai}/metrics", timeout=10).text
-    assert "tidewheel_gateway_hang_ups_total 2" in text
-    assert "vllm:num_requests_running" in text
+
+    def metrics() -> str:
+        return requests.get(f"{server.openai}/metrics", timeout=10).text
+
+    wait_for(lambda: "tidewheel_gateway_hang_ups_total 2" in metrics(), 10, "counts of both workers")
+    assert "vllm:num_requests_running" in metrics()
 
 
 def test_a_gateway_of_its_own(server: Server, tmp_path: Path) -> None:

@@ -133,7 +133,6 @@ def test_texts_that_clients_compare_follow_the_tag(server: Server, tensors: dict
         ({"top_k": 2**31}, "[TW-INPUT] top_k arrived as -2147483648, and takes nothing below -1"),
         ({"priority": 9}, "[TW-INPUT] priority is 9: it must be 0 (default) to 4 (lowest)"),
         ({"timeout": 5_000_000}, "[TW-UNSUPPORTED] timeout is 5000000: Triton's timeout is a field of"),
-        ({"echo": True}, "[TW-UNSUPPORTED] echo is True: set exclude_input_in_output"),
         ({"user": "me"}, "[TW-UNSUPPORTED] user is 'me': there are no users: use tenant"),
         ({"model": "demo"}, "[TW-UNSUPPORTED] model is 'demo': the address"),
         ({"image": ["iVBORw0KGgo="]}, "[TW-UNSUPPORTED] image is ['iVBORw0KGgo=']: images are not offered"),

@@ -20,7 +20,7 @@ from tidewheel.engine.requests import (
     check_num_sequences,
     to_requests,
 )
-from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams, pack_biases
 
@@ -161,6 +161,11 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         convert(prompt=prompt_bytes(*[1] * 16))
 
 
+def test_embeddings_need_hidden_states() -> None:
+    with pytest.raises(Unsupported, match="embeddings of A are not offered"):
+        convert(pooling="mean")
+
+
 @pytest.mark.parametrize(
     ("sampling", "fields", "text"),
     [
@@ -171,6 +176,13 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         (SamplingParams(max_tokens=14), {}, "max_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(min_tokens=14), {}, "min_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(stop_token_ids=(100,)), {}, "stop_token_ids has token id 100"),
+        (SamplingParams(prompt_logprobs=21), {}, "prompt_logprobs is 21: it must be 0 to 20"),
+        (SamplingParams(allowed_token_ids=(5, 100)), {}, "allowed_token_ids has token id 100"),
+        (
+            SamplingParams(allowed_token_ids=(2, 5), min_tokens=1),
+            {"stop_token_ids": (5, 2)},
+            "allowed_token_ids holds only tokens that end the answer, and min_tokens is 1",
+        ),
         (SamplingParams(logit_bias={9: 1.0}), {}, "logit_bias is not packed: send it as bias_token_ids"),
         (None, {"stop_token_ids": (-1,)}, "stop_token_ids has token id -1"),
         (None, {"stop_token_ids": (1,) * (MAX_STOP_IDS + 1)}, "at most 128"),

@@ -131,6 +131,47 @@ def test_biases_reach_the_model(reference: Reference) -> None:
         assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
 
 
+def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference) -> None:
+    ids = reference.prompts[0]
+    allowed = dataclasses.replace(GREEDY, allowed_token_ids=(17, 42, 77))
+    with load(reference.folder) as llm:
+        few, whole, cut, last = llm.generate(
+            [{"input_ids": ids}] * 3 + [{"input_ids": ids[-3:]}],
+            [allowed, GREEDY, dataclasses.replace(GREEDY, truncate_prompt_tokens=3), GREEDY],
+            use_tqdm=False,
+        )
+        assert set(few.token_ids) <= {17, 42, 77}
+        assert not set(whole.token_ids) <= {17, 42, 77}
+        assert (cut.token_ids, cut.num_prompt_tokens) == (last.token_ids, 3)
+        room = llm.info.max_num_tokens - NUM_TOKENS
+        long = {"input_ids": np.tile(ids, 100)}
+        fitting = dataclasses.replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=NUM_TOKENS)
+        assert llm.generate(long, fitting, use_tqdm=False)[0].num_prompt_tokens == room
+
+
+def test_log_probabilities_of_prompts(reference: Reference) -> None:
+    """Tokens are as likely as after shorter prompts, though the prompt is cached, cut, and has two answers."""
+    ids = np.tile(reference.prompts[0], 10)[:40]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=2)
+    with load(reference.folder, block_size=16, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        llm.generate({"input_ids": ids}, GREEDY, use_tqdm=False)
+        answers = llm.generate({"input_ids": ids}, params, RequestOptions(n=2), use_tqdm=False)
+        forced = [
+            dataclasses.replace(params, prompt_logprobs=None, allowed_token_ids=(int(token),)) for token in ids[1:]
+        ]
+        prefixes = [{"input_ids": ids[:count]} for count in range(1, len(ids))]
+        after_prefixes = llm.generate(prefixes, forced, use_tqdm=False)
+    for answer in answers:
+        assert answer.prompt_logprobs is not None
+        first, *others = answer.prompt_logprobs
+        assert first is None
+        for one, after in zip(others, after_prefixes, strict=True):
+            assert after.logprobs is not None and one is not None
+            assert (one.rank, one.top_ids) == (after.logprobs[0].rank, after.logprobs[0].top_ids)
+            assert one.logprob == pytest.approx(after.logprobs[0].logprob, abs=1e-4)
+    assert after_prefixes[0].prompt_logprobs is None
+
+
 def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
     prompt = {"input_ids": reference.prompts[5]}
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)

@@ -39,6 +39,10 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ('{"logprobs": -1}', ["logprobs", "-1", "0"]),
     ('{"n": 1000000000}', ["n", "1000000000"]),
     ('{"n": -1}', ["n", "-1", "1"]),
+    ('{"allowed_token_ids": [4096]}', ["allowed_token_ids", "4096", "4095"]),
+    ('{"prompt_logprobs": 21}', ["prompt_logprobs", "21", "20"]),
+    ('{"allowed_token_ids": []}', ["allowed_token_ids"]),
+    ('{"truncate_prompt_tokens": 1000000}', ["truncate_prompt_tokens", "1000000", "-1"]),
     ('{"logit_bias": {"4096": 1}}', ["logit_bias", "4096", "4095"]),
     ('{"max_tokens": 4', ["sampling_parameters"]),
     ("[1, 2]", ["sampling_parameters"]),
@@ -50,14 +54,12 @@ ENDLESS: list[dict[str, Any]] = [
     {"logit_bias": dict.fromkeys(map(str, range(1_000_000)), 1)},
 ]
 UNSUPPORTED = [
-    '{"allowed_token_ids": [4096]}',
     '{"best_of": 3}',
     '{"chat_template": "{% for a in range(99999) %}{% endfor %}"}',
     '{"chat_template_kwargs": {"tokenize": true}}',
     '{"guided_regex": "(a+)+$"}',
     '{"structured_outputs": {"json": false}}',
     '{"guided_json": {}}',
-    '{"prompt_logprobs": 1}',
     '{"prompt_embeds": "AAAA"}',
 ]
 # Ids beyond the model's output, by every way in: to a kernel they would be an address.

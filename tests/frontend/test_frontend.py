@@ -19,7 +19,7 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend import preparation, threads
+from tidewheel.frontend import request_reader, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.preparation import phrase_ids
@@ -238,6 +238,37 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
+def test_log_probabilities_of_the_prompt(harness: FrontendHarness) -> None:
+    key, sink = harness.submit("the fox", stream=True, parameters={"prompt_logprobs": 1, "echo": True})
+    ids = prompt_ids(harness.message(key))
+    entries = [logprobs(token_id, [5]) for token_id in ids[1:]]
+    harness.deliver(key, [9], prompt_logprobs=entries)
+    harness.deliver(key, [9], "length")
+    sink.wait_end()
+    first, *others = sink.chunks
+    assert first.text.startswith("the fox")
+    assert (first.prompt_ids, first.prompt_logprobs) == (ids, entries)
+    assert first.token_texts.keys() >= {*ids, 5}
+    assert [chunk.prompt_logprobs for chunk in others] == [None] * len(others)
+    assert "".join(chunk.text for chunk in others).count("the fox") == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "num_kept"), [(3, 5, 3), (-1, 50, 206), (-1, None, 255), (-1, 999, 255)]
+)
+def test_a_prompt_is_cut_to_its_last_tokens(
+    harness: FrontendHarness, count: int, max_tokens: int | None, num_kept: int
+) -> None:
+    text = "the " * 300
+    parameters = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
+    submitted = harness.submit(text, parameters=parameters, echo=True)
+    ids = harness.encode(text)[-num_kept:]
+    assert prompt_ids(harness.message(submitted.key)) == ids
+    sink = harness.finish(submitted, " fox")
+    assert "".join(chunk.text for chunk in sink.chunks) == harness.tokenizer.decode(ids) + " fox"
+    assert sink.chunks[-1].num_input_tokens == num_kept
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -263,6 +294,7 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
         ({"text": "x", "parameters": {"logit_bias": {"420": 1}}}, ["logit_bias", "420"]),
         ({"text": "x", "parameters": {"logprobs": 10**9}}, ["logprobs is 1000000000: it must be 0 to 20"]),
         ({"text": "x", "parameters": {"n": 17}}, ["n is 17", "1 to 16"]),
+        ({"text": "x", "parameters": {"truncate_prompt_tokens": 256}}, ["truncate_prompt_tokens is 256", "1 to 255"]),
         ({"text": "x", "parameters": {"best_of": 2}}, ["TW-UNSUPPORTED", "best_of is 2 and n is 1"]),
     ],
     ids=lambda value: str(value)[:40],
@@ -534,7 +566,7 @@ def test_figures(harness: FrontendHarness) -> None:
 
 
 def test_an_answer_has_room_for_so_many_logprobs(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MAX_ANSWER_LOGPROBS", 320)
+    monkeypatch.setattr(request_reader, "MAX_ANSWER_LOGPROBS", 320)
     harness.submit(parameters={"n": 8, "logprobs": 1, "max_tokens": 20})
     harness.submit(parameters={"n": 8, "max_tokens": 200})
     error = harness.refuse(text="x", parameters={"n": 8, "logprobs": 1, "max_tokens": 21})

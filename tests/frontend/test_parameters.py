@@ -14,6 +14,7 @@ from tidewheel.frontend.coercion import parse_json
 from tidewheel.frontend.interface import ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, COERCIONS, SUGGESTED
 from tidewheel.frontend.preparation import ParsedParameters, parse_parameters
+from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.request_options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
@@ -62,6 +63,10 @@ def sampling(**values: object) -> SamplingParams:
         ({"stop_token_ids": ["3", 4]}, {"stop_token_ids": (3, 4)}),
         ({"stop_token_ids": [3], "end_id": 3}, {"stop_token_ids": (3,)}),
         ({"stop_token_ids": [3], "end_id": "2"}, {"stop_token_ids": (3, 2)}),
+        (
+            {"allowed_token_ids": ["5", 6], "truncate_prompt_tokens": "-1"},
+            {"allowed_token_ids": (5, 6), "truncate_prompt_tokens": -1},
+        ),
         ({"logit_bias": {"5": "1.5", "6": -1}}, {"logit_bias": {5: 1.5, 6: -1.0}}),
         ({"logprobs": 3}, {"logprobs": 3}),
         ({"pad_id": 0, "max_tokens": None}, {}),
@@ -104,6 +109,7 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"stop_token_ids": [-1]}, ["stop_token_ids", "-1"]),
         ({"end_id": -1}, ["stop_token_ids", "-1"]),
         ({"logit_bias": [1]}, ["logit_bias", "object"]),
+        ({"allowed_token_ids": []}, ["allowed_token_ids", "allows no token"]),
         ({"logit_bias": {"x": 1}}, ["logit_bias", "x"]),
         ({"logit_bias": {"1": 1, "01": 1}}, ["logit_bias", "1", "twice"]),
         ({"logprobs": -1}, ["logprobs", "-1", "0 to"]),
@@ -123,7 +129,7 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
 def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         sampling(**given)
-    assert len(str(caught.value)) < 600
+    assert len(str(caught.value)) < 800
     for word in words:
         assert word in str(caught.value)
 
@@ -131,11 +137,11 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"best_of": 3}, {"beam_width": 4}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
+        {"best_of": 3}, {"beam_width": 4},
         {"guided_json": {}}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
-        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_task_id": 7}, {"length_penalty": 2.0},
-        {"allowed_token_ids": [1]}, {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
-        {"timeout": 5}, {"echo": True}, {"user": "u"}, {"model": "m"}, {"image": "x"}, {"stream_options": {"a": 1}},
+        {"logits_processors": ["x"]}, {"lora_task_id": 7}, {"length_penalty": 2.0},
+        {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
+        {"timeout": 5}, {"user": "u"}, {"model": "m"}, {"image": "x"}, {"stream_options": {"a": 1}},
         {"top_logprobs": 3}, {"functions": [{}]}, {"service_tier": "flex"}, {"embedding_request": "{}"},
     ],
     ids=str,
@@ -186,7 +192,7 @@ def test_priority_and_salt() -> None:
     assert parse().options.priority is Priority.NORMAL
     assert parse(priority=0).options.priority is Priority.NORMAL
     expected = RequestOptions(priority=Priority.CRITICAL, cache_salt="é")
-    assert parse(priority="1", cache_salt="é") == (SamplingParams(), expected)
+    assert parse(priority="1", cache_salt="é") == (SamplingParams(), expected, PromptOptions())
 
 
 def test_defaults_of_the_model_give_way() -> None:

@@ -20,7 +20,7 @@ def expand(**values: Any) -> tuple[ParameterSource, ...]:
 
 def test_every_token_of_a_word_gets_its_weight() -> None:
     sources = expand(embedding_bias_words=["ab", "b", ""], embedding_bias_weights=[1.5, "2", 9], top_k=3)
-    sampling, _ = parse_parameters(sources)
+    sampling = parse_parameters(sources).sampling
     assert sampling.logit_bias == {97: 1.5, 98: 3.5}
     assert sampling.top_k == 3
 

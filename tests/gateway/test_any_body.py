@@ -12,9 +12,16 @@ from support.gateway.running_gateway import RunningGateway, say
 from support.triton.grpc_triton import FakeTriton
 from tidewheel.gateway.bodies import ChatBody, CompletionBody
 
-FIELDS = sorted(
-    {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, "echo", "stop", "close_session", "ü"}
-)
+# Fields that a body of a path has: most of them are right.
+PATHS = {
+    "chat/completions": ("messages",),
+    "completions": ("prompt",),
+    "embeddings": ("input",),
+    "../tokenize": ("prompt", "messages"),
+    "../detokenize": ("tokens",),
+}
+OTHERS = ("stop", "close_session", "input", "dimensions", "encoding_format", "tokens", "return_token_strs", "ü")
+FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *OTHERS})
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -25,10 +32,19 @@ values = st.recursive(
     max_leaves=8,
 )
 messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": values}), min_size=1, max_size=2)
-usual = st.fixed_dictionaries({"model": st.just("demo"), "prompt": values | st.just("x"), "messages": messages})
+prompts = values | st.just("x")
+usual = st.fixed_dictionaries(
+    {
+        "model": st.just("demo"),
+        "prompt": prompts,
+        "messages": messages,
+        "input": prompts,
+        "tokens": values | st.just([5]),
+    }
+)
 bodies = st.builds(dict.__or__, usual, st.dictionaries(st.sampled_from(FIELDS), values, max_size=4))
 quickly = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 
@@ -40,11 +56,14 @@ def check(gateway: RunningGateway, path: str, body: Any) -> None:
 
 
 @quickly
-@given(body=bodies, is_chat=st.booleans())
-def test_any_fields(gateway: RunningGateway, triton: FakeTriton, body: dict[str, Any], is_chat: bool) -> None:
-    triton.answer = say
-    fields = {name: value for name, value in body.items() if name != ("prompt" if is_chat else "messages")}
-    check(gateway, "chat/completions" if is_chat else "completions", fields)
+@given(body=bodies, path=st.sampled_from(sorted(PATHS)), is_second=st.booleans())
+def test_any_fields(
+    gateway: RunningGateway, triton: FakeTriton, body: dict[str, Any], path: str, is_second: bool
+) -> None:
+    triton.answer = lambda asked: say(asked, embedding=("FP32", "f", [0.6, 0.8]))
+    own = PATHS[path][-1 if is_second else 0]
+    others = {"prompt", "messages", "input", "tokens"} - {own}
+    check(gateway, path, {name: value for name, value in body.items() if name not in others})
 
 
 @quickly

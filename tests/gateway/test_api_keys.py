@@ -16,6 +16,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.api_keys import MAX_FILE_BYTES, Account, ApiKey, ApiKeys
+from tidewheel.gateway.ledger import Ledger
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 from tidewheel_client.request_errors import Busy
@@ -112,7 +113,8 @@ def test_requests_at_once(gateway: RunningGateway, triton: FakeTriton) -> None:
 
 def test_requests_a_minute() -> None:
     now = [0.0]
-    account = Account(ApiKey(name="a", sha256="0" * 64, requests_per_minute=2), lambda: now[0])
+    ledger, key = Ledger(), ApiKey(name="a", sha256="0" * 64, requests_per_minute=2)
+    account = Account(key, ledger, *ledger.rows([key.sha256]), clock=lambda: now[0])
     for _ in range(2):
         with account.admit():
             pass
@@ -129,6 +131,26 @@ def test_requests_a_minute() -> None:
             pass
     with pytest.raises(Busy), account.admit():
         pass
+
+
+def test_limits_hold_for_all_workers_together(tmp_path: Path) -> None:
+    Ledger.create(tmp_path / "ledger")
+    (tmp_path / "keys.toml").write_text(entry("a", max_concurrent=2) + entry("b", requests_per_minute=3))
+    one, other = (ApiKeys(tmp_path / "keys.toml", Ledger(tmp_path / "ledger", number)) for number in range(2))
+    with one.account("Bearer a").admit():
+        with other.account("Bearer a").admit(), pytest.raises(Busy, match="has 2 of 2 requests open"):
+            one.account("Bearer a").admit().__enter__()
+        with other.account("Bearer a").admit():
+            pass
+        # Another process takes the place of a worker that died with an open request.
+        again = ApiKeys(tmp_path / "keys.toml", Ledger(tmp_path / "ledger", 0))
+        with again.account("Bearer a").admit(), other.account("Bearer a").admit():
+            pass
+    for keys in (one, other, one):
+        with keys.account("Bearer b").admit():
+            pass
+    with pytest.raises(Busy, match="3 requests a minute"):
+        other.account("Bearer b").admit().__enter__()
 
 
 def test_a_changed_file_is_read_again(keys: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, running
 from support.triton.serving import wait_for
+from tidewheel.gateway import upstreams
 from tidewheel.gateway.upstreams import Address
 from tidewheel.health_endpoint import HealthEndpoint, Readiness
 
@@ -103,8 +104,9 @@ def test_a_server_that_is_not_ready_is_left_out(
     assert gateway.complete().ok
 
 
-def test_readiness_is_that_of_the_engine() -> None:
-    """Triton is ready, and its engine hangs."""
+def test_readiness_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is ready, and its engine hangs. Each request for `/health` looks by itself."""
+    monkeypatch.setattr(upstreams, "LOOK_S", 1000.0)
     states = [Readiness("hung", "no step for 12 s")]
     endpoint = HealthEndpoint("127.0.0.1", 0, lambda: states[-1])
     try:
@@ -116,6 +118,8 @@ def test_readiness_is_that_of_the_engine() -> None:
                 states.append(Readiness("ready"))
                 wait_for(lambda: gateway.get("/health").ok, 10, "look")
                 assert gateway.complete().ok
+                states.append(Readiness("reloading"))
+                wait_for(lambda: not gateway.get("/health").ok, 10, "look")
     finally:
         endpoint.close()
 

@@ -198,6 +198,40 @@ def test_logprobs_of_a_completion(gateway: RunningGateway, triton: FakeTriton) -
     assert gateway.complete(logprobs=0).json()["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
+OF_PROMPT = [{"3": {"logprob": None, "rank": None, "decoded_token": "A "}}, LOGPROBS[0]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_logprobs(gateway: RunningGateway, triton: FakeTriton, stream: bool) -> None:
+    def answer(asked: Asked) -> Answer:
+        outputs = {"logprobs": json.dumps(LOGPROBS[:1]), "prompt_logprobs": json.dumps(OF_PROMPT)}
+        yield response(asked.message, text_output="A éé", finish_reason="None", **outputs)
+        yield from say(asked, logprobs=json.dumps(LOGPROBS[1:]), text_output="cd")
+
+    triton.answer = answer
+    reply = gateway.complete("A é", echo=True, logprobs=1, prompt_logprobs=0, stream=stream)
+    parts = [event["choices"][0] for event in events(reply)] if stream else reply.json()["choices"]
+    assert triton.asked[0].sampling == {"echo": True, "logprobs": 1, "n": 1, "prompt_logprobs": 1}
+    assert "".join(part["text"] for part in parts) == "A éécd"
+    joined = {key: [item for part in parts for item in part["logprobs"][key]] for key in parts[0]["logprobs"]}
+    assert joined["tokens"] == ["A ", "é", "é", "cd"]
+    assert joined["token_logprobs"] == [None, -0.5, -0.5, -9999.0]
+    assert joined["text_offset"] == [0, 2, 3, 4]
+    assert joined["top_logprobs"][0] is None
+    first, *others = parts
+    assert first["prompt_logprobs"] == [None, LOGPROBS[0]]
+    assert all("prompt_logprobs" not in part for part in others)
+
+
+def test_logprobs_of_the_prompt_of_a_chat(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, prompt_logprobs=json.dumps(OF_PROMPT))
+    answer = gateway.chat(prompt_logprobs=1).json()
+    assert answer["prompt_logprobs"] == [None, LOGPROBS[0]]
+    assert answer["choices"][0]["logprobs"] is None
+    (event,) = events(gateway.chat(prompt_logprobs=1, stream=True))
+    assert event["prompt_logprobs"] == [None, LOGPROBS[0]]
+
+
 def test_token_ids(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.answer = lambda asked: say(asked, token_ids=("INT32", "i", [5, 6]))
     assert gateway.complete(return_token_ids=True).json()["choices"][0]["token_ids"] == [5, 6]

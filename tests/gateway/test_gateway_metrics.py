@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tidewheel.gateway.counters import merge
+from pathlib import Path
+
+from tidewheel.gateway.counters import Counters, add, merge
+from tidewheel.gateway.worker_place import WorkerPlace
 
 TEXT = """\
 # HELP f a family
@@ -13,6 +16,23 @@ f_bare 2
 # TYPE g gauge
 g 3e+06
 """
+
+
+def test_figures_of_workers(tmp_path: Path) -> None:
+    first, second = (WorkerPlace(tmp_path, index, 2) for index in range(2))
+    assert not first.is_listening()
+    counters = Counters(num_open=2, num_hang_ups=3, open_upstream={"u": 1})
+    counters.count("/v1/completions", 200)
+    first.publish(counters)
+    assert first.is_listening()
+    total = add([counters, *second.others()])
+    assert (total.num_open, total.num_hang_ups, total.open_upstream) == (4, 6, {"u": 2})
+    assert total.requests == {'path="/v1/completions",status="200"': 2}
+    again = WorkerPlace(tmp_path, 0, 2).before()
+    assert (again.num_open, again.num_hang_ups, again.requests) == (0, 3, counters.requests)
+    (tmp_path / "0.json").write_text("{")
+    assert second.others() == [Counters()]
+    WorkerPlace(tmp_path / "gone", 0, 2).publish(counters)
 
 
 def test_one_server_is_passed_on() -> None:

@@ -39,6 +39,36 @@ def test_an_answer_of_a_chat_is_as_long_as_the_context(gateway: RunningGateway, 
     assert completion == {"n": 1}
 
 
+@pytest.mark.parametrize("text", [",[:{" * 80_000, '"' * 90_000, '\\"[' * 90_000 + "\\", "é" * 150_000])
+def test_a_large_text_may_hold_anything(gateway: RunningGateway, triton: FakeTriton, text: str) -> None:
+    triton.answer = say
+    assert gateway.complete(text).ok
+    assert triton.asked[0].inputs["text_input"] == text
+
+
+def test_many_token_ids(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
+    assert gateway.complete(list(range(100_000))).ok
+    assert triton.asked[0].inputs["input_ids"] == list(range(100_000))
+
+
+def test_errors_name_the_field_that_the_client_sent(gateway: RunningGateway, triton: FakeTriton) -> None:
+    for text, fields, param in (
+        ("logprobs is 99: it must be 0 to 20", {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ("max_tokens is -5: it must be 1 to 9", {"max_completion_tokens": -5}, "max_completion_tokens"),
+        ("max_tokens is -5: it must be 1 to 9", {"max_tokens": -5, "max_completion_tokens": -5}, "max_tokens"),
+    ):
+        triton.answer = lambda asked, text=text: refused(f"[TW-INPUT] {text}")
+        error = gateway.chat(**fields).json()["error"]
+        assert error["param"] == param
+        assert error["message"] == f"{param} {text.partition(' ')[2]}"
+
+
+def refused(text: str) -> Answer:
+    raise Refused(grpc.StatusCode.UNKNOWN, text)
+    yield
+
+
 def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.answer = say
     messages = [
@@ -55,7 +85,13 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
 @pytest.mark.parametrize(
     ("path", "body", "message", "param"),
     [
-        ("completions", b"[" * 100_000, "nested too deep", None),
+        ("completions", b"[" * 16_000, "nested too deep", None),
+        ("completions", b"[" * 100_000, "more than 32768 lists, objects and keys, or 262144 values", None),
+        ("completions", b'{"prompt": [' + b"1," * 300_000 + b"1]}", "more than 32768 lists", None),
+        ("completions", b'{"x": "' + b'\\"' * 30_000 + b'", "y": [' + b"[]," * 40_000 + b"1]}", "32768 lists", None),
+        ("completions", {"prompt": "x", **{f"k{i}": 1 for i in range(256)}}, "the body has 257 fields", None),
+        ("completions", {"prompt": "x", "k" * 300: 1}, "a field's name has 300 characters: at most 256", None),
+        ("completions", {"prompt": "x", "suffix": "s" * 300_000}, "the parameters have 300013 bytes", None),
         ("completions", b'{"prompt": ', "not JSON", None),
         ("completions", b"[]", "must be a JSON object", None),
         ("completions", b'{"prompt": "\xff"}', "not JSON", None),
@@ -67,12 +103,13 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
         ("completions", {"prompt": ["x"] * 65}, "prompt has 65 entries: it must have 1 to 64", "prompt"),
         ("completions", {"prompt": ["x", 5]}, "prompt mixes texts", "prompt"),
         ("completions", {"prompt": ["x", [5]]}, "prompt mixes texts", "prompt"),
-        ("completions", {"prompt": [2**40]}, "input_ids must be a sequence of int32", None),
+        ("completions", {"prompt": [2**40]}, "prompt must be a sequence of int32", "prompt"),
         ("completions", {"prompt": "x", "n": "two"}, "n: Expected `int`, got `str`", "n"),
         ("completions", {"prompt": "x", "stream": "yes"}, "stream: Expected `bool`", "stream"),
         ("completions", {"prompt": "x", "stream_options": {}}, "stream is not true", "stream_options"),
         ("completions", {"prompt": "x", "stream_options": {"usage": True}}, "`usage`", "stream_options"),
-        ("completions", {"prompt": "x", "echo": True}, "echo is set", "echo"),
+        ("completions", {"prompt": "x", "echo": "yes"}, "echo: Expected `bool`", "echo"),
+        ("chat/completions", {**CHAT, "echo": True}, "echo is set", "echo"),
         ("completions", {"prompt": "x", "request_id": "x" * 129}, "request_id must have", "request_id"),
         ("completions", {"prompt": "x", "return_logprobs": True}, "unknown parameter 'return_logprobs'", None),
         ("chat/completions", {"messages": "x"}, "messages: Expected `array`", "messages"),
@@ -167,8 +204,9 @@ def test_errors_of_the_backend(
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["code"] == code
-    assert error["message"] == text.partition("] ")[2] or text
-    assert error["param"] == ("n" if "n is" in text else None)
+    message = (text.partition("] ")[2] or text).replace("text_input", "prompt")  # as the client named it
+    assert error["message"] == message
+    assert error["param"] == (message.split()[0] if message.split()[0] in ("n", "prompt") else None)
     assert answer.headers["x-should-retry"] == str(retry is not None).lower()
     assert (answer.headers.get("Retry-After"), answer.headers.get("retry-after-ms")) == (retry or (None, None))
 

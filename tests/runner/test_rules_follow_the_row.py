@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,12 +29,14 @@ from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
+from tidewheel.scheduler import controllers
 from tidewheel_kernels import AttentionMetadata
 
 VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
 CPU = torch.device("cpu")
 NORMAL = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+HIDDEN = torch.arange(VOCABULARY * 4.0).reshape(VOCABULARY, 4) % 13
 LOGITS = NORMAL.mul(3 << 10).round() / (1 << 10)
 
 
@@ -59,6 +64,18 @@ class LookUp:
             raise torch.OutOfMemoryError
         return LOGITS[token_ids[logit_indices].long()]
 
+    def forward_with_hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+        hidden_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.forward(token_ids, positions, meta, kv_layers, logit_indices)
+        return logits, HIDDEN[token_ids[hidden_indices].long()]
+
 
 def by_definition(subject: Request) -> list[int]:
     """Its greedy tokens, with rules that look at all of them, one after the other."""
@@ -66,6 +83,8 @@ def by_definition(subject: Request) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < len(prompt) + subject.max_tokens:
         logits, output = LOGITS[tokens[-1]].numpy().copy(), Counter(tokens[len(prompt) :])
+        if sampling.allowed_token_ids:
+            logits[[token for token in range(VOCABULARY) if token not in sampling.allowed_token_ids]] = -np.inf
         for token, value in sampling.logit_bias.items():
             logits[token] += np.float32(value)
         if output.total() < sampling.min_tokens:
@@ -130,11 +149,18 @@ def any_request(draw: st.DrawFn, name: str) -> Request:
         presence_penalty=draw(PENALTY),
         frequency_penalty=draw(PENALTY),
         logit_bias=draw(st.dictionaries(TOKEN, st.sampled_from([-4.0, 3.5]), max_size=2)),
+        # So many that stop tokens and forbidden words leave one.
+        prompt_logprobs=draw(st.sampled_from([None, 0, 2])),
+        allowed_token_ids=tuple(draw(st.just(frozenset()) | st.sets(TOKEN, min_size=8))),
     )
     words = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), max_size=4)
-    count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))
     stops = draw(st.sets(TOKEN, max_size=2))
-    return request(name, prompt, count, sampling, stop_token_ids=tuple(stops), bad_words_ids=tuple(draw(words)))
+    rules: dict[str, Any] = {"stop_token_ids": tuple(stops), "bad_words_ids": tuple(draw(words))}
+    pooling = draw(st.sampled_from(["", "", "", "last", "mean"]))
+    if pooling:
+        return request(name, prompt, 1, replace(sampling, min_tokens=0), pooling=pooling, **rules)
+    count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))
+    return request(name, prompt, count, sampling, **rules)
 
 
 @st.composite
@@ -154,14 +180,48 @@ ENGINES = st.fixed_dictionaries(
 )
 
 
+def prompt_logprobs_by_definition(subject: Request) -> list[TopLogprobs]:
+    num_top, prompt = subject.sampling.prompt_logprobs, subject.prompt_token_ids.tolist()
+    entries = []
+    for before, token in pairwise(prompt) if num_top is not None else ():
+        logprobs = LOGITS[before].log_softmax(0)
+        top = logprobs.topk(num_top or 0)
+        rank = int((LOGITS[before] >= LOGITS[before, token]).sum())
+        entries.append(
+            TopLogprobs(float(logprobs[token]), rank, tuple(top.indices.tolist()), tuple(top.values.tolist()))
+        )
+    return entries
+
+
+def check_prompt_logprobs(subject: Request) -> None:
+    """Those of a prompt are whole as soon as there is output, whatever was cached, cut or computed again."""
+    expected = prompt_logprobs_by_definition(subject)
+    found = subject.prompt_logprobs
+    assert len(found) == len(expected) or not subject.output_token_ids
+    for one, other in zip(found, expected, strict=False):
+        assert (one.rank, one.top_ids) == (other.rank, other.top_ids)
+        assert (one.logprob, *one.top_logprobs) == pytest.approx((other.logprob, *other.top_logprobs), abs=1e-4)
+
+
 @settings(max_examples=150, deadline=None)
-@given(requests=any_requests(), engine=ENGINES, fails_at=st.sets(st.integers(1, 40), max_size=2))
+@given(
+    requests=any_requests(),
+    engine=ENGINES,
+    fails_at=st.sets(st.integers(1, 40), max_size=2),
+    min_scores=st.integers(1, 20),
+)
 def test_tokens_are_those_of_the_definition(
-    requests: list[Request], engine: dict[str, Any], fails_at: set[int]
+    requests: list[Request], engine: dict[str, Any], fails_at: set[int], min_scores: int
 ) -> None:
     """Rows are shared out anew, preempted and come back, and a step may run out of memory and be run again."""
-    Engine(fails_at=tuple(fails_at), **engine).run(requests)
+    with mock.patch.object(controllers, "MIN_SCORES", min_scores):
+        Engine(fails_at=tuple(fails_at), **engine).run(requests)
     for item in requests:
+        check_prompt_logprobs(item)
+        if item.pooling and item.output_token_ids:
+            assert item.pooled is not None
+            states = HIDDEN[torch.from_numpy(item.prompt_token_ids).long()]
+            assert item.pooled.tolist() == (states[-1] if item.pooling == "last" else states.sum(0)).tolist()
         expected = by_definition(item)
         assert item.output_token_ids == expected[: len(item.output_token_ids)]
         assert item.finish_reason is FinishReason.ERROR or len(item.output_token_ids) == len(expected)

@@ -15,14 +15,14 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from support.models import tiny_models
 from support.runner.step_loop import GREEDY, StepLoop, request
-from tidewheel.batch import Int32Array, SampledTokens, TopLogprobs
+from tidewheel.batch import Int32Array, SampledTokens
 from tidewheel.config import EngineConfig
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import no_progress
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 NUM_TOKENS = 12
 PROMPT = tiny_models.prompts(1, 12, 12, seed=5)[0]
@@ -98,6 +98,14 @@ def test_top_k_of_one_is_greedy(runner: ModelRunner) -> None:
 
 def test_a_large_bias_forces_a_token(runner: ModelRunner) -> None:
     assert answer(runner, SamplingParams(temperature=0.0, logit_bias={42: 100.0})) == [42] * NUM_TOKENS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_other_tokens_than_the_allowed_never_come(runner: ModelRunner, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, allowed_token_ids=(5, 9, 42), logit_bias={9: -100.0})
+    tokens = answer(runner, sampling)
+    assert set(tokens) <= {5, 42}
+    assert len(tokens) == NUM_TOKENS
 
 
 def test_stop_tokens_are_masked_until_min_tokens(runner: ModelRunner) -> None:

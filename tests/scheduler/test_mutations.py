@@ -154,9 +154,9 @@ def stale_answer_taken(patch: pytest.MonkeyPatch) -> None:
 def budget_overdrawn(patch: pytest.MonkeyPatch) -> None:
     real = StepPlan.add_chunk
 
-    def add_chunk(self: StepPlan, row: int, start: int, end: int, level: Rank) -> None:
+    def add_chunk(self: StepPlan, row: int, start: int, end: int, level: Rank, *, scores: bool) -> None:
         left, self.token_budget, self.limits = self.token_budget, 999, self.limits._replace(max_chunk_tokens=999)
-        real(self, row, start, end, level)
+        real(self, row, start, end, level, scores=scores)
         self.token_budget += left - 999
 
     patch.setattr(StepPlan, "add_chunk", add_chunk)

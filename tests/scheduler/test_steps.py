@@ -7,9 +7,10 @@ import pytest
 
 from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
-from tidewheel.batch import SampledTokens, ScheduledBatch, TopLogprobs
+from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, RequestState
+from tidewheel.sampling import TopLogprobs
 
 
 def scheduled(batch: ScheduledBatch | None) -> dict[int, tuple[int, int]]:

@@ -243,9 +243,12 @@ def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) ->
     traces = Traces(server, folder)
     assert f"http://127.0.0.1:{server.openai_port}/v1" in server.log.read_text()
     (gateway,) = server.processes("cli.main gateway")
+    workers = server.processes("one_worker")
+    assert len(workers) == 2
     traces.tritonserver.kill()
     wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
     assert server.processes("cli.main gateway") == [gateway]
+    assert server.processes("one_worker") == workers
     gateway.kill()
     wait_for(lambda: "the gateway died" in server.log.read_text(), RESTART_LIMIT_S, "the notice")
     wait_for(server.is_ready, RESTART_LIMIT_S, "another gateway")

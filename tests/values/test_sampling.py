@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest
-from tidewheel.sampling import MAX_LOGIT_BIAS, MAX_SEED, LogitBias, SamplingParams, pack_biases
+from tidewheel.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    LogitBias,
+    SamplingParams,
+    pack_biases,
+)
 
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -42,6 +49,10 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("",)),
     ("bad_words", (3,)),
     ("stop_token_ids", (-1,)),
+    ("allowed_token_ids", (-1,)),
+    ("allowed_token_ids", tuple(range(MAX_ALLOWED_TOKEN_IDS + 1))),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: 101.0}),

@@ -20,9 +20,9 @@ from tidewheel.engine.placement import find_place, may_start
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.health_endpoint import Readiness
 
@@ -119,6 +119,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
             max_prompt_bytes=config.max_prompt_bytes,
             default_max_tokens=settings.frontend.default_max_tokens,
             defaults=_load_defaults(info, config),
+            pooling=settings.frontend.pooling,
         )
     except BaseException:
         encoder.close()

@@ -37,6 +37,7 @@ class FrontendSettings:
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
     health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
     health_host: str = "127.0.0.1"  # address of that port
+    pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:

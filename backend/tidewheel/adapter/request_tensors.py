@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from tidewheel.adapter.responder import ResponseFormat
 from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS, IoDialect
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.coercion import check_size, parse_json, to_text
-from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource
+from tidewheel.frontend.coercion import check_size, parse_json, show, to_text
+from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource, Task
 
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
@@ -56,6 +56,7 @@ def read_request(
         parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
     return GenerateRequest(
         request_id=request.request_id(),
+        task=_task(inputs),
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
         input_ids=_token_ids(inputs, max_prompt_bytes),
         messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
@@ -65,6 +66,14 @@ def read_request(
         arrival_ns=arrival_ns,
         timeout_us=_time_limit_us(request.timeout(), max_request_s),
     ), response_format
+
+
+def _task(inputs: Mapping[str, Any]) -> Task:
+    text = to_text("task", _scalar(inputs["task"])) if "task" in inputs else "generate"
+    for known in get_args(Task):
+        if text == known:
+            return cast(Task, known)
+    raise InvalidRequest(f"task is {show(text)}: it must be {', '.join(get_args(Task))}")
 
 
 def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
 from tidewheel.frontend.interface import Chunk, Response, is_last
+from tidewheel.sampling import TopLogprobs
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -132,6 +132,10 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
     if response_format.logprobs:
         is_null = response_format.is_logprobs_null
         arrays["logprobs"] = _encoded(["null" if is_null else logprobs_json(chunk) for chunk in response])
+    if response[0].prompt_logprobs is not None:
+        arrays["prompt_logprobs"] = _encoded([prompt_logprobs_json(response[0], response[0].prompt_logprobs)])
+    if response[0].embedding is not None:
+        arrays["embedding"] = response[0].embedding
     if response_format.num_input_tokens:
         arrays["num_input_tokens"] = np.array([response[0].num_input_tokens], np.uint32)
     if response_format.num_output_tokens:
@@ -176,7 +180,17 @@ def logprobs_json(chunk: Chunk) -> str:
     return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
 
-def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
+def prompt_logprobs_json(chunk: Chunk, logprobs: Sequence[TopLogprobs]) -> str:
+    """Return the same of each token of the prompt. The first, which nothing precedes, has null for both numbers."""
+    first, *others = chunk.prompt_ids
+    entries: list[dict[str, dict[str, object]]] = [
+        {str(first): {"logprob": None, "rank": None, "decoded_token": chunk.token_texts[first]}}
+    ]
+    pairs = zip(others, logprobs, strict=True)
+    return json.dumps(entries + [_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
+
+
+def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, dict[str, object]]:
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
         found[top_id] = (logprob, rank)  # of a tie, vLLM shows the place among the likeliest

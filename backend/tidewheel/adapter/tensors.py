@@ -32,13 +32,14 @@ RETURN_FLAGS = (
 )
 
 SAMPLING_INPUTS = (
-    *_specs("TYPE_INT32", "max_tokens min_tokens top_k logprobs n"),
+    *_specs("TYPE_INT32", "max_tokens min_tokens top_k logprobs n prompt_logprobs truncate_prompt_tokens"),
     *_specs("TYPE_FP32", "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"),
     *_specs("TYPE_UINT64", "seed"),
     *_specs("TYPE_STRING", "stop bad_words", (-1,)),
     *_specs("TYPE_STRING", "logit_bias"),
-    *_specs("TYPE_INT32", "stop_token_ids", (-1,)),
+    *_specs("TYPE_INT32", "stop_token_ids allowed_token_ids", (-1,)),
     *_specs("TYPE_BOOL", "ignore_eos include_stop_str_in_output skip_special_tokens"),
+    *_specs("TYPE_BOOL", "add_special_tokens add_generation_prompt return_token_strs echo"),
     # of the TensorRT-LLM ensemble
     *_specs("TYPE_INT32", "min_length end_id pad_id num_return_sequences beam_width"),
     *_specs("TYPE_FP32", "length_penalty"),
@@ -50,7 +51,7 @@ SAMPLING_INPUTS = (
     *_specs("TYPE_STRING", "image", (-1,)),
 )
 INPUTS = (
-    *_specs("TYPE_STRING", "text_input messages sampling_parameters"),
+    *_specs("TYPE_STRING", "text_input messages sampling_parameters task"),
     *_specs("TYPE_INT32", "input_ids", (-1,)),
     *_specs("TYPE_BOOL", "stream exclude_input_in_output accumulate_tokens"),
     *_specs("TYPE_BOOL", " ".join(RETURN_FLAGS)),
@@ -58,8 +59,8 @@ INPUTS = (
 )
 _COUNTS = "num_input_tokens num_output_tokens"
 _COMMON_OUTPUTS = (
-    *_specs("TYPE_STRING", "text_output finish_reason logprobs", (-1,)),
-    *_specs("TYPE_FP32", "cumulative_logprob cum_log_probs", (-1,)),
+    *_specs("TYPE_STRING", "text_output finish_reason logprobs prompt_logprobs", (-1,)),
+    *_specs("TYPE_FP32", "cumulative_logprob cum_log_probs embedding", (-1,)),
     *_specs("TYPE_FP32", "output_log_probs", (-1, -1)),
     *_specs("TYPE_INT32", "token_ids kv_cache_reused_blocks kv_cache_alloc_new_blocks", (-1,)),
     *_specs("TYPE_INT32", "num_cached_tokens priority", (-1,)),

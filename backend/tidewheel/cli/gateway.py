@@ -18,14 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
-    add_key_option(parser)
-    parser.add_argument(
-        "--reasoning",
-        choices=("tagged", "always", "off"),
-        default="tagged",
-        help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
-        "always, up to </think>, for templates that write the tag themselves; off, nothing",
-    )
+    parser.add_argument("--workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
+    add_shared_options(parser)
     parser.add_argument(
         "--max-body-mb", type=int, default=16, metavar="MB", help="largest body of a request (default: %(default)s)"
     )
@@ -38,18 +32,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_key_option(group: argparse._ActionsContainer) -> None:
+WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
+
+
+def workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes: 1 to 64")
+    return int(text)
+
+
+def add_shared_options(group: argparse._ActionsContainer) -> None:
+    """Add options that `tidewheel serve` has too."""
     group.add_argument(
         "--api-keys",
         type=Path,
         metavar="FILE",
         help="TOML file of the API keys that are let in; without one, only loopback is listened on (docs/openai.md)",
     )
+    group.add_argument(
+        "--reasoning",
+        choices=("tagged", "always", "off"),
+        help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
+        "always, up to </think>, for templates that write the tag themselves; off, nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cli.usage import UsageError
-    from tidewheel.gateway.run_gateway import GatewayOptions, serve_gateway
+    from tidewheel.gateway.gateway_options import GatewayOptions
+    from tidewheel.gateway.run_gateway import serve_gateway
     from tidewheel.gateway.upstreams import Address
 
     if not 0 <= args.port < 65536 or not 1 <= args.max_body_mb <= 1024 or not 0 <= args.drain_s <= 86_400:
@@ -66,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             api_keys=args.api_keys,
             max_body_mb=args.max_body_mb,
             drain_s=args.drain_s,
-            reasoning=args.reasoning,
+            reasoning=args.reasoning or "tagged",
+            workers=args.workers,
         )
     )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import add_key_option
+from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, workers
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--openai-port", type=_port, metavar="N", help="answer in OpenAI's API there too (default: do not)"
     )
-    add_key_option(where)
+    where.add_argument("--openai-workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
+    add_shared_options(where)
     _add_manner(parser.add_argument_group("how"))
 
 
@@ -124,8 +125,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--model and --model-repository exclude each other")
     if args.model is not None and args.models:
         raise UsageError("--models chooses entries of a model repository: it does not go with --model")
-    if args.api_keys is not None and args.openai_port is None:
-        raise UsageError("--api-keys goes with --openai-port: Triton's own ports know no keys")
+    _check_gateway(args)
     if args.model is None and args.record is not None:
         raise UsageError("--record goes with --model; in a repository, set record in config.pbtxt")
     if args.model is None and (args.set or args.model_name):
@@ -151,6 +151,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
             openai=args.openai_port,
         ),
         api_keys=args.api_keys,
+        gateway_arguments=(f"--workers={args.openai_workers}", f"--reasoning={args.reasoning or 'tagged'}"),
         drain_s=args.drain_s,
         restart=not args.no_restart,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
@@ -162,6 +163,17 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         allow_faults=args.allow_faults,
         verbose=args.verbose,
     )
+
+
+def _check_gateway(args: argparse.Namespace) -> None:
+    if args.openai_port is not None:
+        return
+    if args.api_keys is not None:
+        raise UsageError("--api-keys goes with --openai-port: Triton's own ports know no keys")
+    if args.openai_workers > 1:
+        raise UsageError("--openai-workers goes with --openai-port: they are the gateway's")
+    if args.reasoning is not None:
+        raise UsageError("--reasoning goes with --openai-port: only the gateway splits answers")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:

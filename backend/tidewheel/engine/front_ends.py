@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import zmq
 
-from tidewheel.batch import Int64Array, RowArray, StepOutputs, TopLogprobs
-from tidewheel.engine.messages import Delta, Deltas, FromEngine, NewTokens, Room, encoder
+from tidewheel.batch import Int64Array, RowArray, StepOutputs
+from tidewheel.engine.messages import Delta, Deltas, FromEngine, NewTokens, Room, encoder, prompt_news
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
+from tidewheel.sampling import TopLogprobs
 from tidewheel.stats import WaitingRoom
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,8 @@ class FrontEnds:
             route = self._routes.get(request.request_id)
             if route is None:
                 continue
-            if not route.is_only or request.sampling.logprobs is not None:
+            sampling = request.sampling
+            if not route.is_only or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
                 others.append(index)
                 continue
             _, positions, keys = columns.setdefault(route.front_end.identity, (route.front_end, [], []))
@@ -166,7 +168,9 @@ class FrontEnds:
             self._finish(request, token_ids, logprobs)
         elif route := self._routes.get(request.request_id):
             wire = None if logprobs is None else [logprobs]
-            route.front_end.unsent.append(Delta(route.key, token_ids, "", None, wire, None, route.sequence))
+            route.front_end.unsent.append(
+                Delta(route.key, token_ids, "", None, wire, None, route.sequence, prompt_news(request))
+            )
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
         route = self._routes.pop(request.request_id, None)

@@ -11,16 +11,16 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from tidewheel.batch import Int32Array, Int64Array, TopLogprobs
+from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.byte_sizes import MIB
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Pooling, Request
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 5
+PROTOCOL = 6
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
@@ -63,6 +63,7 @@ class AddRequest(Message, frozen=True):
     session_ttl_s: float | None = None  # None: the engine's default
     bias_token_ids: bytes = b""  # from `pack_biases`
     bias_amounts: bytes = b""
+    pooling: Pooling = ""
 
 
 class Cancel(Message, frozen=True):
@@ -191,6 +192,14 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
+def prompt_news(request: Request) -> list[TopLogprobs] | None:
+    """Return the log-probabilities of the prompt, once."""
+    if request.has_told_prompt or request.leader is not None or request.sampling.prompt_logprobs is None:
+        return None
+    request.has_told_prompt = True
+    return request.prompt_logprobs
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: int
     token_ids: list[int]
@@ -199,6 +208,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
     index: int = 0  # of the sequence, or `WHOLE_REQUEST`
+    prompt_logprobs: list[TopLogprobs] | None = None  # of all tokens of the prompt but the first; once
+    pooled: bytes = b""  # float32 little endian, with the end of an embedding
 
     @classmethod
     def last(
@@ -216,6 +227,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             logprobs=None if logprobs is None else [logprobs],
             stats=RequestStats.of(request),
             index=index,
+            prompt_logprobs=prompt_news(request),
+            pooled=b"" if request.pooled is None else request.pooled.astype("<f4").tobytes(),
         )
 
     @classmethod

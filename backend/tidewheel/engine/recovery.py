@@ -98,4 +98,6 @@ def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> Sa
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()
     logprobs = tokens.logprobs and {indices[index]: value for index, value in tokens.logprobs.items()}
-    return SampledTokens(batch.step_id, token_ids, logprobs)
+    of_prompts = tokens.prompt_logprobs and {indices[i]: value for i, value in tokens.prompt_logprobs.items()}
+    pooled = tokens.pooled and {indices[i]: value for i, value in tokens.pooled.items()}
+    return SampledTokens(batch.step_id, token_ids, logprobs, of_prompts, pooled)

@@ -10,9 +10,16 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
-from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias, SamplingParams
+from tidewheel.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    LogitBias,
+    SamplingParams,
+)
 from tidewheel.scheduler.admission import check_lengths
 from tidewheel.tenants import MAX_TENANT_CHARS
 
@@ -24,6 +31,7 @@ MAX_BAD_TOKENS = 4096  # in total
 MAX_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
+MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
 
 class CheckedRequest(NamedTuple):
@@ -57,6 +65,7 @@ def to_requests(
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
             cache_salt=message.cache_salt,
+            pooling=message.pooling,
             tenant=message.tenant,
             deadline=_seconds(message.deadline_ns),
             soft_deadline=_seconds(message.soft_deadline_ns),
@@ -75,10 +84,12 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
         _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
+    _check_allowed(message, info)
     check_labels(message.tenant, message.cache_salt, message.session_id)
     check_num_sequences(message.n)
-    if (message.sampling.logprobs or 0) > (limit := min(info.max_logprobs, info.vocab_size)):
-        raise InvalidRequest(f"logprobs is {message.sampling.logprobs}: it must be 0 to {limit} (max_logprobs)")
+    _check_logprobs(message, info, len(prompt))
+    if message.pooling and not info.can_embed:
+        raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
     if message.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))
@@ -102,6 +113,17 @@ def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifi
         raise PromptTooLarge(
             f"{name} has {num_tokens} tokens{qualifier}: with one token of output the context of "
             f"{info.max_num_tokens} leaves room for {info.max_num_tokens - 1}"
+        )
+
+
+def check_token_ids(name: str, token_ids: Int32Array, info: EngineInfo) -> None:
+    """Raise `InvalidRequest` for an id that the model does not have."""
+    outside = (token_ids < 0) | (token_ids >= info.vocab_size)
+    if outside.any():
+        position = int(np.argmax(outside))
+        raise InvalidRequest(
+            f"{name} has token id {token_ids[position]} at position {position}: "
+            f"the model's ids are 0 to {info.vocab_size - 1}"
         )
 
 
@@ -133,13 +155,7 @@ def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
         raise InvalidRequest(f"{name} has {len(raw)} bytes: int32 token ids have four each")
     check_prompt_length(name, len(raw) // 4, info)
     prompt = np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
-    outside = (prompt < 0) | (prompt >= info.vocab_size)
-    if outside.any():
-        position = int(np.argmax(outside))
-        raise InvalidRequest(
-            f"{name} has token id {prompt[position]} at position {position}: "
-            f"the model's ids are 0 to {info.vocab_size - 1}"
-        )
+    check_token_ids(name, prompt, info)
     return prompt
 
 
@@ -176,6 +192,28 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> No
         return
     outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
+
+
+def _check_logprobs(message: AddRequest, info: EngineInfo, num_prompt_tokens: int) -> None:
+    sampling, limit = message.sampling, min(info.max_logprobs, info.vocab_size)
+    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if (count or 0) > limit:
+            raise InvalidRequest(f"{name} is {count}: it must be 0 to {limit} (max_logprobs)")
+    asked = sampling.prompt_logprobs
+    if asked is not None and (asked + 1) * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {asked}, and the prompt has {num_prompt_tokens} tokens: an answer has room for "
+            f"{MAX_PROMPT_LOGPROBS}, one more than prompt_logprobs for each token; lower it, or send a shorter prompt"
+        )
+
+
+def _check_allowed(message: AddRequest, info: EngineInfo) -> None:
+    allowed, min_tokens = message.sampling.allowed_token_ids, message.sampling.min_tokens
+    _check_ids("allowed_token_ids", allowed, info.vocab_size, MAX_ALLOWED_TOKEN_IDS)
+    if allowed and min_tokens and not set(allowed).difference(message.stop_token_ids):
+        raise InvalidRequest(
+            f"allowed_token_ids holds only tokens that end the answer, and min_tokens is {min_tokens}: allow others"
+        )
 
 
 def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:

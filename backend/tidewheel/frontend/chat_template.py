@@ -60,7 +60,7 @@ class ChatTemplate:
             **self._named_tokens,
             messages=conversation.messages,
             tools=conversation.tools,
-            add_generation_prompt=True,
+            add_generation_prompt=conversation.add_generation_prompt,
             documents=None,
         )
 

@@ -29,6 +29,7 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True):
     messages: list[ChatMessage]
     tools: list[dict[str, Any]] | None = None
     options: dict[str, str | bool | int | float] = {}  # more variables of the template
+    add_generation_prompt: bool = True
 
     @property
     def num_bytes(self) -> int:

@@ -22,8 +22,9 @@ from tidewheel.errors import DeadlineExceeded, Draining, InternalError, Tidewhee
 from tidewheel.frontend.door import Door
 from tidewheel.frontend.interface import GenerateRequest, Sink
 from tidewheel.frontend.live_request import Ending, LiveRequest
-from tidewheel.frontend.preparation import RequestReader, read_urgency
+from tidewheel.frontend.preparation import read_urgency
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
 from tidewheel.frontend.token_columns import TokenColumns
 from tidewheel.frontend.turns import Turns
@@ -129,7 +130,10 @@ class Frontend:
     def _prepare(self, request: LiveRequest) -> None:
         try:
             if not request.is_over:
-                request.attach(self._reader.read(request.key, request.asked, request.arrival_ns))
+                prepared = self._reader.read(request.key, request.asked, request.arrival_ns)
+                request.attach(prepared)
+                if prepared.message is None:
+                    self._end(request, Ending(FinishReason.STOP))
                 self._send_to_engine(request)
         except TidewheelError as error:
             self._end(request, Ending(error=error))

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from tidewheel.batch import Int32Array, TopLogprobs
+from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.frontend.request_options import RequestOptions
-from tidewheel.sampling import SamplingParams
+from tidewheel.request import Pooling
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 INPUT_TENSOR = "input tensor"  # origin of parameters
+Task = Literal["generate", "tokenize", "detokenize", "embed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class ParameterSource:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     request_id: str = ""
+    task: Task = "generate"
     text: str | bytes | None = None
     input_ids: Int32Array | None = None  # [num_prompt_tokens]
     messages: str | bytes | None = None  # JSON list of chat messages
@@ -47,6 +50,7 @@ class Generation(NamedTuple):
     prompt_name: str = "input_ids"  # field of the prompt, for errors
     prompt_text: str | None = None  # None: token ids
     echo: bool = False
+    pooling: Pooling = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +59,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int] = []
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
-    token_texts: dict[int, str] = {}  # of ids in `logprobs` and `token_ids`
+    prompt_ids: list[int] = []  # aligned with `prompt_logprobs`, and the first token
+    prompt_logprobs: list[TopLogprobs] | None = None  # once, if asked
+    token_texts: dict[int, str] = {}  # of ids in what has log-probabilities
+    embedding: Float32Array | None = None  # [hidden_size] of length 1
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
     finish_reason: str | None = None  # in every response after the end

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import Coercion
+from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.word_biases import WEIGHTS, WORDS
 from tidewheel.request import Priority
 
@@ -25,6 +26,13 @@ def _to_seed(name: str, value: object) -> int | None:
     return None if seed == -1 else seed
 
 
+def _to_allowed(name: str, value: object) -> tuple[int, ...]:
+    allowed = coercion.to_ints(name, value)
+    if not allowed:
+        raise InvalidRequest(f"{name} is empty, which allows no token: name some, or leave it out")
+    return allowed
+
+
 OPTIONS: dict[str, Coercion] = {
     "n": coercion.to_int,
     "priority": _to_priority,
@@ -32,15 +40,19 @@ OPTIONS: dict[str, Coercion] = {
     **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
     "close_session": coercion.to_bool,
 }
+PROMPT_OPTIONS = dict.fromkeys(PromptOptions._fields, coercion.to_bool)
 COERCIONS: dict[str, Coercion] = {
     **OPTIONS,
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs"), coercion.to_int),
+    **PROMPT_OPTIONS,
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs"), coercion.to_int),
     "seed": _to_seed,
     **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), coercion.to_float),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
     **dict.fromkeys(("stop", "bad_words"), coercion.to_texts),
     "stop_token_ids": coercion.to_ints,
+    "allowed_token_ids": _to_allowed,
+    "truncate_prompt_tokens": coercion.to_int,
     "logit_bias": coercion.to_bias,
     "best_of": coercion.to_int,
     "end_id": coercion.to_int,  # an additional stop token
@@ -109,20 +121,15 @@ ABSENT: dict[str, AbsentFeature] = {
     "user": AbsentFeature("there are no users: use tenant, which rates and quotas are for, or leave it out"),
     "prompt": AbsentFeature("the prompt is text_input"),
     "suffix": AbsentFeature("text goes on at the end of the prompt only"),
-    "echo": AbsentFeature("set exclude_input_in_output to false, without stream"),
     "stream_options": AbsentFeature("set return_num_input_tokens and return_num_output_tokens"),
     "top_logprobs": AbsentFeature("set logprobs to the number", (*_OFF, 0)),
-    "embedding_request": AbsentFeature("embeddings are not offered"),
-    "prompt_logprobs": AbsentFeature("log-probabilities of the prompt are not offered"),
+    "embedding_request": AbsentFeature("set the input task to embed"),
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
     "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
     "logits_processors": AbsentFeature("code of clients is never run"),
-    "allowed_token_ids": AbsentFeature("use logit_bias to steer away from tokens"),
-    "truncate_prompt_tokens": AbsentFeature("prompts are never cut: send what fits the context"),
     "detokenize": AbsentFeature("text is always returned", (True,)),
     "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
     "return_log_probs": AbsentFeature("it is an input of its own: send it beside text_input"),
-    "add_generation_prompt": AbsentFeature("it is always added", (True,)),
     "timeout": AbsentFeature("Triton's timeout is a field of /infer and gRPC: set deadline_ms", (*_OFF, 0)),
     "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
     "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),

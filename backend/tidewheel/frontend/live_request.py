@@ -43,6 +43,7 @@ class LiveRequest:
         self.last_token_ns: dict[int, int] = {}  # of all sequences but the first; of the listener thread
         self.outputs: Outputs | None = None  # used only in turns
         self.message: AddRequest | CloseSession | None = None
+        self.answer = ""  # where nothing is generated
         self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
@@ -63,6 +64,7 @@ class LiveRequest:
         with self._lock:
             self.outputs = prepared.outputs
             self.message = prepared.message
+            self.answer = prepared.answer
             if isinstance(prepared.message, AddRequest):
                 self._num_open = prepared.message.n
             self.wants_news = self.asked.stream or prepared.has_stop_strings

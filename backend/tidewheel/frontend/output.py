@@ -3,13 +3,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import msgspec
+import numpy as np
 
-from tidewheel.batch import TopLogprobs
+from tidewheel.batch import Float32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
 from tidewheel.frontend.interface import Chunk, Generation, Response
 from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.request import FinishReason
+from tidewheel.sampling import TopLogprobs
+
+_TINY = 1e-30  # for states that are all zero
 
 
 class OutputStream:
@@ -21,7 +25,7 @@ class OutputStream:
     def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling = given.sampling
-        self._num_input_tokens = len(given.prompt_ids)
+        self._prompt_ids = given.prompt_ids
         self._detokenizer = None
         if tokenizer is not None:
             skip = sampling.skip_special_tokens
@@ -33,6 +37,7 @@ class OutputStream:
         self._cumulative_logprob = 0.0
         self._token_ids: list[int] = []
         self._logprobs: list[TopLogprobs] = []
+        self._prompt_logprobs: list[TopLogprobs] | None = None
         self._text = [self._prompt_text(given)] if given.echo else []
 
     @property
@@ -46,6 +51,7 @@ class OutputStream:
     def push(self, delta: Delta) -> None:
         if self.finish_reason is not None:
             return
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
         num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
         if not self._stop.is_hit:
@@ -66,13 +72,15 @@ class OutputStream:
             text="".join(self._text),
             token_ids=self._token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
+            prompt_ids=[] if self._prompt_logprobs is None else self._prompt_ids.tolist(),
+            prompt_logprobs=self._prompt_logprobs,
             token_texts=self._token_texts(),
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
-            num_input_tokens=self._num_input_tokens,
+            num_input_tokens=len(self._prompt_ids),
             finish_reason=self.finish_reason,
             stats=stats,
         )
-        self._text, self._token_ids, self._logprobs = [], [], []
+        self._text, self._token_ids, self._logprobs, self._prompt_logprobs = [], [], [], None
         return chunk
 
     def _push_text(self, token_ids: list[int]) -> int:
@@ -109,10 +117,30 @@ class OutputStream:
         return self._tokenizer.decode(given.prompt_ids.tolist(), skip_special_tokens=skip)
 
     def _token_texts(self) -> dict[int, str]:
-        if self._tokenizer is None or not self._logprobs:
+        if self._tokenizer is None or not (self._logprobs or self._prompt_logprobs is not None):
             return {}
-        token_ids = {token_id for entry in self._logprobs for token_id in entry.top_ids}
-        return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids.union(self._token_ids)}
+        of_prompt = self._prompt_logprobs or []
+        token_ids = {token_id for entry in (*self._logprobs, *of_prompt) for token_id in entry.top_ids}
+        token_ids.update(self._token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
+        return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids}
+
+
+class EmbeddingStream(OutputStream):
+    """Output of an embedding: one chunk without text, with the pooled states as a vector of length 1."""
+
+    _embedding: Float32Array | None = None
+
+    def push(self, delta: Delta) -> None:
+        if delta.pooled:
+            states = np.frombuffer(delta.pooled, dtype="<f4").astype(np.float32)
+            self._embedding = states / max(float(np.linalg.norm(states)), _TINY)
+
+    def take(self, stats: RequestStats | None = None) -> Chunk:
+        reason = FinishReason.STOP.value if self._embedding is not None else self.finish_reason
+        num_tokens = len(self._prompt_ids)
+        return Chunk(
+            text="", num_input_tokens=num_tokens, finish_reason=reason, embedding=self._embedding, stats=stats
+        )
 
 
 class Outputs:

@@ -4,38 +4,39 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tidewheel.batch import Int32Array
 from tidewheel.config import setting_names
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
-from tidewheel.engine.requests import check_prompt_length, check_request
+from tidewheel.engine.requests import check_request
 from tidewheel.errors import InvalidRequest, Unsupported
-from tidewheel.frontend.coercion import check_size, show, to_text
-from tidewheel.frontend.conversation import parse_conversation
+from tidewheel.frontend.coercion import show
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
-from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, SUGGESTED
+from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, PROMPT_OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import Outputs, OutputStream
+from tidewheel.frontend.output import EmbeddingStream, Outputs, OutputStream
+from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.word_biases import with_token_biases
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
 from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
 
-MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
+_TASK_KEYS = frozenset({*PROMPT_OPTIONS, *_URGENCY_KEYS}) - {"echo"}  # of the tokenizer's tasks
+_EMBEDDING_KEYS = frozenset({"cache_salt", "truncate_prompt_tokens"})
 
 
 class ParsedParameters(NamedTuple):
     sampling: SamplingParams
     options: RequestOptions
+    prompt: PromptOptions = PromptOptions()
 
 
 class Urgency(NamedTuple):
@@ -52,9 +53,10 @@ class _Given(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    message: AddRequest | CloseSession
+    message: AddRequest | CloseSession | None  # None: the engine is not asked
     outputs: Outputs | None  # None: nothing is generated
     has_stop_strings: bool
+    answer: str = ""  # where nothing is generated
 
 
 class Preparer:
@@ -84,6 +86,7 @@ class Preparer:
             key=key,
             prompt=given.prompt_ids.astype("<i4").tobytes(),
             sampling=dataclasses.replace(sampling, stop=(), bad_words=(), logit_bias={}),
+            pooling=given.pooling,
             stop_token_ids=self._stop_token_ids(sampling),
             bad_words_ids=self._bad_words_ids(sampling),
             bias_token_ids=bias_token_ids,
@@ -105,104 +108,24 @@ class Preparer:
 
     def _open_streams(self, given: Generation) -> list[OutputStream]:
         stop = StopStrings(given.sampling.stop)
-        return [OutputStream(self._tokenizer, given, stop) for _ in range(given.options.n)]
+        kind = EmbeddingStream if given.pooling else OutputStream
+        return [kind(self._tokenizer, given, stop) for _ in range(given.options.n)]
 
 
-class RequestReader:
-    """Reader of client requests, thread-safe."""
-
-    def __init__(
-        self,
-        info: EngineInfo,
-        tokenizer: Tokenizer,
-        encoder: PromptEncoder,
-        *,
-        max_prompt_bytes: int,
-        default_max_tokens: int | Literal["context"],
-        defaults: GenerationDefaults | None = None,
-    ) -> None:
-        """Without `defaults`, requests sample as the model says."""
-        self._info = info
-        self._tokenizer = tokenizer
-        self._encoder = encoder
-        self._preparer = Preparer(info, tokenizer, defaults, encoder)
-        self._max_prompt_bytes = max_prompt_bytes
-        self._default_max_tokens = info.max_num_tokens if default_max_tokens == "context" else default_max_tokens
-
-    def close(self) -> None:
-        self._encoder.close()
-
-    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
-        """Raise `InvalidRequest` or `Unsupported`."""
-        parameters = with_token_biases(request.parameters, self._encode_word)
-        sampling, options = parse_parameters(parameters, self._preparer.defaults.sampling)
-        if options.close_session:
-            return _close_session(key, request, options)
-        name, text, prompt_ids = self._read_prompt(request)
-        sampling = self._fit(sampling, len(prompt_ids))
-        echo = request.echo and not request.stream
-        given = Generation(prompt_ids, sampling, options, name, text, echo)
-        prepared = self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
-        _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
-        return prepared
-
-    def _read_prompt(self, request: GenerateRequest) -> tuple[str, str | None, Int32Array]:
-        """Return field, any text, and token ids."""
-        forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
-        given = [name for name, value in forms.items() if value is not None]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"give one of text_input, input_ids and messages, not {' and '.join(given) or 'none'}"
-            )
-        name = given[0]
-        check_size(name, request.prompt_bytes, self._max_prompt_bytes, "max_prompt_bytes")
-        if request.input_ids is not None:
-            return name, None, request.input_ids
-        if request.messages is None:
-            text = to_text(name, request.text)
-        else:
-            text = self._encoder.render(parse_conversation(request.messages))
-        return name, text, self._encode(name, text, add_special_tokens=request.messages is None)
-
-    def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Set `max_tokens` if it is not given, and cut it to the context. Leave refusals to `check_request`."""
-        room = self._info.max_num_tokens - num_prompt_tokens
-        if room < max(sampling.min_tokens, 1):
-            return dataclasses.replace(sampling, max_tokens=None)
-        if sampling.max_tokens is None and sampling.min_tokens > self._default_max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {sampling.min_tokens}, more than {self._default_max_tokens}, the default of "
-                "max_tokens (default_max_tokens): set max_tokens too"
-            )
-        return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens or self._default_max_tokens, room))
-
-    def _encode_word(self, word: str) -> Int32Array:
-        return self._encoder.encode(word, add_special_tokens=False)
-
-    def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
-        if not text:
-            raise InvalidRequest(f"{name} is empty: give at least one character")
-        if self._tokenizer.max_token_bytes is not None:
-            # Tokenisation can take seconds.
-            least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
-            check_prompt_length(name, least, self._info, qualifier=" or more")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
-
-
-def _check_answer(sampling: SamplingParams, n: int) -> None:
-    """Bound the memory of an answer, which its client may not read."""
-    num_tokens = n * (sampling.max_tokens or 0)
-    if sampling.logprobs is not None and (sampling.logprobs + 1) * num_tokens > MAX_ANSWER_LOGPROBS:
+def truncated(prompt_ids: Int32Array, sampling: SamplingParams, info: EngineInfo) -> Int32Array:
+    """Keep the last tokens, as many as `truncate_prompt_tokens` says. Raise `InvalidRequest`."""
+    count, most = sampling.truncate_prompt_tokens, info.max_num_tokens - 1
+    if count is None:
+        return prompt_ids
+    if count > most:
         raise InvalidRequest(
-            f"logprobs is {sampling.logprobs}, and n x max_tokens {num_tokens}: an answer has room for "
-            f"{MAX_ANSWER_LOGPROBS}, one more than logprobs for each token; lower logprobs, n or max_tokens"
+            f"truncate_prompt_tokens is {count}: it must be -1 (as many as fit) or 1 to {most}, which leaves a token "
+            "of the context for the answer"
         )
-
-
-def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:
-    if request.text or request.messages is not None or request.input_ids is not None:
-        raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
-    return Prepared(CloseSession(key, options.tenant, options.session_id), None, False)
+    if count == -1:
+        max_tokens = sampling.max_tokens or 1
+        count = most + 1 - (max_tokens if max_tokens <= most else 1)  # a longer answer is cut to the context
+    return prompt_ids[-count:]
 
 
 def phrase_ids(phrase: str, encoder: Tokenizer | PromptEncoder, vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -217,13 +140,25 @@ def parse_parameters(
 ) -> ParsedParameters:
     """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)
-    options = _options(given)
+    options, prompt = _options(given), _prompt_options(given)
     given.pop("pad_id", None)
     end_id = given.pop("end_id", None)
     values: dict[str, Any] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
     if end_id is not None:
         values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), end_id.value)))
-    return ParsedParameters(SamplingParams(**values), options)
+    return ParsedParameters(SamplingParams(**values), options, prompt)
+
+
+def check_task_parameters(sources: Iterable[ParameterSource], task: str) -> None:
+    """Raise `InvalidRequest` for parameters that have no meaning for another task than generating."""
+    known = _TASK_KEYS - {"return_token_strs"} | _EMBEDDING_KEYS if task == "embed" else _TASK_KEYS
+    if others := sorted(_collect(sources).keys() - known):
+        raise InvalidRequest(f"{others[0]} does not go with the task {task}: leave it out")
+
+
+def _prompt_options(given: dict[str, _Given]) -> PromptOptions:
+    """Take the options out of `given`."""
+    return PromptOptions(**{key: given.pop(key).value for key in PROMPT_OPTIONS.keys() & given.keys()})  # type: ignore[arg-type]
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
@@ -44,6 +45,17 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     add_special_tokens: bool
 
 
+class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    text: str
+    add_special_tokens: bool
+    max_model_len: int
+    with_strings: bool
+
+
+class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    token_ids: bytes  # little-endian int32
+
+
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
 
@@ -63,7 +75,7 @@ class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: str
 
 
-Job = Render | Encode
+Job = Render | Encode | Tokenize | Decode
 Answer = Rendered | Encoded | Refused | Stage
 
 
@@ -81,18 +93,29 @@ class Limits(NamedTuple):
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
 
     def of_job(self, job: Job) -> float:
-        size = len(job.text) if isinstance(job, Encode) else job.conversation.num_bytes
-        return self.job_s * (1 + size / _CPU_STEP)
+        return self.job_s * (1 + _size(job) / _CPU_STEP)
+
+
+def _size(job: Job) -> int:
+    if isinstance(job, Render):
+        return job.conversation.num_bytes
+    return len(job.token_ids if isinstance(job, Decode) else job.text)
 
 
 class PromptEncoder(Protocol):
-    """Thread-safe. `render` and `encode` raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
+    """Thread-safe. All raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
     def render(self, conversation: Conversation) -> str:
         """Return what the chat template makes of a conversation."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         """Return [num_tokens]."""
+
+    def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool) -> str:
+        """Return JSON of the tokens, as vLLM's server answers."""
+
+    def decode(self, token_ids: Int32Array) -> str:
+        """Return the text of [num_tokens], special tokens included."""
 
     def close(self) -> None:
         """End jobs with an error. Any thread may call it."""
@@ -117,6 +140,15 @@ class LocalEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool) -> str:
+        token_ids = self.encode(text, add_special_tokens=add_special_tokens).tolist()
+        strings = [self._tokenizer.token_string(token_id) for token_id in token_ids] if with_strings else None
+        answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
+        return msgspec.json.encode(answer).decode()
+
+    def decode(self, token_ids: Int32Array) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
     def close(self) -> None: ...
 
@@ -211,6 +243,10 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
 def _work(encoder: LocalEncoder, job: Job) -> Answer:
     if isinstance(job, Render):
         return Rendered(encoder.render(job.conversation))
+    if isinstance(job, Tokenize):
+        return Rendered(encoder.tokenize(**msgspec.structs.asdict(job)))
+    if isinstance(job, Decode):
+        return Rendered(encoder.decode(np.frombuffer(job.token_ids, dtype="<i4")))
     return Encoded(encoder.encode(job.text, add_special_tokens=job.add_special_tokens).astype("<i4").tobytes())
 
 

@@ -19,6 +19,7 @@ from tidewheel.frontend import prompt_process
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.prompt_process import (
     Answer,
+    Decode,
     Encode,
     Encoded,
     Folder,
@@ -28,6 +29,7 @@ from tidewheel.frontend.prompt_process import (
     Render,
     Rendered,
     Stage,
+    Tokenize,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,12 @@ class PromptWorkers:
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         answer = cast(Encoded, self._ask(Encode(text, add_special_tokens)))
         return np.frombuffer(answer.token_ids, dtype="<i4").astype(np.int32, copy=False)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool) -> str:
+        return cast(Rendered, self._ask(Tokenize(text, add_special_tokens, max_model_len, with_strings))).text
+
+    def decode(self, token_ids: Int32Array) -> str:
+        return cast(Rendered, self._ask(Decode(token_ids.astype("<i4").tobytes()))).text
 
     def close(self) -> None:
         with self._lock:
@@ -111,7 +119,7 @@ class PromptWorkers:
             raise Draining("the server is shutting down")
         logger.warning("a process that makes token ids ended (%s) and is replaced", _exit(returncode))
         if returncode == -signal.SIGPROF:
-            what = "text could not be tokenised" if isinstance(job, Encode) else "chat template did not end"
+            what = "chat template did not end" if isinstance(job, Render) else "prompt could not be tokenised"
             raise InvalidRequest(f"the {what} within {self._limits.of_job(job):.0f} s of CPU time: change the prompt")
 
 

@@ -69,6 +69,10 @@ class Tokenizer:
         except BaseException as error:
             raise _failure(InternalError, "the model's tokenizer fails at these tokens", error) from None
 
+    def token_string(self, token_id: int) -> str:
+        """Return its entry in the vocabulary."""
+        return str(self._backend.id_to_token(token_id))
+
     def token_text(self, token_id: int) -> str:
         """Return its text, with the space that decoders drop from a first token."""
         text = self._token_texts.get(token_id)

@@ -161,7 +161,7 @@ class Turns:
         if ending.error is not None:
             return ending.error
         if outputs is None:  # cancelled before tokenisation, or nothing to generate
-            return [Chunk(text="", finish_reason=ending.finish_reason)]
+            return [Chunk(text=request.answer, finish_reason=ending.finish_reason)]
         outputs.end(ending.finish_reason)
         return outputs.take()
 

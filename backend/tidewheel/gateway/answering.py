@@ -18,6 +18,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _OPENAI_REASONS = ("stop", "length")
 
 Json = dict[str, Any]
+Logprobs = Sequence[Mapping[int, TokenLogprob]]  # by token
 
 
 class Usage:
@@ -71,6 +72,7 @@ class Answer:
             "model": ask.model,
         }
         self._progress: dict[int, _Progress] = {}  # by choice
+        self._prompt_logprobs: dict[int, Logprobs] = {}  # by number of the prompt
 
     def whole(self, chunks: Sequence[tuple[int, Chunk]]) -> bytes:
         """Return the answer. Each chunk comes with the number of its prompt."""
@@ -80,7 +82,8 @@ class Answer:
             choices += [self._choice(number, one) for one in Completion.of_sequences("", own)]
         for number, chunk in chunks:
             self._usage.add(number, chunk)
-        return msgspec.json.encode({**self._head, "choices": choices, "usage": self._usage.as_json()})
+        body = {**self._head, "choices": choices, "usage": self._usage.as_json()}
+        return msgspec.json.encode(self._with_prompt_of_chat(body))
 
     def events(self, number: int, chunks: Sequence[Chunk]) -> bytes:
         """Return an event for each chunk of a prompt."""
@@ -98,6 +101,8 @@ class Answer:
         if choice.get("delta") == {} and not any(choice[key] for key in choice.keys() - {"index"}):
             return b""  # the text is held back
         event = {**self._head, "choices": [choice]}
+        if chunk.prompt_logprobs is not None:
+            event = self._with_prompt_of_chat(event)
         options = self._ask.stream_options
         if options.include_usage or options.continuous_usage_stats:
             event["usage"] = self._usage.as_json() if options.continuous_usage_stats else None
@@ -106,11 +111,18 @@ class Answer:
     def _choice(self, number: int, part: Chunk | Completion) -> Json:
         index = number * self._ask.n + part.index
         progress = self._progress.get(index)
+        is_first = progress is None
         if progress is None:
             progress = self._progress[index] = _Progress(Listener(self._ask.tools, self._reasoning))
+        if part.prompt_logprobs is not None:
+            self._prompt_logprobs[number] = part.prompt_logprobs
         choice: Json = {"index": index, **self._content(part, progress), "logprobs": None}
+        of_prompt = self._prompt_logprobs.get(number, ()) if is_first else ()
         if part.logprobs is not None and self._ask.top_logprobs is not None:
-            choice["logprobs"] = self._logprobs(part.logprobs, progress.num_chars)
+            entries = (*of_prompt, *part.logprobs) if self._ask.has_echo else part.logprobs
+            choice["logprobs"] = self._logprobs(entries, progress.num_chars)
+        if of_prompt and self._ask.shows_prompt_logprobs and not self._ask.is_chat:
+            choice["prompt_logprobs"] = _shown(of_prompt)
         progress.num_chars += len(part.text)
         choice |= _end(part.finish_reason)
         if choice["finish_reason"] == "stop" and progress.num_calls:
@@ -118,6 +130,12 @@ class Answer:
         if self._ask.params["return_token_ids"]:
             choice["token_ids"] = part.token_ids or ()
         return choice
+
+    def _with_prompt_of_chat(self, body: Json) -> Json:
+        """Add the log-probabilities of the prompt, which has no choice of its own."""
+        if not self._ask.is_chat or not self._ask.shows_prompt_logprobs:
+            return body
+        return {**body, "prompt_logprobs": _shown(self._prompt_logprobs.get(0, ()))}
 
     def _content(self, part: Chunk | Completion, progress: _Progress) -> Json:
         if not self._ask.is_chat:
@@ -150,7 +168,7 @@ class Answer:
         function = {"name": call.name, "arguments": call.arguments}
         return {**place, "id": call.id, "type": "function", "function": function}
 
-    def _logprobs(self, entries: Sequence[Mapping[int, TokenLogprob]], offset: int) -> Json:
+    def _logprobs(self, entries: Logprobs, offset: int) -> Json:
         count = self._ask.top_logprobs or 0
         if self._ask.is_chat:
             return {"content": [_chat_logprob(entry, count) for entry in entries], "refusal": None}
@@ -158,10 +176,13 @@ class Answer:
         offsets = [offset]
         for one in chosen[:-1]:
             offsets.append(offsets[-1] + len(one.decoded_token))
-        tops = [{one.decoded_token: _finite(one) for one in entry.values()} for entry in entries]
+        tops = [
+            {one.decoded_token: _finite(one) for one in entry.values()} if _chosen(entry).rank else None
+            for entry in entries
+        ]
         return {
             "text_offset": offsets[: len(chosen)],
-            "token_logprobs": [_finite(one) for one in chosen],
+            "token_logprobs": [_finite(one) if one.rank else None for one in chosen],
             "tokens": [one.decoded_token for one in chosen],
             "top_logprobs": tops if count else None,
         }
@@ -176,6 +197,19 @@ def _end(reason: str | None) -> Json:
     if reason is None or reason in _OPENAI_REASONS:
         return {"finish_reason": reason}
     return {"finish_reason": "length", "stop_reason": reason}
+
+
+def _shown(entries: Logprobs) -> list[Json | None]:
+    """Return log-probabilities of a prompt as vLLM's server does: null for the first token."""
+    return [
+        {
+            str(token_id): {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token_id, one in entry.items()
+        }
+        if _chosen(entry).rank
+        else None
+        for entry in entries
+    ]
 
 
 def _chosen(entry: Mapping[int, TokenLogprob]) -> TokenLogprob:

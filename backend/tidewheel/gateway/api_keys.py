@@ -9,12 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.ledger import Ledger
 from tidewheel.gateway.openai_errors import Unauthorized
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
@@ -42,14 +43,16 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Account:
-    """State of one key. Without a key, nothing is limited."""
+    """One key, and its use. Without a key, nothing is limited."""
 
-    def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, key: ApiKey | None, ledger: Ledger, row: Any = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`row` is the key's record in the ledger."""
         self.key = key
-        self.num_open = 0
+        self._ledger = ledger
+        self._row = row
         self._clock = clock
-        self._tokens = float(key.requests_per_minute or 0) if key is not None else 0.0
-        self._filled_at = clock()
 
     def label(self, ask: Ask) -> Ask:
         """Give the request its tenant, and at most the best class of the key. Raise `InvalidRequest`."""
@@ -65,41 +68,45 @@ class Account:
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
         """Count one request. Raise `Busy` beyond the limits of the key."""
-        if self.key is not None:
-            self._check(self.key)
-        self.num_open += 1
+        if self.key is None:
+            yield
+            return
+        num_open, worker = self._row["num_open"], self._ledger.worker
+        with self._ledger.locked():
+            self._check(self.key, int(num_open.sum()))
+            num_open[worker] += 1
         try:
             yield
         finally:
-            self.num_open -= 1
+            num_open[worker] -= 1  # no other worker writes there
 
-    def _check(self, key: ApiKey) -> None:
-        if key.max_concurrent is not None and self.num_open >= key.max_concurrent:
+    def _check(self, key: ApiKey, num_open: int) -> None:
+        if key.max_concurrent is not None and num_open >= key.max_concurrent:
             raise Busy(
-                f"the key {key.name!r} has {self.num_open} of {key.max_concurrent} requests open: let one end first",
+                f"the key {key.name!r} has {num_open} of {key.max_concurrent} requests open: let one end first",
                 retry_after_ms=_RETRY_MS,
             )
         if key.requests_per_minute is None:
             return
-        now, rate = self._clock(), key.requests_per_minute / 60
-        self._tokens = min(key.requests_per_minute, self._tokens + (now - self._filled_at) * rate)
-        self._filled_at = now
-        if self._tokens < 1:
+        row, now, rate = self._row, self._clock(), key.requests_per_minute / 60
+        spent = max(0.0, float(row["spent"]) - (now - float(row["spent_at"])) * rate) + 1
+        if spent > key.requests_per_minute:
             raise Busy(
                 f"the key {key.name!r} has used up its {key.requests_per_minute} requests a minute",
-                retry_after_ms=int((1 - self._tokens) / rate * 1000) + 1,
+                retry_after_ms=int((spent - key.requests_per_minute) / rate * 1000) + 1,
             )
-        self._tokens -= 1
+        row["spent"], row["spent_at"] = spent, now
 
 
 class ApiKeys:
     """Keys of a file, which `refresh` reads again after a change."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, ledger: Ledger | None = None) -> None:
         """Raise `ConfigError`. Without a file, every request is let in."""
         self._path = path
+        self._ledger = ledger or Ledger()
         self._accounts: dict[bytes, Account] = {}  # by hash
-        self._anonymous = Account(None)
+        self._anonymous = Account(None, self._ledger)
         self._version: tuple[int, int, int] | None = None
         if path is not None:
             self._version = _version(path)
@@ -137,7 +144,8 @@ class ApiKeys:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: {error}") from None
-        accounts = {bytes.fromhex(key.sha256): Account(key) for key in keys}
+        rows = zip(keys, self._ledger.rows([key.sha256 for key in keys]), strict=True)
+        accounts = {bytes.fromhex(key.sha256): Account(key, self._ledger, row) for key, row in rows}
         if len(accounts) < len(keys):
             raise ConfigError(f"{path}: two keys have the same sha256")
         same = {known: one for known, one in self._accounts.items() if known in accounts}

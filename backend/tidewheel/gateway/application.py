@@ -7,20 +7,22 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.gateway import bodies, openai_errors
+from tidewheel.gateway import bodies, embeddings, openai_errors, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
-from tidewheel.gateway.counters import CONTENT_TYPE, Counters, merge
+from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
+from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel_client import Chunk, codec
 from tidewheel_client.request_errors import (
     InternalError,
@@ -32,23 +34,37 @@ from tidewheel_client.request_errors import (
 )
 
 BODY_S = 60.0  # for a body to arrive
-_REFRESH_S = 1.0  # between two looks at the file of keys
+_AT_ONCE = 64  # requests that one body makes
+_LARGE = 1 << 16  # bytes, whose work is noticed by streams
+_REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _OPEN_PATHS = ("/health",)
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Answering = Callable[[web.Request, Ask], Awaitable[web.StreamResponse]]
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class Gateway:
     def __init__(
-        self, upstreams: Upstreams, keys: ApiKeys, *, max_body_bytes: int, reasoning: Reasoning = "tagged"
+        self,
+        upstreams: Upstreams,
+        keys: ApiKeys,
+        *,
+        max_body_bytes: int,
+        reasoning: Reasoning = "tagged",
+        place: WorkerPlace | None = None,
     ) -> None:
         self._upstreams = upstreams
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._reasoning = reasoning
-        self._counters = Counters()
+        self._place = place or WorkerPlace()
+        self._counters = self._place.before()
         self._started = int(time.time())
+        self._large = asyncio.Lock()
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._answer], client_max_size=self._max_body_bytes)
@@ -59,22 +75,31 @@ class Gateway:
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._show_model),
-                web.post("/v1/chat/completions", self._generating(bodies.read_chat)),
-                web.post("/v1/completions", self._generating(bodies.read_completion)),
+                web.post("/v1/chat/completions", self._answering(bodies.read_chat, self._generate)),
+                web.post("/v1/completions", self._answering(bodies.read_completion, self._generate)),
+                web.post("/v1/embeddings", self._answering(embeddings.read_embeddings, self._embed)),
+                web.post("/tokenize", self._answering(tokenizing.read_tokenize, self._tokenize)),
+                web.post("/detokenize", self._answering(tokenizing.read_detokenize, self._detokenize)),
             ]
         )
         return application
 
     async def _live(self, _: web.Application) -> AsyncIterator[None]:
         async with self._upstreams:
-            refresh = asyncio.create_task(self._refresh_keys())
+            refresh = asyncio.create_task(self._refresh())
             yield
             refresh.cancel()
+            self.publish()
 
-    async def _refresh_keys(self) -> None:
+    async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(_REFRESH_S)
             self._keys.refresh()
+            self.publish()
+
+    def publish(self) -> None:
+        """Tell the other workers the own figures."""
+        self._place.publish(self._counters.with_upstreams(self._upstreams))
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -83,6 +108,8 @@ class Gateway:
         try:
             if request.path not in _OPEN_PATHS:
                 request["account"] = self._keys.account(request.headers.get("Authorization", ""))
+            if self._upstreams.not_ready:  # as it was, which the next look may change
+                await self._upstreams.look_again()
             response: web.StreamResponse = await handler(request)
         except RequestError as error:
             response = _refusal(request, error)
@@ -101,10 +128,11 @@ class Gateway:
             self._counters.num_open -= 1
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
-        self._counters.requests[path, response.status] += 1
+        self._counters.count(path, response.status)
         return response
 
     async def _health(self, _: web.Request) -> web.Response:
+        await self._upstreams.look_again()
         reason = self._upstreams.not_ready
         body = msgspec.json.encode({"ready": not reason, "reason": reason})
         return _json(body, status=503 if reason else 200)
@@ -113,7 +141,9 @@ class Gateway:
         each = self._upstreams.each
         texts = await asyncio.gather(*(one.metrics() for one in each))
         theirs = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
-        text = theirs + self._counters.render(self._upstreams)
+        self.publish()  # what is told once is never taken back
+        own = self._counters.with_upstreams(self._upstreams)
+        text = theirs + add([own, *self._place.others()]).render(self._upstreams)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _list_models(self, _: web.Request) -> web.Response:
@@ -126,17 +156,52 @@ class Gateway:
     def _card(self, name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel"}
 
-    def _generating(self, read: Callable[[dict[str, Any]], Ask]) -> Callable[[web.Request], Any]:
-        async def generate(request: web.Request) -> web.StreamResponse:
+    def _answering(self, read: Callable[[dict[str, Any]], Ask], answer: _Answering) -> Handler:
+        """Return the handler of a body that `read` understands."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
             account: Account = request["account"]
             with account.admit():
-                fields = bodies.parse(await _read_body(request))
-                request["fields"] = fields
-                ask = account.label(read(fields))
-                ask = ask._replace(model=self._upstreams.model(ask.model))
-                return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
+                body = await _read_body(request)
 
-        return generate
+                def understand() -> Ask:
+                    request["fields"] = fields = bodies.parse(body)
+                    return account.label(read(fields))
+
+                ask = await self._beside(len(body), understand)
+                return await answer(request, ask._replace(model=self._upstreams.model(ask.model)))
+
+        return handle
+
+    async def _beside(self, size: int, work: Callable[[], T]) -> T:
+        """Do work on so many bytes here, or beside the loop if they are many: one at a time, as it holds the GIL."""
+        if size <= _LARGE:
+            return work()
+        async with self._large:
+            return await asyncio.to_thread(work)
+
+    async def _generate(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
+
+    async def _embed(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        chunks: list[tuple[int, Chunk]] = []
+        async with contextlib.aclosing(self._ask(ask, _request_id(request, ask))) as responses:
+            async for number, news in responses:
+                chunks += [(number, chunk) for chunk in news]
+        return _json(embeddings.embeddings(request["fields"], ask.model, chunks))
+
+    async def _tokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        return _json(tokenizing.tokenized(await self._text(request, ask)))
+
+    async def _detokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        return _json(tokenizing.detokenized(await self._text(request, ask)))
+
+    async def _text(self, request: web.Request, ask: Ask) -> str:
+        """Return the text of all answers."""
+        if not ask.prompts:
+            return ""
+        async with contextlib.aclosing(self._ask(ask, _request_id(request, ask))) as responses:
+            return "".join([chunk.text async for _, news in responses for chunk in news])
 
     async def _whole(self, request: web.Request, ask: Ask) -> web.Response:
         request_id = _request_id(request, ask)
@@ -169,10 +234,14 @@ class Gateway:
     async def _ask(self, ask: Ask, request_id: str) -> AsyncGenerator[tuple[int, list[Chunk]]]:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
-        requests = [
-            codec.encode(ask.model, one_id, prompt, ask.params, stream=ask.stream)
-            for one_id, prompt in zip(ids, ask.prompts, strict=True)
-        ]
+
+        def encode() -> list[pb.ModelInferRequest]:
+            return [
+                codec.encode(ask.model, one_id, prompt, ask.params, stream=ask.stream)
+                for one_id, prompt in zip(ids, ask.prompts, strict=True)
+            ]
+
+        requests = await self._beside(ask.size, encode)
         streams = [self._upstreams.stream(request, ask.session) for request in requests]
         if len(streams) == 1:
             async with contextlib.aclosing(streams[0]) as responses:
@@ -185,12 +254,16 @@ class Gateway:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenerator[tuple[int, list[Chunk]]]:
-    """Yield what comes first, with the number of its stream. Raise the first error, and end the others."""
+    """Yield what comes first, with the number of its stream. Raise the first error, and end the others.
+
+    At most `_AT_ONCE` are read at one time, so that a long list leaves the server room for others.
+    """
+    turns = asyncio.Semaphore(_AT_ONCE)
     arrived: asyncio.Queue[tuple[int, list[Chunk]] | RequestError | None] = asyncio.Queue(len(streams))
 
     async def read(number: int, stream: AsyncGenerator[list[Chunk]]) -> None:
         try:
-            async with contextlib.aclosing(stream) as responses:
+            async with turns, contextlib.aclosing(stream) as responses:
                 async for news in responses:
                     await arrived.put((number, news))
             await arrived.put(None)

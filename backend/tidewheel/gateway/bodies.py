@@ -6,15 +6,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tidewheel.gateway.body_size import check_structure
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.request_errors import InvalidRequest, Unsupported
 
 MAX_PROMPTS = 64  # of one request
+MAX_FIELDS = 256
+MAX_NAME_CHARS = 256
+MAX_PARAMETER_BYTES = 1 << 18  # of all that the backend reads; it has the same limit
 MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
 MAX_REQUEST_ID_CHARS = 128
 
 _REFUSED = {
-    "echo": "the prompt is not returned: leave it out, or send false",
     "num_return_sequences": "set n",
     "close_session": "a session ends by its time (session_ttl_s), or over gRPC",
 }
@@ -36,6 +39,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     session_id: str = ""
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
 
 
 class ChatBody(_Body, frozen=True, kw_only=True):
@@ -44,6 +48,7 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    echo: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -53,30 +58,41 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 class CompletionBody(_Body, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool = False
 
 
-Body = TypeVar("Body", bound=_Body)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Ask(NamedTuple):
     """A request to the backend, or one for each prompt."""
 
     model: str
-    request_id: str  # empty: the gateway chooses
     prompts: list[dict[str, object]]  # tensor by name
     params: dict[str, object]
-    n: int
-    session: str
-    stream: bool
-    stream_options: StreamOptions
-    top_logprobs: int | None  # None: no log-probabilities
-    is_chat: bool
+    request_id: str = ""  # empty: the gateway chooses
+    n: int = 1
+    session: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    top_logprobs: int | None = None  # None: no log-probabilities
+    is_chat: bool = False
+    has_echo: bool = False
+    shows_prompt_logprobs: bool = False
     tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
     has_one_call: bool = False
+
+    @property
+    def size(self) -> int:
+        """Return how many characters and token ids the prompts have."""
+        return sum(
+            len(value) for prompt in self.prompts for value in prompt.values() if isinstance(value, str | list)
+        )
 
 
 def parse(data: bytes) -> dict[str, Any]:
     """Return the fields that are not null. Raise `InvalidRequest`."""
+    check_structure(data)
     try:
         fields = msgspec.json.decode(data)
     except RecursionError:
@@ -85,12 +101,18 @@ def parse(data: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(fields)} fields: at most {MAX_FIELDS} are allowed")
+    if (longest := max(map(len, fields), default=0)) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"a field's name has {longest} characters: at most {MAX_NAME_CHARS} are allowed")
     return {key: value for key, value in fields.items() if value is not None}
 
 
 def read_chat(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
-    body, params = _read(fields, ChatBody)
+    body, params = read_fields(fields, ChatBody)
+    if body.echo:
+        raise Unsupported("echo is set: a conversation is not returned; leave it out, or send false")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
     limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
@@ -100,24 +122,33 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     if tools:
         params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ask = _ask(body, params, [{"messages": _conversation(body, tools)}], top_logprobs, is_chat=True)
+    prompt = conversation(body.messages, tools, body.chat_template_kwargs)
+    ask = _ask(body, params, [prompt], top_logprobs, is_chat=True)
     names = frozenset(str(_name(tool)) for tool in tools) if tools else None
     return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls)
 
 
 def read_completion(fields: dict[str, Any]) -> Ask:
     """Raise `InvalidRequest` or `Unsupported`."""
-    body, params = _read(fields, CompletionBody)
-    return _ask(body, params, _prompts(body.prompt), body.logprobs, is_chat=False)
+    body, params = read_fields(fields, CompletionBody)
+    ask = _ask(body, params, prompts_of("prompt", body.prompt, MAX_PROMPTS), body.logprobs, is_chat=False)
+    if not body.echo:
+        return ask
+    echo: dict[str, object] = {"echo": True}
+    if body.logprobs is not None:
+        echo["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return ask._replace(params=ask.params | echo, has_echo=True)
 
 
-def _read(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
-    """Return the fields of `kind`, and the others."""
+def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
+    """Return the fields of `kind`, and the others. Raise `InvalidRequest` or `Unsupported`."""
     for name, reason in _REFUSED.items():
         if fields.get(name) not in _NOTHING:
             raise Unsupported(f"{name} is set: {reason}")
     names = kind.__struct_fields__
     others = {key: value for key, value in fields.items() if key not in names and key not in _REFUSED}
+    if (size := len(msgspec.json.encode(others))) > MAX_PARAMETER_BYTES:
+        raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
     if flags := OUTPUT_FLAGS.keys() & others.keys():
         raise InvalidRequest(f"unknown parameter {min(flags)!r}: OpenAI's API has no output flags")
     try:
@@ -145,7 +176,7 @@ def _ask(
     if len(body.request_id) > MAX_REQUEST_ID_CHARS or not body.request_id.isprintable():
         raise InvalidRequest(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters that can be printed")
     options = {"n": body.n, "logprobs": top_logprobs, "tenant": body.tenant, "priority": body.priority}
-    options |= {"session_id": body.session_id or None}
+    options |= {"session_id": body.session_id or None, "prompt_logprobs": body.prompt_logprobs}
     params |= {name: value for name, value in options.items() if value is not None}
     flags = {"return_token_ids": body.return_token_ids, "return_logprobs": top_logprobs is not None}
     return Ask(
@@ -159,6 +190,7 @@ def _ask(
         stream_options=body.stream_options or StreamOptions(),
         top_logprobs=top_logprobs,
         is_chat=is_chat,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 
@@ -174,12 +206,14 @@ def _may_call(body: ChatBody) -> bool:
     return body.tool_choice == "auto"
 
 
-def _conversation(body: ChatBody, tools: list[dict[str, Any]]) -> str:
-    """Return what the backend takes as `messages`."""
-    messages = [_message(message) for message in body.messages]
-    parts = {"messages": messages, "tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
+def conversation(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: dict[str, Any]
+) -> dict[str, object]:
+    """Return the prompt that the backend takes."""
+    messages = [_message(message) for message in messages]
+    parts = {"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs}
     given = {name: part for name, part in parts.items() if part}
-    return msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()
+    return {"messages": msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()}
 
 
 def _name(tool: dict[str, Any]) -> object:
@@ -187,13 +221,15 @@ def _name(tool: dict[str, Any]) -> object:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, object]]:
+def prompts_of(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[dict[str, object]]:
+    """Return the prompts of a field. Raise `InvalidRequest`."""
     if isinstance(prompt, str):
         return [{"text_input": prompt}]
-    if prompt and all(isinstance(item, int) for item in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [{"input_ids": prompt}]
-    if not prompt or len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {len(prompt)} entries: it must have 1 to {MAX_PROMPTS}")
-    if any(isinstance(item, int) for item in prompt) or len({type(item) for item in prompt}) > 1:
-        raise InvalidRequest("prompt mixes texts and token ids: send a text, texts, token ids, or lists of them")
+    if not prompt or len(prompt) > limit:
+        raise InvalidRequest(f"{name} has {len(prompt)} entries: it must have 1 to {limit}")
+    if len(kinds) > 1:
+        raise InvalidRequest(f"{name} mixes texts and token ids: send a text, texts, token ids, or lists of them")
     return [{"text_input" if isinstance(item, str) else "input_ids": item} for item in prompt]

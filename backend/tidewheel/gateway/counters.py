@@ -5,30 +5,64 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from tidewheel.gateway.upstreams import Upstreams
+import msgspec
+
+from tidewheel.gateway.upstreams import Upstream, Upstreams
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Counters:
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.num_open = 0
-        self.num_hang_ups = 0  # requests whose client went away
+class Counters(msgspec.Struct):
+    """Figures of a worker, or of several together."""
+
+    requests: dict[str, int] = {}  # by labels: path and status
+    num_open: int = 0
+    num_hang_ups: int = 0  # requests whose client went away
+    num_moved: int = 0  # requests that a server refused and another one got
+    open_upstream: dict[str, int] = {}  # requests that a server works on
+
+    def count(self, path: str, status: int) -> None:
+        labels = f'path="{path}",status="{status}"'
+        self.requests[labels] = self.requests.get(labels, 0) + 1
 
     def render(self, upstreams: Upstreams) -> str:
-        requests = {f'path="{path}",status="{status}"': count for (path, status), count in self.requests.items()}
-        ready = {f'upstream="{one.address.grpc}"': int(not one.not_ready) for one in upstreams.each}
-        open_there = {f'upstream="{one.address.grpc}"': one.num_open for one in upstreams.each}
+        ready = {_of_upstream(one): int(not one.not_ready) for one in upstreams.each}
         families = (
-            ("requests_total", "counter", "answered requests", requests),
+            ("requests_total", "counter", "answered requests", self.requests),
             ("open_requests", "gauge", "requests without a whole answer", {"": self.num_open}),
             ("hang_ups_total", "counter", "requests whose client went away", {"": self.num_hang_ups}),
-            ("moved_total", "counter", "requests that went on to another server", {"": upstreams.num_moved}),
+            ("moved_total", "counter", "requests that went on to another server", {"": self.num_moved}),
             ("upstream_ready", "gauge", "1 for a server that takes requests", ready),
-            ("upstream_open_requests", "gauge", "requests that a server works on", open_there),
+            ("upstream_open_requests", "gauge", "requests that a server works on", self.open_upstream),
         )
         return "".join(_family(*family) for family in families)
+
+    def with_upstreams(self, upstreams: Upstreams) -> Counters:
+        open_upstream = {_of_upstream(one): one.num_open for one in upstreams.each}
+        moved = self.num_moved + upstreams.num_moved
+        return msgspec.structs.replace(self, num_moved=moved, open_upstream=open_upstream)
+
+
+def add(each: Iterable[Counters]) -> Counters:
+    parts = list(each)
+    return Counters(
+        requests=_sum(one.requests for one in parts),
+        num_open=sum(one.num_open for one in parts),
+        num_hang_ups=sum(one.num_hang_ups for one in parts),
+        num_moved=sum(one.num_moved for one in parts),
+        open_upstream=_sum(one.open_upstream for one in parts),
+    )
+
+
+def _sum(each: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for one in each:
+        total.update(one)
+    return dict(total)
+
+
+def _of_upstream(upstream: Upstream) -> str:
+    return f'upstream="{upstream.address.grpc}"'
 
 
 def _family(name: str, kind: str, meaning: str, samples: Mapping[str, int]) -> str:

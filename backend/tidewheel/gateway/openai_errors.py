@@ -44,6 +44,13 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
     errors.DeadlineExceeded: _Meaning(504, _SERVER, "deadline_exceeded"),
     errors.RequestTimeout: _Meaning(504, _SERVER, "timeout"),
 }
+# Names of the backend, and what a client may have sent instead.
+_NAMES = {
+    "text_input": ("prompt", "input"),
+    "input_ids": ("prompt", "tokens", "input"),
+    "logprobs": ("top_logprobs",),
+    "max_tokens": ("max_tokens", "max_completion_tokens"),
+}
 _BUG = _Meaning(500, _SERVER, "internal_error")
 
 
@@ -66,9 +73,10 @@ def body_of(error: errors.RequestError, fields: Container[str] = ()) -> bytes:
     """Return the JSON. `param` is the one of the request's `fields` with which the message begins."""
     meaning = _meaning(error)
     first = error.message.split(" ", 1)[0].rstrip(":")
-    name = first.split(".", 1)[0].split("[", 1)[0]
-    param = first if name in fields else None
-    said = {"message": error.message, "type": meaning.type, "param": param, "code": meaning.code}
+    named = next((name for name in _NAMES.get(first, ()) if name in fields), first)
+    param = named if named.split(".", 1)[0].split("[", 1)[0] in fields else None
+    message = named + error.message.removeprefix(first)
+    said = {"message": message, "type": meaning.type, "param": param, "code": meaning.code}
     return msgspec.json.encode({"error": said | ({"tag": error.tag} if error.tag else {})})
 
 

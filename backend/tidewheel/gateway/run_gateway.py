@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from aiohttp import web
 
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
-from tidewheel.gateway.spoken import Reasoning
-from tidewheel.gateway.upstreams import Address, Upstreams
+from tidewheel.gateway.gateway_options import GatewayOptions, announce
+from tidewheel.gateway.upstreams import Upstreams
+from tidewheel.gateway.worker_place import WorkerPlace
+from tidewheel.gateway.workers import serve_workers
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import check_keys
 
@@ -23,34 +22,32 @@ _KEEPALIVE_S = 75.0  # for an idle connection
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
-    upstreams: Sequence[Address]
-    host: str = "127.0.0.1"
-    port: int = 0
-    api_keys: Path | None = None
-    max_body_mb: int = 16
-    drain_s: float = 30.0
-    reasoning: Reasoning = "tagged"
-
-
 def serve_gateway(options: GatewayOptions) -> int:
     """Return the exit code. Raise `ServeError` or `ConfigError` if it cannot start."""
     check_keys(options.host, options.api_keys)
+    if options.workers > 1:
+        ApiKeys(options.api_keys)  # its errors are told once
+        return serve_workers(options)
+    return serve_alone(options, WorkerPlace())
+
+
+def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
+    """Serve in this process. Raise `ServeError` or `ConfigError` if it cannot start."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
     processes.raise_descriptor_limit()
     gateway = Gateway(
         Upstreams(options.upstreams),
-        ApiKeys(options.api_keys),
+        ApiKeys(options.api_keys, place.ledger()),
         max_body_bytes=options.max_body_mb << 20,
         reasoning=options.reasoning,
+        place=place,
     )
-    asyncio.run(_serve(gateway, options))
+    asyncio.run(_serve(gateway, options, shares_port=place.folder is not None))
     return 0
 
 
-async def _serve(gateway: Gateway, options: GatewayOptions) -> None:
+async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _STOP:
@@ -65,13 +62,14 @@ async def _serve(gateway: Gateway, options: GatewayOptions) -> None:
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, options.host, options.port)
+        site = web.TCPSite(runner, options.host, options.port, reuse_port=shares_port or None)
         try:
             await site.start()
         except OSError as error:
             raise ServeError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from None
-        host, port = runner.addresses[0][:2]
-        print(f"OpenAI API at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)  # noqa: T201
+        if not shares_port:
+            announce(*runner.addresses[0][:2])
+        gateway.publish()
         await stopped.wait()
     finally:
         # A second signal ends the wait for open requests.

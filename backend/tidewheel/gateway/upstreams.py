@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavai
 from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between two looks at a server
+FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
 PROBE_S = 3.0
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -59,6 +61,8 @@ class Upstream:
         self.models: frozenset[str] = frozenset()  # as seen last
         self._foreign: set[str] = set()  # models that are not ours
         self._http: aiohttp.ClientSession | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_at = -FRESH_S
 
     async def open(self) -> None:
         self._channel = grpc.aio.insecure_channel(self.address.grpc, options=_OPTIONS)
@@ -66,12 +70,26 @@ class Upstream:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         await self._channel.close()
         if self._http is not None:
             await self._http.close()
 
     async def look(self) -> None:
-        """Note whether it is ready, and its models."""
+        """Note whether it is ready, and its models. Looks at one time are one."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def look_again(self) -> None:
+        """Look unless it was just done. Do not wait long for a server that hangs: the look goes on."""
+        if time.monotonic() - self._looked_at >= FRESH_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FRESH_S):
+                    await self.look()
+
+    async def _look(self) -> None:
         try:
             reason = await self._reason()
             if not reason:
@@ -81,6 +99,7 @@ class Upstream:
             self.not_ready = str(from_rpc(error, self.address.grpc))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
+        self._looked_at = time.monotonic()
 
     async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
         """Yield the news of each response. Raise `RequestError`. Leaving it early cancels the request."""
@@ -161,6 +180,10 @@ class Upstreams:
         await asyncio.gather(*self._watches, return_exceptions=True)
         for one in self.each:
             await one.close()
+
+    async def look_again(self) -> None:
+        """See `Upstream.look_again`."""
+        await asyncio.gather(*(one.look_again() for one in self.each))
 
     @property
     def models(self) -> list[str]:

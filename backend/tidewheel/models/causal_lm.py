@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -49,6 +49,23 @@ class CausalLM(Protocol):
         logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, unique
     ) -> torch.Tensor:
         """Return logits [S, vocab_size] in the model's dtype."""
+        ...
+
+
+@runtime_checkable
+class EmbeddingLM(CausalLM, Protocol):
+    """Model whose hidden states can be had."""
+
+    def forward_with_hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+        hidden_indices: torch.Tensor,  # [P] int64, tokens whose hidden states are wanted
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `forward` does, and the normed states [P, hidden_size] that logits are made of."""
         ...
 
 

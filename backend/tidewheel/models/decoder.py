@@ -204,13 +204,37 @@ class Decoder:
         kv_layers: Sequence[KVLayer],
         logit_indices: torch.Tensor,
     ) -> torch.Tensor:
-        step = Step(positions, self.cos_sin, meta)
+        hidden, residual = self._run_layers(token_ids, Step(positions, self.cos_sin, meta), kv_layers)
+        if len(logit_indices) < len(hidden):  # else all tokens, in order
+            hidden, residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
+        return self.lm_head(self._normed(hidden, residual))
+
+    def forward_with_hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+        hidden_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self._run_layers(token_ids, Step(positions, self.cos_sin, meta), kv_layers)
+        chosen, pooled = (
+            self._normed(hidden.index_select(0, indices), residual.index_select(0, indices))
+            for indices in (logit_indices, hidden_indices)
+        )
+        return self.lm_head(chosen), pooled
+
+    def _run_layers(
+        self, token_ids: torch.Tensor, step: Step, kv_layers: Sequence[KVLayer]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last block's output and the sum before it, both [T, hidden_size]."""
         hidden = embedding(token_ids, self.embedding)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
             hidden, residual = layer(hidden, residual, step, kv)
         assert residual is not None, "a decoder has at least one layer"
-        if len(logit_indices) < len(hidden):  # else all tokens, in order
-            hidden, residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
-        normed, _ = add_norm(hidden, residual, self.norm, self.config.rms_norm_eps)
-        return self.lm_head(normed)
+        return hidden, residual
+
+    def _normed(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add_norm(hidden, residual, self.norm, self.config.rms_norm_eps)[0]

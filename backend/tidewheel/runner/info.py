@@ -24,4 +24,5 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     swap_seconds_per_block: float | None = None  # measured, one copy one way; None: no host tier
     graph_bytes: int = 0  # of decode steps, measured; 0: none
     device_bytes: int = 0  # memory of the GPU; 0: a CPU
+    can_embed: bool = False
     stage_seconds: dict[str, float] = {}  # by load stage, in order

@@ -14,7 +14,7 @@ import torch
 from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, Progress
+from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
@@ -103,6 +103,7 @@ def _draft_info(
         activation_bytes=0,
         kv_cache_bytes=0,
         load_seconds=0.0,
+        can_embed=isinstance(loaded.model, EmbeddingLM),
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
     )
 

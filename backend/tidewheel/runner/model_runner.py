@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, Progress, no_progress
+from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress, no_progress
 from tidewheel.runner.accelerator import Accelerator, accelerator_of
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs, Forward
@@ -24,9 +26,9 @@ from tidewheel.runner.profiling import (
     measured_activation_bytes,
     smallest_step,
 )
-from tidewheel.runner.sampler import PendingTokens, Sampled, sample_tokens
-from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
-from tidewheel.runner.staging import Group, Groups, Sender, Sent, SharedMemory, Staging
+from tidewheel.runner.sampler import PendingTokens, Sampled, pool_states, sample_tokens, score_prompts
+from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan, SamplingTable
+from tidewheel.runner.staging import Group, GroupName, Groups, Sender, Sent, SharedMemory, Staging
 from tidewheel.runner.warm_up import demanding_batch, warm_up
 
 NUM_TRIAL_GRAPHS = 3
@@ -34,6 +36,17 @@ NUM_TRIAL_GRAPHS = 3
 BYTES_PER_TOKEN = 24
 BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
+
+
+class _More(NamedTuple):
+    """Work of a step beside sampling."""
+
+    scoring: PromptScoring | None
+    pooling: PoolingPlan | None
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.scoring is None and self.pooling is None
 
 
 class ModelRunner:
@@ -59,6 +72,7 @@ class ModelRunner:
         )
         self._sampling = SamplingTable(info.max_num_seqs)
         self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
+        self._model = model
         self._forward = _forward(model, self._rows, cache.kv)
         self._graphs: DecodeGraphs | None = None
 
@@ -129,12 +143,15 @@ class ModelRunner:
         host = self._rows.host_inputs(batch)
         samples = batch.samples
         plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
-        graph = self._graphs.find(batch) if self._graphs is not None else None
-        if plan is not None and graph is not None:
-            sampled: Sampled | None = self._replayed(batch, host, plan, changes, graph)
+        more = _More(self._sampling.scoring(batch, host.logit_indices), self._sampling.pooling(batch))
+        graph = self._graphs.find(batch) if self._graphs is not None and more.is_nothing else None
+        if not more.is_nothing:
+            sampled: Sampled | None = self._computed_with_more(batch, host, plan, changes, more)
+        elif plan is not None and graph is not None:
+            sampled = self._replayed(batch, host, plan, changes, graph)
         else:
             sampled = self._computed(batch, host, plan, changes)
-        return PendingTokens(batch, plan, sampled, self._accelerator)
+        return PendingTokens(batch, plan, sampled, self._accelerator, *more)
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
@@ -143,6 +160,45 @@ class ModelRunner:
         inputs = DeviceInputs(*sent.group("inputs"))
         logits = self._forward(inputs, Bounds.exact(batch, host))
         return None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+
+    def _computed_with_more(
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _More
+    ) -> Sampled:
+        """Compute a step with logits of prompt positions too, or with hidden states."""
+        scoring, pooling = more
+        groups: dict[GroupName, Group | None] = {} if plan is None else dict(plan.groups())
+        if scoring is not None:
+            host = host._replace(logit_indices=scoring.logit_indices)
+            groups["prompt"] = (scoring.sampled, scoring.scored)
+        if pooling is not None:
+            groups["pooling"] = (pooling.hidden_indices, pooling.owners)
+        sent = self._send(batch, host, groups, changes)
+        inputs, bounds = DeviceInputs(*sent.group("inputs")), Bounds.exact(batch, host)
+        of_prompts = pooled = None
+        if pooling is None:
+            logits = self._forward(inputs, bounds)
+        else:
+            hidden_indices, owners = sent.group("pooling")
+            logits, states = self._embed(inputs, bounds, hidden_indices)
+            pooled = pool_states(states, owners, pooling)
+        if scoring is not None:
+            sampled_rows, scored_rows = sent.group("prompt")
+            positions = inputs.logit_indices.index_select(0, scored_rows)
+            next_tokens = self._rows.tokens_at(inputs.token_indices.index_select(0, positions) + 1)
+            of_prompts = score_prompts(logits.index_select(0, scored_rows), next_tokens, scoring)
+            logits = logits.index_select(0, sampled_rows)
+        sampled = Sampled(None) if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+        return replace(sampled, prompt_logprobs=of_prompts, pooled=pooled)
+
+    def _embed(
+        self, inputs: DeviceInputs, bounds: Bounds, hidden_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        model, rows = self._model, self._rows
+        assert isinstance(model, EmbeddingLM), "the front end refuses embeddings of others"
+        token_ids = rows.tokens_at(inputs.token_indices).clamp_(0, model.shape.vocab_size - 1)
+        meta = rows.metadata(inputs, bounds)
+        positions, layers = inputs.positions, self.kv.layers
+        return model.forward_with_hidden(token_ids, positions, meta, layers, inputs.logit_indices, hidden_indices)
 
     def _replayed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph
@@ -162,6 +218,7 @@ class ModelRunner:
 
     def _sampled(self, logits: torch.Tensor, plan: SamplingPlan, sent: Sent, store_indices: torch.Tensor) -> Sampled:
         sampled = sample_tokens(logits, plan, sent, self._rows.history(store_indices))
+        assert sampled.token_ids is not None
         self._rows.store(store_indices, sampled.token_ids)
         return sampled
 

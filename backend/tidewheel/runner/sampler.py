@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, Int64Array, SampledTokens, ScheduledBatch, TopLogprobs
+from tidewheel.batch import Float32Array, Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.runner.accelerator import Accelerator, Event
-from tidewheel.runner.sampling_plan import SamplingPlan
+from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.runner.staging import Sent
+from tidewheel.sampling import TopLogprobs
 from tidewheel_kernels import (
     LogprobsOutput,
     PenaltyTensors,
@@ -22,6 +24,7 @@ from tidewheel_kernels import (
     apply_penalties,
     compute_logprobs,
     forbid_words,
+    keep_tokens,
     sample,
 )
 
@@ -30,8 +33,10 @@ from tidewheel_kernels import (
 class Sampled:
     """Device tensors."""
 
-    token_ids: torch.Tensor  # [S] int64, -1 for non-finite logits
+    token_ids: torch.Tensor | None  # [S] int64, -1 for non-finite logits; None: nothing is sampled
     logprobs: LogprobsOutput | None = None  # for the plan's `logprob_rows`
+    prompt_logprobs: LogprobsOutput | None = None  # for the scored positions
+    pooled: torch.Tensor | None = None  # [R, hidden_size] float32
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Sequence[bool]) -> torch.Tensor:
@@ -43,13 +48,15 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
 def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history: TokenHistory) -> Sampled:
     """Sample one token per row of `logits` [S, V], which it may overwrite.
 
-    vLLM's order: model log-probabilities; then biases and forbidden tokens, penalties, temperature, top_k, top_p,
-    min_p, and the draw.
+    vLLM's order: model log-probabilities; then allowed tokens, biases and forbidden tokens, penalties, temperature,
+    top_k, top_p, min_p, and the draw.
     """
     if plan.changes_logits and logits.dtype != torch.float32:
         logits = logits.float()
     logprob_rows = sent.group("logprob_rows")
     raw = logits.index_select(0, logprob_rows[0]) if logprob_rows else logits
+    if plan.allowed is not None:
+        keep_tokens(logits, *sent.group("allowed"))
     if plan.bias is not None:
         apply_logit_bias(logits, *sent.group("bias"))
     if plan.words is not None:
@@ -65,6 +72,17 @@ def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history:
     return Sampled(token_ids, compute_logprobs(raw, token_ids.index_select(0, logprob_rows[0]), num_top))
 
 
+def score_prompts(logits: torch.Tensor, token_ids: torch.Tensor, scoring: PromptScoring) -> LogprobsOutput:
+    """Return log-probabilities of the prompt's own tokens, [P], from logits [P, V]."""
+    return compute_logprobs(logits, token_ids, int(scoring.num_top.max()))
+
+
+def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan) -> torch.Tensor:
+    """Return the sum of each row's hidden states [P, hidden_size], as float32 [R, hidden_size]."""
+    sums = torch.zeros(len(pooling.batch_indices), states.shape[1], dtype=torch.float32, device=states.device)
+    return sums.index_add_(0, owners, states.float())
+
+
 class PendingTokens:
     """Tokens of one batch, whose copies to the host are queued at once: the next step may overwrite them."""
 
@@ -74,16 +92,18 @@ class PendingTokens:
         plan: SamplingPlan | None = None,
         sampled: Sampled | None = None,
         accelerator: Accelerator | None = None,
+        scoring: PromptScoring | None = None,
+        pooling: PoolingPlan | None = None,
     ) -> None:
         self._batch = batch
         self._plan = plan
+        self._scoring = scoring
+        self._pooling = pooling
         self._result: SampledTokens | None = None
-        self._copies: list[torch.Tensor] = []
         self._copied: Event | None = None
-        if sampled is not None:
-            self._copies = [sampled.token_ids, *(sampled.logprobs or ())]
+        self._sampled = sampled or Sampled(None)
         if sampled is not None and accelerator is not None:
-            self._copies = [_host_copy(tensor, accelerator) for tensor in self._copies]
+            self._sampled = _host_copies(sampled, accelerator)
             self._copied = accelerator.event()
             self._copied.record()
 
@@ -96,33 +116,54 @@ class PendingTokens:
         return self._result
 
     def _collected(self) -> SampledTokens:
-        batch, plan = self._batch, self._plan
+        batch, plan, sampled = self._batch, self._plan, self._sampled
         token_ids = np.full(len(batch.rows), SampledTokens.NOT_SAMPLED, dtype=np.int32)
-        if plan is None:
-            return SampledTokens(batch.step_id, token_ids)
+        others = self._prompt_logprobs(sampled.prompt_logprobs), self._pooled(sampled.pooled)
+        if plan is None or sampled.token_ids is None:
+            return SampledTokens(batch.step_id, token_ids, None, *others)
         sampling = np.flatnonzero(batch.samples)
-        drawn = self._copies[0].numpy().astype(np.int32)
+        drawn = sampled.token_ids.numpy().astype(np.int32)
         token_ids[sampling] = np.where(drawn < 0, SampledTokens.NOT_FINITE, drawn)
-        if not len(plan.logprob_rows):
-            return SampledTokens(batch.step_id, token_ids)
+        if sampled.logprobs is None:
+            return SampledTokens(batch.step_id, token_ids, None, *others)
         rows = plan.logprob_rows
-        output = LogprobsOutput(*self._copies[1:])
-        logprobs = _top_logprobs(output, plan.num_top_logprobs, sampling[rows], drawn[rows])
-        return SampledTokens(batch.step_id, token_ids, logprobs)
+        pairs = zip(sampling[rows].tolist(), _top_logprobs(sampled.logprobs, plan.num_top_logprobs), strict=True)
+        logprobs = {index: entry for index, entry in pairs if token_ids[index] >= 0}
+        return SampledTokens(batch.step_id, token_ids, logprobs, *others)
+
+    def _pooled(self, states: torch.Tensor | None) -> dict[int, Float32Array] | None:
+        if states is None or self._pooling is None:
+            return None
+        return dict(zip(self._pooling.batch_indices.tolist(), states.numpy(), strict=True))
+
+    def _prompt_logprobs(self, output: LogprobsOutput | None) -> dict[int, list[TopLogprobs]] | None:
+        scoring = self._scoring
+        if output is None or scoring is None:
+            return None
+        entries = iter(_top_logprobs(output, np.repeat(scoring.num_top, scoring.counts)))
+        counts = zip(scoring.batch_indices.tolist(), scoring.counts.tolist(), strict=True)
+        return {index: list(itertools.islice(entries, count)) for index, count in counts}
+
+
+def _host_copies(sampled: Sampled, accelerator: Accelerator) -> Sampled:
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else _host_copy(tensor, accelerator)
+
+    def all_copied(output: LogprobsOutput | None) -> LogprobsOutput | None:
+        return None if output is None else LogprobsOutput(*(_host_copy(tensor, accelerator) for tensor in output))
+
+    logprobs, of_prompts = all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs)
+    return Sampled(copied(sampled.token_ids), logprobs, of_prompts, copied(sampled.pooled))
 
 
 def _host_copy(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
     return accelerator.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
-def _top_logprobs(
-    output: LogprobsOutput, num_top: Int32Array, batch_indices: Int64Array, token_ids: Int32Array
-) -> dict[int, TopLogprobs]:
-    """Return log-probabilities by batch index, without rows of non-finite logits."""
+def _top_logprobs(output: LogprobsOutput, num_top: Int32Array) -> list[TopLogprobs]:
     logprobs, ranks = output.logprobs.tolist(), output.ranks.tolist()
     ids, values = output.top_token_ids.tolist(), output.top_logprobs.tolist()
-    return {
-        index: TopLogprobs(logprobs[i], ranks[i], tuple(ids[i][:count]), tuple(values[i][:count]))
-        for i, (index, count) in enumerate(zip(batch_indices.tolist(), num_top.tolist(), strict=True))
-        if token_ids[i] >= 0
-    }
+    return [
+        TopLogprobs(logprobs[i], ranks[i], tuple(ids[i][:count]), tuple(values[i][:count]))
+        for i, count in enumerate(num_top.tolist())
+    ]

@@ -53,7 +53,7 @@ class WordEntries(NamedTuple):
 
 
 class LogitRules:
-    """Logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
+    """Allowed tokens, logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
 
     def __init__(self, new: NewRow) -> None:
         self._always = NO_BIASES
@@ -72,9 +72,12 @@ class LogitRules:
             np.array([token for word in words for token in word], dtype=np.int32),
         )
 
+        self.allowed = np.array(new.sampling.allowed_token_ids, dtype=np.int32)
+
     @staticmethod
     def needed(new: NewRow) -> bool:
-        return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
+        sampling = new.sampling
+        return bool(sampling.logit_bias or sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
 
     def biases(self, position: int) -> BiasEntries:
         return self._at_first if position < self._first_stop_position else self._always
@@ -107,6 +110,14 @@ class DrawColumns(NamedTuple):
 def greedy_columns(num_rows: int) -> DrawColumns:
     zeros = np.zeros(num_rows, dtype=np.float32)
     return DrawColumns(zeros, zeros.astype(np.int32), np.ones(num_rows, dtype=np.float32), zeros, zeros)
+
+
+class AllowedColumns(NamedTuple):
+    """Tokens that R sampling rows may have; all others are forbidden."""
+
+    rows: Int32Array  # [R]
+    entry_rows: Int32Array  # [N]
+    token_ids: Int32Array  # [N]
 
 
 class BiasColumns(NamedTuple):
@@ -146,6 +157,7 @@ class SamplingPlan:
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
+    allowed: AllowedColumns | None
     bias: BiasColumns | None
     words: WordColumns | None
     penalties: PenaltyColumns | None
@@ -154,7 +166,8 @@ class SamplingPlan:
 
     @property
     def changes_logits(self) -> bool:
-        return self.bias is not None or self.words is not None or self.penalties is not None
+        stages = (self.allowed, self.bias, self.words, self.penalties)
+        return any(stage is not None for stage in stages)
 
     @property
     def is_plain(self) -> bool:
@@ -165,11 +178,31 @@ class SamplingPlan:
         """Return the arrays to send, the draw padded to `num_rows`."""
         return {
             "draw": self.draw.padded(num_rows),
+            "allowed": self.allowed,
             "bias": self.bias,
             "words": self.words,
             "penalties": self.penalties,
             "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
         }
+
+
+class PromptScoring(NamedTuple):
+    """Chunks whose positions have logits too, for log-probabilities of the prompt tokens behind them."""
+
+    batch_indices: Int64Array  # [R] in the batch
+    counts: Int32Array  # [R] positions from the start of the chunk
+    num_top: Int32Array  # [R]
+    logit_indices: Int64Array  # [S + P] tokens that have logits: scored ones, and those that are sampled from
+    sampled: Int64Array  # [S] among the logits
+    scored: Int64Array  # [P] among the logits
+
+
+class PoolingPlan(NamedTuple):
+    """Rows of embeddings, and the tokens whose hidden states are added up for each."""
+
+    batch_indices: Int64Array  # [R] in the batch
+    hidden_indices: Int64Array  # [P] tokens
+    owners: Int64Array  # [P] in [0, R)
 
 
 class SamplingTable:
@@ -185,6 +218,10 @@ class SamplingTable:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
+        self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
+        self._pools_last = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._pools_all = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._with_more: set[int] = set()  # rows that score their prompt, or pool
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
 
@@ -193,6 +230,7 @@ class SamplingTable:
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)
+            self._with_more.discard(row)
         for new in batch.new_rows:
             try:
                 self._fill(new)
@@ -212,6 +250,14 @@ class SamplingTable:
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._has_penalties[row] = sampling.has_penalties
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
+        of_prompt = sampling.prompt_logprobs
+        self._num_prompt_logprobs[row] = NO_LOGPROBS if of_prompt is None else of_prompt
+        self._pools_last[row] = new.pooling == "last"
+        self._pools_all[row] = new.pooling == "mean"
+        if new.pooling or of_prompt is not None:
+            self._with_more.add(row)
+        else:
+            self._with_more.discard(row)
         self._rules.pop(row, None)
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
@@ -237,11 +283,50 @@ class SamplingTable:
             any_top_k=any_sampled and bool((draw.top_k[sampled] > 0).any()),
             any_top_p=any_sampled and bool((draw.top_p[sampled] < 1).any()),
             any_min_p=any_sampled and bool((draw.min_p[sampled] > 0).any()),
+            allowed=_allowed_columns(ruled),
             bias=_bias_columns(ruled, positions),
             words=_word_columns(ruled, positions),
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
+        )
+
+    def scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
+        """Return what to score; `sampled` [S] are the tokens to sample from."""
+        if not self._with_more:
+            return None
+        num_top = self._num_prompt_logprobs[batch.rows]
+        num_left = self._num_prompt_tokens[batch.rows] - 1 - batch.start_positions
+        counts = np.minimum(batch.num_scheduled_tokens, num_left)
+        chosen = np.flatnonzero((num_top >= 0) & (counts > 0))
+        if not len(chosen):
+            return None
+        ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64)
+        starts = ends - batch.num_scheduled_tokens
+        scored = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in chosen.tolist()])
+        indices = np.sort(np.concatenate((scored, sampled)))
+        return PromptScoring(
+            chosen,
+            counts[chosen],
+            num_top[chosen],
+            indices,
+            np.searchsorted(indices, sampled),
+            np.searchsorted(indices, scored),
+        )
+
+    def pooling(self, batch: ScheduledBatch) -> PoolingPlan | None:
+        if not self._with_more:
+            return None
+        of_all = self._pools_all[batch.rows]
+        chosen = np.flatnonzero(of_all | (self._pools_last[batch.rows] & batch.samples))
+        if not len(chosen):
+            return None
+        ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64)
+        starts = np.where(of_all, ends - batch.num_scheduled_tokens, ends - 1)
+        return PoolingPlan(
+            chosen,
+            np.concatenate([np.arange(starts[i], ends[i]) for i in chosen.tolist()]),
+            np.repeat(np.arange(len(chosen)), (ends - starts)[chosen]),
         )
 
     def _penalty_columns(self, rows: Int32Array, positions: Int32Array) -> PenaltyColumns | None:
@@ -257,6 +342,17 @@ class SamplingTable:
             presence=self._presence[rows],
             frequency=self._frequency[rows],
         )
+
+
+def _allowed_columns(ruled: list[tuple[int, LogitRules]]) -> AllowedColumns | None:
+    entries = [(i, rules.allowed) for i, rules in ruled if len(rules.allowed)]
+    if not entries:
+        return None
+    return AllowedColumns(
+        rows=np.array([i for i, _ in entries], dtype=np.int32),
+        entry_rows=_repeated([(i, len(allowed)) for i, allowed in entries]),
+        token_ids=np.concatenate([allowed for _, allowed in entries]),
+    )
 
 
 def _bias_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) -> BiasColumns | None:

@@ -13,7 +13,9 @@ from tidewheel.runner.accelerator import Accelerator
 
 HostArray = npt.NDArray[np.generic]
 Group = Sequence[HostArray]
-GroupName = Literal["inputs", "draw", "bias", "words", "penalties", "logprob_rows", "changes"]
+GroupName = Literal[
+    "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "prompt", "pooling", "changes"
+]
 Groups = Mapping[GroupName, Group | None]  # in the order of their memory
 TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 

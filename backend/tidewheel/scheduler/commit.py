@@ -1,21 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import (
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    RowArray,
-    SampledTokens,
-    ScheduledBatch,
-    StepOutputs,
-    TopLogprobs,
-)
+from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray, SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, Request
+from tidewheel.sampling import TopLogprobs
 from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.state import State
@@ -46,6 +39,10 @@ def commit_step(
     """Apply the answer to requests still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
+    for index, states in (sampled.pooled or {}).items():
+        if live[index]:
+            state.columns.request(int(step.rows[index])).pool(int(batch.start_positions[index]), states)
+    _keep_prompt_logprobs(state.columns, batch, step.rows, live, sampled.prompt_logprobs or {})
     _commit_computed(state, batch, step.rows, live)
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
@@ -74,6 +71,16 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
         state.end(request, FinishReason.ERROR, now, keep_cached=False)
         failed.append(request)
     return failed
+
+
+def _keep_prompt_logprobs(
+    columns: Columns, batch: ScheduledBatch, rows: RowArray, live: BoolArray, found: Mapping[int, list[TopLogprobs]]
+) -> None:
+    """Add to each request those that it has not yet: after a preemption, some come again."""
+    for index, entries in found.items():
+        if live[index]:
+            kept = columns.request(int(rows[index])).prompt_logprobs
+            kept += entries[len(kept) - int(batch.start_positions[index]) :]
 
 
 def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:

@@ -15,6 +15,7 @@ from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepT
 from tidewheel.scheduler.strategy import JoinView, make_strategy
 
 MIN_TOKEN_BUDGET = 16
+MIN_SCORES = 64
 KV_HIGH = 0.90
 KV_GOAL = 0.85
 KV_LOW = 0.80
@@ -155,6 +156,7 @@ class StepControl:
             self._config.max_chunk_tokens,
             min(self.max_num_seqs, self._config.num_rows),
             self._max_joins(waiting, num_running, now) if waiting else 0,
+            max(MIN_SCORES, self._config.num_rows - num_running),  # memory was measured with logits for every row
             self._keep_free,
         )
 

@@ -87,7 +87,7 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
         end = int(columns.num_tokens[row])
         if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
-            plan.add_chunk(row, start, end, shared_level(state.policy, request))
+            plan.add_chunk(row, start, end, shared_level(state.policy, request), scores=request.scores_prompt)
     entering.run()
     plan.give_back()
 
@@ -176,7 +176,8 @@ class _Entering:
             _start(state, plan, request, hit.num_tokens, self._now)
         plan.new_rows.append(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
-        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, shared_level(state.policy, request))
+        level = shared_level(state.policy, request)
+        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, level, scores=request.scores_prompt)
         return True
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
@@ -210,6 +211,8 @@ class _Entering:
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row computes the prefix in this step, or most of the missing tokens later."""
         state = self._state
+        if request.needs_all_states:
+            return False
         num_blocks, row = state.kv.prefixes.find_computing(request, hit)
         if not num_blocks:
             return False

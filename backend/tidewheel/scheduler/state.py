@@ -3,7 +3,7 @@ from __future__ import annotations
 from tidewheel.errors import require
 from tidewheel.event_heap import Event, EventHeap
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.kvcache.prefix import PrefixHit
+from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.fairness import VirtualCounters
@@ -136,6 +136,8 @@ class State:
 
     def find_hit(self, request: Request) -> PrefixHit:
         """Find a prefix in the cache or in the leader's row."""
+        if request.needs_all_states:
+            return NO_HIT
         hit = self.kv.prefixes.find(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:

@@ -16,6 +16,7 @@ class StepLimits(NamedTuple):
     max_chunk_tokens: int  # per request
     max_running: int  # for entering only
     max_joins: int  # requests that never started
+    max_scores: int  # prompt positions with logits
     keep_free: int  # blocks that an admission leaves while others run
 
 
@@ -30,6 +31,7 @@ class Cut(NamedTuple):
     position: int  # index of the chunk
     num_missing: int  # uncomputed tokens of the request
     level: Rank  # largest that may share the budget
+    max_tokens: int  # of the chunk
 
 
 class StepPlan:
@@ -51,6 +53,7 @@ class StepPlan:
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
         self._cut: Cut | None = None
+        self._num_scores_left = limits.max_scores
         self.new_rows: list[NewRow] = []
         self._block_rows: list[int] = []
         self._block_indices: list[int] = []
@@ -91,19 +94,25 @@ class StepPlan:
         """Return whether so few tokens may share a cut budget."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
-    def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
-        num_tokens = min(end - start, self.limits.max_chunk_tokens)
-        if end - start > self.token_budget <= self.limits.max_chunk_tokens:
+    def add_chunk(self, row: int, start: int, end: int, level: Rank, *, scores: bool = False) -> None:
+        """`scores`: each position has logits, of which a step has few."""
+        most = self.limits.max_chunk_tokens
+        if scores:
+            most = min(most, max(self._num_scores_left, 1))
+        num_tokens = min(end - start, most)
+        if end - start > self.token_budget <= most:
             num_tokens = (self.token_budget + 1) // 2
-            self._cut = Cut(len(self._chunks), end - start, level)
+            self._cut = Cut(len(self._chunks), end - start, level, most)
+        if scores:
+            self._num_scores_left -= min(end - start, most)  # the rest of a cut chunk may be given back
         self._chunks.append(Chunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
 
     def give_back(self) -> None:
         if self._cut is not None:
-            position, num_missing, _ = self._cut
+            position, num_missing, _, most = self._cut
             chunk = self._chunks[position]
-            num_tokens = min(chunk.num_tokens + self.token_budget, num_missing, self.limits.max_chunk_tokens)
+            num_tokens = min(chunk.num_tokens + self.token_budget, num_missing, most)
             self.token_budget -= num_tokens - chunk.num_tokens
             self._chunks[position] = Chunk(chunk.row, chunk.start, num_tokens, num_tokens == num_missing)
 
@@ -151,6 +160,7 @@ def new_row(request: Request) -> NewRow:
         seed=request.seed,
         stop_token_ids=request.stop_token_ids,
         bad_words_ids=request.bad_words_ids,
+        pooling=request.pooling,
     )
 
 

@@ -6,10 +6,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.revival import Restarts
@@ -22,17 +20,17 @@ class GatewayProcess:
     """Owner of the process, which lives as long as the `with` block. Not thread safe."""
 
     def __init__(
-        self, endpoints: Endpoints, api_keys: Path | None, *, pids: set[int], note: Callable[[str], None]
+        self, endpoints: Endpoints, arguments: Iterable[str], *, pids: set[int], note: Callable[[str], None]
     ) -> None:
-        """`pids` holds the process's id."""
+        """`arguments` are options of `tidewheel gateway`; `pids` holds the process's id."""
         url = f"{endpoints.authority(endpoints.grpc)},metrics={endpoints.metrics},health={endpoints.health}"
         self._command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "gateway", f"--host={endpoints.host}"]
         self._command += [f"--port={endpoints.openai}", f"--url={url}", f"--drain-s={_DRAIN_S}"]
-        self._command += [] if api_keys is None else [f"--api-keys={api_keys}"]
+        self._command += arguments
         self._health = f"http://{endpoints.authority(endpoints.openai or 0)}/health"
         self._pids = pids
         self._note = note
-        self._restarts = Restarts(RestartPolicy())
+        self._restarts = Restarts()
         self._start_at = 0.0  # of the next one, after a death
         self._start()
 

@@ -23,8 +23,8 @@ KEPT_S = 3600.0  # the same, while Triton keeps one of them
 class Restarts:
     """Count of deaths, in time that the server served."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: RestartPolicy | None = None) -> None:
+        self._policy = policy or RestartPolicy()
         self._deaths: list[float] = []
         self._served_s = 0.0
 

@@ -41,6 +41,7 @@ class ServeOptions:
     settings: Mapping[str, str]
     endpoints: Endpoints
     api_keys: Path | None = None  # of the gateway
+    gateway_arguments: tuple[str, ...] = ()  # its other options
     drain_s: float = 30.0
     restart: bool = True  # after a death, without a session
     model_control: launch.ModelControl = "none"
@@ -229,7 +230,9 @@ def _gateway(
 ) -> contextlib.AbstractContextManager[GatewayProcess | None]:
     if endpoints.openai is None:
         return contextlib.nullcontext()
-    return GatewayProcess(endpoints, options.api_keys, pids=supervisor.spared, note=console.note)
+    keys = () if options.api_keys is None else (f"--api-keys={options.api_keys}",)
+    arguments = (*keys, *options.gateway_arguments)
+    return GatewayProcess(endpoints, arguments, pids=supervisor.spared, note=console.note)
 
 
 def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:

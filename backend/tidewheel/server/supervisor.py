@@ -215,7 +215,8 @@ class Supervisor:
         """Return the processes that end with a front end. New front ends join an engine that lives."""
         statuses = [read_status(folder) for folder in engine_dirs()]
         engines = [status.pid for status in statuses if status is not None and status.is_alive]
-        kept = {*self.spared, *engines, *(process.pid for pid in engines for process in processes.descendants(pid))}
+        kept = {*self.spared, *engines}
+        kept |= {process.pid for pid in kept for process in processes.descendants(pid)}
         return [process for process in self._descendants() if process.pid not in kept]
 
     def _kill_all_but_engines(self) -> None:

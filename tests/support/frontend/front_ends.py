@@ -12,14 +12,14 @@ import numpy as np
 
 from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from support.engine.request_ledger import check_all_over
-from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
-from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.sampling import TopLogprobs
 
 
 class Submitted(NamedTuple):

@@ -33,8 +33,8 @@ from tidewheel.errors import ConfigError, InternalError, InvalidRequest, Tidewhe
 from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.workload.trace_files import read_trace
 

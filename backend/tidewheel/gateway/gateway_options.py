@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel.gateway.spoken import Reasoning
+from tidewheel.gateway.upstreams import Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    upstreams: Sequence[Address]
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_keys: Path | None = None
+    max_body_mb: int = 16
+    drain_s: float = 30.0
+    reasoning: Reasoning = "tagged"
+    workers: int = 1
+
+
+def announce(host: str, port: int) -> None:
+    print(f"OpenAI API at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)  # noqa: T201

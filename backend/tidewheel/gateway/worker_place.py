@@ -1,0 +1,54 @@
+"""State that the workers of a gateway share: a folder with the use of keys, and the figures of each."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tidewheel.gateway.counters import Counters
+from tidewheel.gateway.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Place of one worker. Without a folder, it is the only one."""
+
+    folder: Path | None = None
+    index: int = 0
+    num_workers: int = 1
+
+    def ledger(self) -> Ledger:
+        return Ledger() if self.folder is None else Ledger(self.folder / "ledger", self.index)
+
+    def is_listening(self) -> bool:
+        return self.folder is None or self._path(self.index).exists()
+
+    def publish(self, counters: Counters) -> None:
+        """Write the figures for the others, and for the next worker here. A full disk leaves older ones."""
+        if self.folder is None:
+            return
+        path = self._path(self.index)
+        with contextlib.suppress(OSError):
+            path.with_suffix(".new").write_bytes(msgspec.json.encode(counters))
+            path.with_suffix(".new").replace(path)
+
+    def before(self) -> Counters:
+        """Return the counts of a worker that died here: counters never go back."""
+        counters = self._read(self.index)
+        return msgspec.structs.replace(counters, num_open=0, open_upstream={})
+
+    def others(self) -> list[Counters]:
+        return [self._read(index) for index in range(self.num_workers) if index != self.index]
+
+    def _read(self, index: int) -> Counters:
+        if self.folder is not None:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                return msgspec.json.decode(self._path(index).read_bytes(), type=Counters)
+        return Counters()
+
+    def _path(self, index: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{index}.json"

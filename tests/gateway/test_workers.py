@@ -1,0 +1,84 @@
+"""Workers that share a port: their counts are one, a dead one is replaced, and one signal ends all."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from support.triton.grpc_triton import FakeTriton, running
+from support.triton.serving import free_ports, wait_for
+
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Port of a gateway with two workers."""
+    with running(FakeTriton(models=("demo",))) as triton:
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2"]
+        with subprocess.Popen([*command, f"--url=127.0.0.1:{triton.port}"], stdout=subprocess.DEVNULL) as process:
+            try:
+                wait_for(lambda: is_ready(port) and len(workers_of(port)) == 2, 30, "gateway")
+                workers = psutil.Process(process.pid).children()
+                yield port
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(20) == 0
+                assert not any(worker.is_running() for worker in workers)
+            finally:
+                process.kill()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
+def complete(port: int) -> requests.Response:
+    """Send a request on a connection of its own."""
+    return requests.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "one two"}, timeout=20)
+
+
+def num_answered(port: int) -> int:
+    text = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=20).text
+    pattern = r'requests_total\{path="/v1/completions",status="200"\} (\d+)'
+    return sum(int(count) for count in re.findall(pattern, text))
+
+
+def workers_of(port: int) -> list[psutil.Process]:
+    listening = {
+        one.pid
+        for one in psutil.net_connections("tcp")
+        if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN
+    }
+    return [psutil.Process(pid) for pid in listening if pid]
+
+
+def test_counts_are_those_of_all(port: int) -> None:
+    before = num_answered(port)
+    for _ in range(NUM_REQUESTS):
+        assert complete(port).ok
+    wait_for(lambda: num_answered(port) == before + NUM_REQUESTS, 20, "counts")
+    first, second = workers_of(port)
+    first.kill()
+    wait_for(lambda: len(workers_of(port)) == 2 and first not in workers_of(port), 20, "another worker")
+    assert second in workers_of(port)
+    wait_for(lambda: is_ready(port) and complete(port).ok, 20, "service")
+    wait_for(lambda: num_answered(port) > before + NUM_REQUESTS, 20, "counts that go on")
+
+
+def test_a_port_that_another_gateway_has(port: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.stderr

@@ -9,8 +9,8 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults marathon soak fuzz \
-	lint docs lines aot bench bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults defects marathon soak \
+	fuzz lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -63,7 +63,12 @@ test-faults: venv
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1
 faults: venv
-	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 tests/faults || exit 1; done
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 \
+		--ignore tests/faults/test_planted_defects.py --ignore tests/faults/test_marathon.py tests/faults || exit 1; done
+
+# Whether those cases find defects of our own code, and a short marathon passes.
+defects: venv
+	$(BIN)/pytest -q -m e2e --timeout 1800 tests/faults/test_planted_defects.py tests/faults/test_marathon.py
 
 # The demo model under load and random faults, and without faults near its capacity; RECORD=1 writes benchmarks/results.
 marathon: MINUTES ?= 30

@@ -39,7 +39,7 @@ def memory_mib(group: list[psutil.Process]) -> float:
 
 
 def num_answered(address: Address) -> float:
-    return metric(address, "vllm:request_success_total", finished_reason="length")
+    return metric(address.metrics, "vllm:request_success_total", finished_reason="length")
 
 
 def run_locust(address: Address, kind: str, users: int, seconds: int, server: list[psutil.Process]) -> dict[str, Any]:

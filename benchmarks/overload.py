@@ -131,8 +131,8 @@ def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def refusals_within(address: Address, bound: str) -> float:
-    total = metric(address, "tidewheel_refusal_seconds_count")
-    return metric(address, "tidewheel_refusal_seconds_bucket", le=bound) / total if total else math.nan
+    total = metric(address.metrics, "tidewheel_refusal_seconds_count")
+    return metric(address.metrics, "tidewheel_refusal_seconds_bucket", le=bound) / total if total else math.nan
 
 
 def low_start_bound(capacity: float) -> float:
@@ -145,7 +145,7 @@ def is_idle_soon(address: Address) -> bool:
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
-        if not any(metric(address, name) for name in names):
+        if not any(metric(address.metrics, name) for name in names):
             return True
         time.sleep(0.2)
     return False

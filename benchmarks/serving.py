@@ -74,8 +74,8 @@ def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
             time.sleep(0.1)
 
 
-def metric(address: Address, name: str, **labels: str) -> float:
-    text = requests.get(f"http://{address.metrics}/metrics", timeout=10).text
+def metric(authority: str, name: str, **labels: str) -> float:
+    text = requests.get(f"http://{authority}/metrics", timeout=10).text
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
     return sum(

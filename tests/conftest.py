@@ -1,8 +1,11 @@
-"""Lets programs under test be interrupted where a script runs the tests in the background, which ignores Ctrl-C."""
-
 from __future__ import annotations
 
 import signal
 
+import pytest
+
+pytest.register_assert_rewrite("support")  # failures there show values, too
+
+# Programs under test can be interrupted where a script runs the tests in the background, which ignores Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

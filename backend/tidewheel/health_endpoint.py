@@ -1,4 +1,4 @@
-"""`GET /ready` and `GET /live` for balancers and container checks."""
+"""`GET /ready` and `GET /live` for balancers and container checks, and `GET /metrics`, the same for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ MAX_REQUEST_BYTES = 8192
 READ_TIMEOUT_S = 2.0
 
 State = Literal["starting", "ready", "stopped", "hung", "reloading", "given up", "draining"]
+METRICS = """\
+# HELP tidewheel_ready 1 if /ready says 200, else 0
+# TYPE tidewheel_ready gauge
+tidewheel_ready {ready}
+# HELP tidewheel_live 1 if /live says 200, else 0
+# TYPE tidewheel_live gauge
+tidewheel_live {live}
+"""
+_JSON, _TEXT = "application/json", "text/plain; version=0.0.4"
 _PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 
@@ -38,7 +47,7 @@ DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """Server of the two paths on threads of its own. `report` is called for each request and must not block."""
+    """Server of these paths on threads of its own. `report` is called for each request and must not block."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -85,31 +94,35 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         head = self._read_head()
+        kind = _JSON
         match head.split(b" ", 2):
             case [b"GET" | b"HEAD", path, _]:
-                status, body = self._answer(path.partition(b"?")[0])
+                status, kind, content = self._answer(path.partition(b"?")[0])
             case [_, _, _]:
-                status, body = 405, {"reason": "use GET"}
+                status, content = 405, json.dumps({"reason": "use GET"})
             case _:
-                status, body = 400, {"reason": "not a request"}
-        content = json.dumps(body).encode()
+                status, content = 400, json.dumps({"reason": "not a request"})
+        body = content.encode()
         self.wfile.write(
-            f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(content)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
-            + (b"" if head.startswith(b"HEAD ") else content)
+            f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
+            + (b"" if head.startswith(b"HEAD ") else body)
         )
 
-    def _answer(self, path: bytes) -> tuple[int, dict[str, object]]:
+    def _answer(self, path: bytes) -> tuple[int, str, str]:
+        """Return status, type and content."""
         readiness = self.server.report()
         match path:
             case b"/ready":
                 holds = readiness.is_ready
             case b"/live":
                 holds = readiness.is_live
+            case b"/metrics":
+                return 200, _TEXT, METRICS.format(ready=int(readiness.is_ready), live=int(readiness.is_live))
             case _:
-                return 404, {"reason": "the paths are /ready and /live"}
-        body: dict[str, object] = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
-        return 200 if holds else 503, body
+                return 404, _JSON, json.dumps({"reason": "the paths are /ready, /live and /metrics"})
+        body = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
+        return 200 if holds else 503, _JSON, json.dumps(body)
 
     def _read_head(self) -> bytes:
         """Read the whole head, because a reset would overtake the answer; return its first line."""

@@ -21,6 +21,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),  # web proxies must not apply to the server
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # a server that is started again is back within seconds
 )
 # Makes Triton send errors as a gRPC status, not bare text, which ends the call.
 _WITH_STATUS = ("triton_grpc_error", "true")

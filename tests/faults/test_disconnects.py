@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from faults.conftest import Case
-from support.faults.nothing_lost import CANARIES, Recorded, is_idle
+from support.faults.nothing_lost import CANARIES, Recorded, check, is_idle
 from support.faults.raw_streams import RawStream
 from support.faults.service import MAX_RUNNING
 from support.triton.burst import bursting
@@ -22,6 +22,7 @@ LONG_PROMPT = "word " * 500
 NUM_CLIENT_STREAMS = 64
 NUM_KILLS = 20
 LIMIT_S = 180.0
+RECEIVED = "tidewheel_requests_received_total"
 
 # A client of many streams, which says when all of them are sent.
 CLIENT = """
@@ -49,13 +50,17 @@ def wait_cancelled(server: Server, count: float) -> None:
 
 def test_cancelled_grpc_streams(server: Server, case: Case) -> None:
     """More than can run, so that some are cancelled as they wait; some prompts are computed in parts."""
-    before = num_cancelled(server)
+    before, computed = num_cancelled(server), server.metric("vllm:iteration_tokens_total_sum")
+    received = server.metric(RECEIVED)
+    count = MAX_RUNNING + 8
     with case():
         with bursting(server) as burst:
-            for index in range(MAX_RUNNING + 8):
+            for index in range(count):
                 burst.send(LONG_PROMPT if index % 4 == 0 else "A long story", LONG)
-            burst.receive()
-        wait_cancelled(server, before + MAX_RUNNING + 8)
+            wait_for(lambda: server.metric(RECEIVED) >= received + count, LIMIT_S, "all requests")
+        wait_cancelled(server, before + count)
+    with check("blocks"):
+        assert server.metric("vllm:iteration_tokens_total_sum") - computed < count * LONG / 2
 
 
 def test_streams_cancelled_as_they_end(server: Server, case: Case) -> None:

@@ -10,7 +10,14 @@ import psutil
 import pytest
 
 from faults.conftest import Case
-from support.faults.nothing_lost import CANARIES, Recorded, assert_prefixes, run_dir, streaming_canaries
+from support.faults.nothing_lost import (
+    CANARIES,
+    Recorded,
+    assert_prefixes,
+    assert_told,
+    run_dir,
+    streaming_canaries,
+)
 from support.faults.planted import Fault
 from support.faults.service import PLANTED, make_repository
 from support.triton.burst import bursting
@@ -36,6 +43,10 @@ def engine(server: Server) -> psutil.Process:
 
 @pytest.fixture
 def mortal(server: Server) -> psutil.Process:
+    return mortal_engine(server)
+
+
+def mortal_engine(server: Server) -> psutil.Process:
     """Return an engine whose death is the first: 5 in 60 s are a crash loop."""
     (engine_dir(server) / DEATHS).unlink(missing_ok=True)
     return engine(server)
@@ -67,6 +78,7 @@ def test_a_step_that_raises_ends_all_and_the_next_engine_serves(
 ) -> None:
     with case(ends=DEAD, log="Traceback"):
         assert ask(server, fault.prompt()).startswith(f"[{DEAD} retry_after_ms=")
+        assert_told(server, "stopped", "reloading")
     assert has_ended(mortal)
 
 
@@ -80,6 +92,7 @@ def test_a_killed_engine_is_told_to_every_client_and_the_next_serves(
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         wait_for(lambda: sum(map(server.metric, names)) >= NUM_STREAMS, 180, "all requests at the engine")
         mortal.kill()
+        assert_told(server, "stopped", "reloading")
         burst.finish()
         assert len(burst.errors) == NUM_STREAMS
         assert all(error.startswith(f"[{DEAD} retry_after_ms=") for error in burst.errors)
@@ -123,6 +136,7 @@ def test_a_pause_is_survived(server: Server, case: Case, pause_s: float) -> None
 def test_a_step_that_hangs_is_ended_with_its_stacks(server: Server, case: Case, mortal: psutil.Process) -> None:
     with case(ends=DEAD), bursting(server) as burst:
         burst.send(Fault.HANGS.prompt(), 100)
+        assert_told(server, "hung")
         wait_for(lambda: has_ended(mortal), HANG_LIMIT_S, "its end")
         burst.finish()
         assert [error[: len(DEAD) + 1] for error in burst.errors] == [f"[{DEAD}"]

@@ -6,8 +6,6 @@ import queue
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from faults.conftest import Case
 from support.faults.nothing_lost import CANARIES, Recorded
 from support.faults.raw_streams import RawStream, idle_connections
-from support.faults.service import MAX_RUNNING, MAX_WAITING, MAX_WAITING_TOKENS
+from support.faults.service import MAX_RUNNING, MAX_WAITING, MAX_WAITING_TOKENS, all_at_once
 from support.triton.burst import Burst, bursting
 from support.triton.serving import Server, wait_for
 from tidewheel.server.processes import raise_descriptor_limit
@@ -30,20 +28,6 @@ SLOW_HEADS = (
     b"POST /v2/models/demo/gen",
     b"POST /v2/models/demo/generate HTTP/1.1\r\nContent-Length: 90\r\n\r\n{",
 )
-
-
-@contextmanager
-def all_at_once(server: Server, count: int) -> Iterator[None]:
-    """Pause the engine until `count` requests have arrived: it receives all of them within a few steps."""
-    engine = server.engine_process()
-    assert engine is not None
-    before = server.metric("tidewheel_requests_received_total")
-    engine.suspend()
-    try:
-        yield
-        wait_for(lambda: server.metric("tidewheel_requests_received_total") >= before + count, 180, "all requests")
-    finally:
-        engine.resume()
 
 
 def test_a_full_waiting_set_refuses_the_rest(server: Server, recorded: Recorded, case: Case) -> None:

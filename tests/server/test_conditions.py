@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.supervisor import Supervisor
@@ -28,7 +29,7 @@ def show(supervisor):
 
 
 def kill_server(supervisor):
-    (server,) = processes.children(os.getpid())
+    (server,) = (child for child in processes.children(os.getpid()) if child.pid != parts["guard"].pid)
     os.kill(server.pid, signal.SIGKILL)
     try:
         supervisor.watch(lambda: False)
@@ -36,8 +37,9 @@ def kill_server(supervisor):
         return error
 
 
-parts = {"log": ServerLog(), "guard": 0, "note": print, "on_line": print}
-with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work:
+parts = {"log": ServerLog(), "note": print, "on_line": print}
+with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, Lifeline(work) as guard:
+    parts["guard"] = guard
     supervisor = Supervisor(["/bin/sleep", "60"], os.environ, signals=signals, work=work, **parts)
     try:
         with supervisor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from support.triton.serving import wait_for
 from tidewheel.adapter.presence import Presence
 from tidewheel.engine.launcher import RestartPolicy
-from tidewheel.server import CrashLoop
-from tidewheel.server.revival import Restarts, Revival, Revivals
+from tidewheel.server import CrashLoop, revival
+from tidewheel.server.processes import Process
+from tidewheel.server.revival import GIVE_BACK_S, KEPT_S, MAX_SHARED_BYTES, GiveBack, Restarts, Revival, Revivals
 
 
 def test_delays_grow_and_a_crash_loop_ends() -> None:
@@ -70,3 +73,42 @@ def test_what_is_told_of_revivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     revivals.start("demo", lambda _: None, 3600.0)
     revivals.cancel()
     assert revivals.look() == ""
+
+
+class TestGiveBack:
+    OLD, NEW = (Process(pid=pid, parent=1, name="stub", state="S", started=pid) for pid in (11, 12))
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr(revival, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        return clock
+
+    def test_front_ends_are_replaced_one_at_a_time(self, clock: SimpleNamespace) -> None:
+        notes: list[str] = []
+        loads: list[str] = []
+        held = {self.OLD.pid: MAX_SHARED_BYTES, self.NEW.pid: 0}
+        give_back = GiveBack(held.__getitem__, notes.append)
+        revivals = SimpleNamespace(start=lambda model, reload, *, while_it_serves: reload(model))
+
+        def look(*stubs: Process) -> None:
+            give_back.look(dict.fromkeys(stubs, "demo"), cast(Revivals, revivals), loads.append)
+
+        look(self.OLD)
+        assert (loads, notes) == ([], [])
+        held[self.OLD.pid] += 1
+        look(self.OLD)
+        look(self.OLD, self.NEW)
+        assert loads == ["demo"]
+        assert notes == ["a front end of model 'demo' holds 128 MiB of shared memory; loading it again"]
+        clock.now += GIVE_BACK_S
+        look(self.OLD._replace(state="R"), self.NEW)
+        look(self.OLD, self.NEW)
+        assert loads == ["demo"]
+        assert notes[1:] == [
+            "128 MiB of shared memory of model 'demo' stay: Triton keeps a front end that was replaced"
+        ]
+        clock.now += KEPT_S
+        held[self.NEW.pid] = 1 << 30
+        look(self.NEW)
+        assert loads == ["demo", "demo"]

@@ -34,7 +34,8 @@ from support.triton.serving import (
     wait_for,
     wait_ready,
 )
-from tidewheel.server.supervisor import ENGINE_GRACE_S, MAX_SHARED_BYTES, SETTLE_S
+from tidewheel.server.revival import MAX_SHARED_BYTES
+from tidewheel.server.supervisor import ENGINE_GRACE_S, SETTLE_S
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -297,12 +298,36 @@ def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Pa
 
 def test_a_start_ends_what_a_killed_server_and_its_guard_left(server: Server, folder: Path) -> None:
     traces = Traces(server, folder)
-    guard = next(p for p in traces.processes if "tidewheel.server.lifeline" in p.cmdline())
+    (guard,) = guards(server)
+    server.process.send_signal(signal.SIGSTOP)  # so that it starts no other guard
     guard.kill()
     server.process.kill()
     server.process.wait()
     with work_dir(folder / "tmp"):
         traces.assert_nothing_left()
+
+
+def guards(server: Server) -> list[psutil.Process]:
+    found = []
+    for process in server.descendants():
+        with suppress(psutil.Error):
+            found += [process] if "tidewheel.server.lifeline" in process.cmdline() else []
+    return found
+
+
+def test_a_guard_that_died_is_started_again(server: Server, folder: Path) -> None:
+    (guard,) = guards(server)
+    guard.kill()
+
+    def another() -> bool:
+        return any(process != guard for process in guards(server))
+
+    wait_for(another, STOP_LIMIT_S, "another guard")
+    traces = Traces(server, folder)
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not traces.processes_left(), STOP_LIMIT_S, "end of the orphans")
+    traces.assert_nothing_left()
 
 
 def error_lines(server: Server) -> list[str]:

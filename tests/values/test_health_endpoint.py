@@ -47,6 +47,10 @@ def test_the_states(served: Served, now: Readiness, ready: int, live: int) -> No
     assert answer.json() == {"ready": ready == 200, "state": now.state, "reason": now.reason}
     assert answer.headers["Content-Type"] == "application/json"
     assert served.get("/live").status_code == live
+    text = served.get("/metrics")
+    assert text.headers["Content-Type"].startswith("text/plain")
+    samples = [line for line in text.text.splitlines() if not line.startswith("#")]
+    assert samples == [f"tidewheel_ready {int(ready == 200)}", f"tidewheel_live {int(live == 200)}"]
 
 
 @pytest.mark.parametrize(

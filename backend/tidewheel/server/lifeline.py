@@ -23,21 +23,26 @@ class Lifeline:
     """Guard that cleans up behind this process, also at the end of the `with` block."""
 
     def __init__(self, work: WorkDir) -> None:
-        reader, self._writer = os.pipe()
-        environment = {key: value for key, value in os.environ.items() if key != workdir.RUN_DIR}
-        try:
-            self._guard = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-P", "-m", __name__, str(work.root)],
-                stdin=reader,
-                env=environment,
-                start_new_session=True,
-            )
-        finally:
-            os.close(reader)
+        self._root = work.root
+        self._reader, self._writer = os.pipe()
+        self._guard = self._start()
 
     @property
     def pid(self) -> int:
         return self._guard.pid
+
+    def keep(self) -> None:
+        """Start another guard if the one before has ended."""
+        if self._guard.poll() is not None:
+            self._guard = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-P", "-m", __name__, str(self._root)],
+            stdin=self._reader,
+            env={key: value for key, value in os.environ.items() if key != workdir.RUN_DIR},
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Lifeline:
         return self
@@ -45,6 +50,7 @@ class Lifeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        os.close(self._reader)
         os.close(self._writer)
         try:
             self._guard.wait(_END_TIMEOUT_S)

@@ -18,6 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 MAX_DESCRIPTORS = 1 << 16
+MANY_DESCRIPTORS = 1 << 14  # more than clients are expected to take
 GOOD_DESCRIPTORS = 1024  # Triton takes 65 with two models, and one for each connection
 _libc = ctypes.CDLL(None, use_errno=True)
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -1,14 +1,23 @@
-"""Answers to a death: a limit of restarts for the server, and the load of one model while the others serve."""
+"""Answers to a death: a limit of restarts for the server, and the load of one model while the others serve.
+
+The same load gives shared memory back.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tidewheel.adapter.presence import front_ends
+from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.server import CrashLoop
+from tidewheel.server.processes import Process
+
+MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on
+GIVE_BACK_S = 60.0  # at least, between two front ends that give it back
+KEPT_S = 3600.0  # the same, while Triton keeps one of them
 
 
 class Restarts:
@@ -101,3 +110,34 @@ class Revivals:
         for revival in self._open:
             revival.cancel()
         self._open.clear()
+
+
+class GiveBack:
+    """Replacement of front ends whose shared memory has grown, because Triton never shrinks it; requests go on.
+
+    One at a time: Triton keeps a front end for ever after a request that itself refused over gRPC.
+    """
+
+    def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:
+        """Take what a process holds, and where to tell."""
+        self._shared_bytes = shared_bytes
+        self._note = note
+        self._replaced: set[tuple[int, int]] = set()  # stubs, by process id and start
+        self._next = 0.0
+
+    def look(self, serving: Mapping[Process, str], revivals: Revivals, reload: Callable[[str], None]) -> None:
+        """Replace one, if it is time. `serving`: stubs and their models."""
+        now = time.monotonic()
+        sizes = {stub: self._shared_bytes(stub.pid) for stub in serving if now >= self._next}
+        grown = next((stub for stub, size in sizes.items() if size > MAX_SHARED_BYTES), None)
+        if grown is None:
+            return
+        model, size = serving[grown], shown_bytes(sizes[grown])
+        if any((stub.pid, stub.started) in self._replaced for stub in serving):
+            self._next = now + KEPT_S
+            self._note(f"{size} of shared memory of model {model!r} stay: Triton keeps a front end that was replaced")
+            return
+        self._next = now + GIVE_BACK_S
+        self._note(f"a front end of model {model!r} holds {size} of shared memory; loading it again")
+        self._replaced.add((grown.pid, grown.started))
+        revivals.start(model, reload, while_it_serves=True)

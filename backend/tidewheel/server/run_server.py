@@ -95,7 +95,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 plan.environment,
                 signals=signals,
                 log=log,
-                guard=lifeline.pid,
+                guard=lifeline,
                 work=work,
                 note=console.note,
                 on_line=console.server_line,
@@ -151,14 +151,19 @@ def _unprepared(error: OSError, work: WorkDir) -> Exception:
 
 
 def _is_closed(options: ServeOptions) -> bool:
-    """Return whether only this process has models loaded, by a private repository that Triton polls."""
+    """Return whether no client may have models loaded, so that `serve` makes a private repository."""
     return options.model_control == "none" and not any(
         argument.startswith(_OWN_CONTROL) for argument in options.triton_arguments
     )
 
 
+def _is_polled(options: ServeOptions) -> bool:
+    """Return whether Triton polls that repository. Without a free descriptor it would unload what it cannot see."""
+    return _is_closed(options) and processes.raise_descriptor_limit() >= processes.MANY_DESCRIPTORS
+
+
 def _control_flags(options: ServeOptions) -> list[str]:
-    if _is_closed(options):
+    if _is_polled(options):
         return launch.control_flags("poll", (), _POLL_S)
     return launch.control_flags(options.model_control, options.models, options.repository_poll_s)
 
@@ -166,7 +171,7 @@ def _control_flags(options: ServeOptions) -> list[str]:
 def _reload(options: ServeOptions, models: Path, endpoints: Endpoints) -> Callable[[str], None] | None:
     if not options.restart:
         return None
-    if _is_closed(options):
+    if _is_polled(options):
         return lambda name: repository.load_again(models / name)
     if options.model_control == "explicit":
         return partial(model_control.reload, endpoints.authority(endpoints.grpc))

@@ -10,7 +10,6 @@ from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
 from tidewheel.adapter.presence import Mark, read_mark
-from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
@@ -18,9 +17,10 @@ from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
+from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
-from tidewheel.server.revival import Restarts, Revivals
+from tidewheel.server.revival import GiveBack, Restarts, Revivals
 from tidewheel.server.server_log import LogLine, ServerLog
 from tidewheel.server.server_process import ServerProcess
 from tidewheel.server.triton_http import TritonHttp
@@ -33,8 +33,6 @@ DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 MISSED_S = 60.0  # clients of a dead front end have gone by then
-MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on
-GIVE_BACK_S = 60.0  # at least, between two front ends that give it back
 SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
 
@@ -52,7 +50,7 @@ class Supervisor:
         *,
         signals: StopSignals,
         log: ServerLog,
-        guard: int,  # process that is not ended with the others
+        guard: Lifeline,  # is not ended with the others
         work: WorkDir,
         note: Callable[[str], None],
         on_line: Callable[[LogLine, State], None],
@@ -75,7 +73,7 @@ class Supervisor:
         self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
         self._paused: list[str] = []  # models
         self._serving: dict[processes.Process, str] = {}  # stubs and their models
-        self._next_give_back = 0.0
+        self._give_back = GiveBack(lambda pid: shared_bytes(pid, work.shm_prefix), note)
         self._num_open = 0  # requests at living front ends
         self._missed = ("", 0.0)  # death with clients that still wait, and until when it matters
         self._selector = selectors.DefaultSelector()
@@ -128,12 +126,13 @@ class Supervisor:
             if time.monotonic() < self._next_look:
                 continue
             self._next_look = time.monotonic() + LOOK_S
+            self._guard.keep()
             if (dead := self._find_dead_stub()) is not None:
                 self._replace_stub(*dead, reload)
             if self._num_open == 0 and time.monotonic() < self._missed[1]:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
-            if reload is not None and may_give_back and time.monotonic() >= self._next_give_back:
-                self._give_back_memory(reload)
+            if reload is not None and may_give_back:
+                self._give_back.look(self._serving, self._revivals, reload)
             self.readiness = self._judge()
             processes.reap(keep=self._server.pid)
 
@@ -210,7 +209,7 @@ class Supervisor:
             self._on_line(line, self.readiness.state)
 
     def _descendants(self) -> list[processes.Process]:
-        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard.pid]
 
     def _all_but_engines(self) -> list[processes.Process]:
         """Return the processes that end with a front end. New front ends join an engine that lives."""
@@ -282,17 +281,6 @@ class Supervisor:
             self._missed = (reason, time.monotonic() + MISSED_S)
         self._note(f"{reason}; loading the model again")
         self._revivals.start(mark.model, reload, self._count_death(reason, was_serving=True))
-
-    def _give_back_memory(self, reload: Callable[[str], None]) -> None:
-        """Replace a front end whose shared memory has grown, because Triton never shrinks it. Its requests end."""
-        for stub, model in self._serving.items():
-            if (size := shared_bytes(stub.pid, self._work.shm_prefix)) > MAX_SHARED_BYTES:
-                self._next_give_back = time.monotonic() + GIVE_BACK_S
-                self._note(
-                    f"a front end of model {model!r} holds {shown_bytes(size)} of shared memory; loading it again"
-                )
-                self._revivals.start(model, reload, while_it_serves=True)
-                return
 
     def _judge(self) -> Readiness:
         if model := self._revivals.look():

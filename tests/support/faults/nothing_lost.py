@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import psutil
+import pytest
 
 from support.triton.burst import GREEDY, Burst, bursting
 from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
@@ -29,15 +31,29 @@ CANARIES = (
 CANARY_TOKENS = 120
 SHORT_CANARY_TOKENS = 24
 SERVED_AGAIN_S = 180.0
+TOLD_S = 60.0
 SETTLE_S = 60.0  # for figures, cancels, closed connections
 SPARE_THREADS = 8  # gRPC starts some of its own
 SPARE_DESCRIPTORS = 8
 SPARE_BYTES = 96 << 20  # of an allocator, after one case
 BAD_LOG = re.compile(
     r"Segmentation|SIGSEGV|Traceback|device-side assert|illegal memory|double free|leak detected|not healthy"
+    r"|could not be published"
 )
 
+NO_ANSWER = (queue.Empty, pytest.fail.Exception)  # a wait that reached its limit
+
 Recorded = dict[str, list[int]]  # tokens by prompt
+
+
+@contextmanager
+def check(name: str, *, late: str = "") -> Iterator[None]:
+    """Note the name on what fails inside; `late`: that of waits that reach their limit."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"check: {late if late and isinstance(error, NO_ANSWER) else name}")
+        raise
 
 
 def record(server: Server) -> Recorded:
@@ -81,19 +97,30 @@ def nothing_lost(
     before, ledger = Footprint.of(server), Ledger.settled(server)
     logs = Logs(server)
     with streaming_canaries(server) as canaries:
-        yield canaries
-        canaries.finish()
-        if ends:
-            assert all(error.startswith(f"[{ends}") for error in canaries.errors), canaries.errors
-            assert_prefixes(canaries, recorded)
-        else:
-            assert_survived(canaries, recorded)
-        assert canaries.answers.empty(), "an answer after the last"
-    assert_serves(server, recorded)
-    wait_for(lambda: is_idle(server), SETTLE_S, "all blocks back")
-    wait_for(lambda: Ledger.of(server).since(ledger).is_balanced(), SETTLE_S, "every request in one count")
-    before.assert_back(server, spare_bytes, spare_descriptors)
-    logs.assert_quiet(log)
+        with check("case", late="clock"):
+            yield canaries
+        with check("survivors", late="clock"):
+            canaries.finish()
+            if ends:
+                assert all(error.startswith(f"[{ends}") for error in canaries.errors), canaries.errors
+                assert_prefixes(canaries, recorded)
+            else:
+                assert_survived(canaries, recorded)
+            assert canaries.answers.empty(), "an answer after the last"
+    with check("blocks"):
+        if not ends:
+            wait_for(lambda: is_idle(server), SETTLE_S, "all blocks back")
+    with check("service"):
+        assert_serves(server, recorded)
+    with check("blocks"):
+        wait_for(lambda: is_idle(server), SETTLE_S, "all blocks back")
+        assert "invariant broken" not in logs.text()
+    with check("ledger"):
+        wait_for(lambda: Ledger.of(server).since(ledger).is_balanced(), SETTLE_S, "every request in one count")
+    with check("host"):
+        before.assert_back(server, spare_bytes, spare_descriptors)
+    with check("log"):
+        logs.assert_quiet(log)
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------
@@ -124,6 +151,12 @@ def assert_serves(server: Server, recorded: Recorded) -> None:
         return server.is_ready() and server.readiness()[0] == 200
 
     wait_for(answers, SERVED_AGAIN_S, "five right answers")
+
+
+def assert_told(server: Server, *states: str) -> None:
+    """Wait until `/ready` is 503 with one of these states."""
+    with check("service"):
+        wait_for(lambda: server.readiness() in [(503, state) for state in states], TOLD_S, f"503 and {states}")
 
 
 # --- figures ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.triton.serving import REPOSITORY, ROOT, WEIGHTS, Server, start_server, stop_server, wait_ready
+from support.triton.serving import REPOSITORY, ROOT, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
 
 PLANTED = "support.faults.planted"
 NUM_BLOCKS = 160
@@ -63,3 +63,17 @@ def serving(
     finally:
         if server.process.poll() is None:
             assert stop_server(server) == 0, server.log.read_text()
+
+
+@contextmanager
+def all_at_once(server: Server, count: int) -> Iterator[None]:
+    """Pause the engine until `count` requests have arrived: it receives all of them within a few steps."""
+    engine = server.engine_process()
+    assert engine is not None
+    before = server.metric("tidewheel_requests_received_total")
+    engine.suspend()
+    try:
+        yield
+        wait_for(lambda: server.metric("tidewheel_requests_received_total") >= before + count, 180, "all requests")
+    finally:
+        engine.resume()

@@ -14,6 +14,7 @@ import tritonclient.grpc as grpcclient
 from support.triton.serving import Server, grpc_inputs, token_ids
 
 PROMPTS = ["The Python interpreter", "A database transaction", "To open a file", "Indexes are", "The server"]
+ANSWER_LIMIT_S = 120.0
 GREEDY: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 
 
@@ -46,7 +47,7 @@ class Burst:
 
     def receive(self) -> None:
         """One answer."""
-        result, error = self.answers.get(timeout=120)
+        result, error = self.answers.get(timeout=ANSWER_LIMIT_S)
         if error is not None:
             self.errors.append(error.message())
             self.num_final += 1

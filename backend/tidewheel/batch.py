@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.grammar import RowGrammar
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
 
@@ -39,6 +40,7 @@ class NewRow(NamedTuple):
     seed: int
     stop_token_ids: tuple[int, ...]  # masked until `sampling.min_tokens`
     bad_words_ids: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
+    grammar: RowGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import InvalidRequest
+from tidewheel.grammar import Grammar
 
 # Caps checked before allocation.
 MAX_LOGPROBS = 256  # of the setting max_logprobs, which `check_request` compares
@@ -112,6 +113,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
     logprobs: int | None = None  # None: off; k: chosen token and k most likely
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None  # that the answer follows
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
+from tidewheel.runner.accelerator import Accelerator
+from tidewheel.runner.grammar_masks import GrammarRows, MaskJob
 from tidewheel.runner.staging import Groups
 from tidewheel.sampling import LogitBias
 
@@ -60,7 +62,8 @@ class LogitRules:
         if new.sampling.logit_bias:
             bias = LogitBias.of(new.sampling.logit_bias)
             self._always = BiasEntries(bias.token_ids, bias.amounts)
-        stops = np.array(new.stop_token_ids, dtype=np.int32)
+        # Masks of a grammar avoid stop tokens, but for a forced end.
+        stops = np.array(() if new.grammar else new.stop_token_ids, dtype=np.int32)
         self._at_first = BiasEntries(
             np.concatenate((self._always.token_ids, stops)),
             np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
@@ -151,10 +154,12 @@ class SamplingPlan:
     penalties: PenaltyColumns | None
     logprob_rows: Int64Array  # [L] sampling rows with log-probabilities
     num_top_logprobs: Int32Array  # [L]
+    masks: MaskJob | None
 
     @property
     def changes_logits(self) -> bool:
-        return self.bias is not None or self.words is not None or self.penalties is not None
+        changes = (self.bias, self.words, self.penalties, self.masks)
+        return any(change is not None for change in changes)
 
     @property
     def is_plain(self) -> bool:
@@ -169,11 +174,13 @@ class SamplingPlan:
             "words": self.words,
             "penalties": self.penalties,
             "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
+            "mask_rows": None if self.masks is None else (self.masks.rows,),
         }
 
 
 class SamplingTable:
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, accelerator: Accelerator | None = None) -> None:
+        self.grammars = GrammarRows(accelerator)
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
@@ -193,6 +200,7 @@ class SamplingTable:
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)
+            self.grammars.leave(row)
         for new in batch.new_rows:
             try:
                 self._fill(new)
@@ -216,8 +224,10 @@ class SamplingTable:
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
             self._rules[row] = LogitRules(new)
+        self.grammars.enter(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
+        """Return the plan, whose masks are computed from now on."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
@@ -242,6 +252,7 @@ class SamplingTable:
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
+            masks=self.grammars.start(rows, positions),
         )
 
     def _penalty_columns(self, rows: Int32Array, positions: Int32Array) -> PenaltyColumns | None:

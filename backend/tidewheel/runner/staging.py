@@ -13,7 +13,7 @@ from tidewheel.runner.accelerator import Accelerator
 
 HostArray = npt.NDArray[np.generic]
 Group = Sequence[HostArray]
-GroupName = Literal["inputs", "draw", "bias", "words", "penalties", "logprob_rows", "changes"]
+GroupName = Literal["inputs", "draw", "bias", "words", "penalties", "logprob_rows", "mask_rows", "changes"]
 Groups = Mapping[GroupName, Group | None]  # in the order of their memory
 TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 

@@ -151,6 +151,7 @@ def new_row(request: Request) -> NewRow:
         seed=request.seed,
         stop_token_ids=request.stop_token_ids,
         bad_words_ids=request.bad_words_ids,
+        grammar=request.grammar,
     )
 
 

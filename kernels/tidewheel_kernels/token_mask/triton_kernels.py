@@ -7,7 +7,7 @@ from tidewheel_kernels.launch_config import LaunchConfig, cdiv
 CONFIG = LaunchConfig(block=1024, num_warps=4)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+@triton.jit(do_not_specialize=["bits_stride"], do_not_specialize_on_alignment=["rows_ptr"])
 def apply_token_mask_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     rows_ptr,  # [num_entries]

@@ -1,0 +1,133 @@
+"""Masks of rows with grammars, which a thread computes while the device computes logits.
+
+A mask needs the row's last token. With two steps in flight the thread waits for it while the later step already runs;
+rows without a grammar wait for nothing but their step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
+from tidewheel.runner.accelerator import Accelerator
+
+Words = npt.NDArray[np.uint32]
+
+
+class PendingTokens(Protocol):
+    def wait(self) -> SampledTokens: ...
+
+
+class GrammarState:
+    """Answer of one row."""
+
+    def __init__(self, new: NewRow) -> None:
+        assert new.grammar is not None
+        compiled, self._ends = new.grammar
+        self._end_bit = compiled.end_bit
+        self.num_words = compiled.num_words
+        self._stops = (*self._ends, *new.stop_token_ids)
+        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
+        self._avoids_end = new.sampling.ignore_eos
+        self._matcher = compiled.matcher(new.token_ids[new.num_prompt_tokens :].tolist())
+
+    def follow(self, token_id: int) -> None:
+        if token_id not in self._ends:
+            self._matcher.consume_token(token_id)
+
+    def fill(self, words: Words, position: int) -> None:
+        """Write the mask; none is set if the grammar has become too complex."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            words[:] = 0
+            return
+        may_end = bool(words[self._end_bit >> 5] >> np.uint32(self._end_bit & 31) & 1)
+        _clear(words, (self._end_bit, *self._ends))
+        if may_end:
+            for token_id in self._ends:
+                words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        avoided = self._stops if position < self._first_stop_position else self._ends if self._avoids_end else ()
+        if avoided:
+            kept = words.copy()
+            _clear(words, avoided)
+            if not words.any():
+                words[:] = kept
+
+
+class MaskJob(NamedTuple):
+    rows: Int32Array  # [N] sampling rows
+    states: list[GrammarState]  # [N]
+    bits: Future[torch.Tensor]  # [N, words] int32 on the host
+
+
+class _Unread(NamedTuple):
+    states: list[GrammarState]
+    indices: list[int]  # of their tokens in the batch
+    pending: PendingTokens
+
+
+class GrammarRows:
+    """States by row."""
+
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = accelerator
+        self._states: dict[int, GrammarState] = {}
+        self._unread: list[_Unread] = []  # steps whose tokens no state has followed
+        self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
+
+    def leave(self, row: int) -> None:
+        self._states.pop(row, None)
+
+    def enter(self, new: NewRow) -> None:
+        self.leave(new.row)
+        if new.grammar is not None:
+            self._states[new.row] = GrammarState(new)
+
+    def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
+        """Start the masks of these sampling rows, if any has a grammar."""
+        if not self._states:
+            self._unread.clear()
+            return None
+        indices = [index for index, row in enumerate(rows.tolist()) if row in self._states]
+        if not indices:
+            return None
+        states = [self._states[int(rows[index])] for index in indices]
+        unread, self._unread = self._unread, []
+        bits = self._thread.submit(self._filled, states, positions[indices].tolist(), unread)
+        return MaskJob(np.array(indices, dtype=np.int32), states, bits)
+
+    def sampled(self, job: MaskJob, batch: ScheduledBatch, pending: PendingTokens) -> None:
+        """Let the states of the job follow the tokens of its step, once they are read."""
+        self._unread.append(_Unread(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), pending))
+
+    def _filled(
+        self, states: Sequence[GrammarState], positions: Sequence[int], unread: Sequence[_Unread]
+    ) -> torch.Tensor:
+        for earlier in unread:
+            token_ids = earlier.pending.wait().token_ids[earlier.indices].tolist()
+            for state, token_id in zip(earlier.states, token_ids, strict=True):
+                if token_id >= 0:
+                    state.follow(token_id)
+        shape = len(states), states[0].num_words
+        bits = torch.empty(shape, dtype=torch.int32)
+        if self._accelerator is not None:
+            bits = self._accelerator.pinned(shape, torch.int32)
+        words = bits.numpy().view(np.uint32)
+        for state, row, position in zip(states, words, positions, strict=True):
+            state.fill(row, position)
+        return bits
+
+
+def _clear(words: Words, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+
+
+assert sys.byteorder == "little"  # bytes of masks are words

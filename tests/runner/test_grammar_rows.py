@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.runner.step_loop import request
 from tidewheel.grammar import Grammar, RowGrammar
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
+from tidewheel.runner.warm_up import AnyToken
 from tidewheel.sampling import SamplingParams
 
 LETTERS = "abcdefghijklmno"  # token ids 0 to 14
@@ -144,3 +146,34 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_alone(compiler: Grammar
     assert blocked.finish_reason is FinishReason.ERROR
     assert "[TW-INPUT] no token could follow 0 tokens of output" in str(blocked.error)
     assert other.finish_reason is FinishReason.LENGTH
+
+
+class Tiring(AnyToken):
+    """Gives up after some tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(VOCABULARY)
+        self._num_left = num_tokens
+
+    def matcher(self, token_ids: Sequence[int]) -> Tiring:
+        return Tiring(self._num_left - len(token_ids))
+
+    def consume_token(self, _token_id: int, /) -> bool:
+        self._num_left -= 1
+        return self._num_left > 0
+
+    def is_error(self) -> bool:
+        return self._num_left <= 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_grammars_that_become_too_complex_end_their_requests_alone(steps_in_flight: int) -> None:
+    """Even if they are many, in one step."""
+    prompt = np.array([1, 2, 3], dtype=np.int32)
+    tired = [request(f"tired-{i}", prompt, 20, grammar=RowGrammar(Tiring(5), ENDS)) for i in range(7)]
+    other = request("other", prompt, 20)
+    Engine(max_num_seqs=8, num_blocks=64, max_inflight_steps=steps_in_flight).run([*tired, other])
+    assert {subject.finish_reason for subject in tired} == {FinishReason.ERROR}
+    assert {len(subject.output_token_ids) for subject in tired} == {5}
+    assert "no token could follow 5 tokens of output: its grammar has become too complex" in str(tired[0].error)
+    assert len(other.output_token_ids) == 20

@@ -5,7 +5,9 @@ from typing import NamedTuple
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import Coercion
+from tidewheel.frontend.structured_output import GRAMMAR_PARAMETERS
 from tidewheel.frontend.word_biases import WEIGHTS, WORDS
+from tidewheel.grammar import Grammar
 from tidewheel.request import Priority
 
 _OFF: tuple[object, ...] = ("", False, [])
@@ -23,6 +25,12 @@ def _to_seed(name: str, value: object) -> int | None:
     """Return None for -1, which asks for a seed of the engine's, as in vLLM."""
     seed = coercion.to_int(name, value)
     return None if seed == -1 else seed
+
+
+def _to_grammar(name: str, value: object) -> Grammar:
+    if not isinstance(value, Grammar):
+        raise InvalidRequest(f"{name} is {coercion.show(value)}: send guided_grammar or structured_outputs")
+    return value
 
 
 OPTIONS: dict[str, Coercion] = {
@@ -43,6 +51,7 @@ COERCIONS: dict[str, Coercion] = {
     "stop_token_ids": coercion.to_ints,
     "logit_bias": coercion.to_bias,
     "best_of": coercion.to_int,
+    "grammar": _to_grammar,
     "end_id": coercion.to_int,  # an additional stop token
     "pad_id": coercion.to_int,  # ignored
 }
@@ -78,10 +87,6 @@ def _each(names: str, reason: str, neutral: tuple[object, ...] = _OFF) -> dict[s
 ABSENT: dict[str, AbsentFeature] = {
     **_each("beam_width num_beams use_beam_search early_stopping", "beam search is not offered", (*_OFF, 1, "1")),
     **_each("length_penalty len_penalty", "beam search is not offered, and only it uses the penalty", (0, 1, "1")),
-    **_each("guided_json guided_regex guided_choice guided_grammar", "structured output is not offered"),
-    **_each("guided_json_object guided_whitespace_pattern structured_outputs", "structured output is not offered"),
-    **_each("guided_decoding guided_decoding_backend", "structured output is not offered"),
-    **_each("guided_decoding_guide guided_decoding_guide_type", "structured output is not offered"),
     "lora_name": AbsentFeature("LoRA feature is not enabled.", is_whole=True),
     **_each("lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
     **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
@@ -115,7 +120,6 @@ ABSENT: dict[str, AbsentFeature] = {
     "embedding_request": AbsentFeature("embeddings are not offered"),
     "prompt_logprobs": AbsentFeature("log-probabilities of the prompt are not offered"),
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
-    "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
     "logits_processors": AbsentFeature("code of clients is never run"),
     "allowed_token_ids": AbsentFeature("use logit_bias to steer away from tokens"),
     "truncate_prompt_tokens": AbsentFeature("prompts are never cut: send what fits the context"),
@@ -129,4 +133,4 @@ ABSENT: dict[str, AbsentFeature] = {
     "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
 }
 
-SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS)
+SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS, *GRAMMAR_PARAMETERS)

@@ -1,7 +1,8 @@
-"""Process that makes token ids of prompts: jobs on its standard input, a socket, and answers on the same.
+"""Process that makes token ids of prompts and tries grammars: jobs on standard input, a socket, and answers on it.
 
 A chat template is a program and a tokenizer a set of patterns, both from a model's folder. Some need hours or all
-memory for some texts, and neither can be interrupted. The kernel ends this process when a job overruns its limits.
+memory for some texts, a client's grammar may exhaust the stack, and none can be interrupted. The kernel ends this
+process when a job overruns its limits.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from tidewheel.batch import Int32Array
-from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
+from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.grammar import Grammar
+from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
 
 _CPU_STEP = 512 << 10  # characters
 _LENGTH = struct.Struct("<Q")
@@ -44,12 +47,20 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     add_special_tokens: bool
 
 
+class Try(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    grammar: Grammar
+
+
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: bytes  # little-endian int32
+
+
+class Tried(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    source: str
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -63,8 +74,8 @@ class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: str
 
 
-Job = Render | Encode
-Answer = Rendered | Encoded | Refused | Stage
+Job = Render | Encode | Try
+Answer = Rendered | Encoded | Tried | Refused | Stage
 
 
 class Folder(NamedTuple):
@@ -81,18 +92,27 @@ class Limits(NamedTuple):
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
 
     def of_job(self, job: Job) -> float:
-        size = len(job.text) if isinstance(job, Encode) else job.conversation.num_bytes
+        match job:
+            case Encode(text):
+                size = len(text)
+            case Render(conversation):
+                size = conversation.num_bytes
+            case Try():
+                size = 0
         return self.job_s * (1 + size / _CPU_STEP)
 
 
 class PromptEncoder(Protocol):
-    """Thread-safe. `render` and `encode` raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
+    """Thread-safe. Its methods raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
     def render(self, conversation: Conversation) -> str:
         """Return what the chat template makes of a conversation."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         """Return [num_tokens]."""
+
+    def compilable(self, grammar: Grammar) -> str:
+        """Return the source of a grammar that compiles. Raise `Unsupported` too."""
 
     def close(self) -> None:
         """End jobs with an error. Any thread may call it."""
@@ -106,6 +126,8 @@ class LocalEncoder:
         self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
         self._max_prompt_bytes = folder.max_prompt_bytes
+        self._folder = folder
+        self._compiler: GrammarCompiler | None = None
 
     def render(self, conversation: Conversation) -> str:
         if self.template is None:
@@ -117,6 +139,16 @@ class LocalEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def compilable(self, grammar: Grammar) -> str:
+        source = to_source(grammar)
+        if self._compiler is None:
+            try:
+                self._compiler = GrammarCompiler(self._folder.path, self._folder.vocab_size)
+            except ConfigError as error:
+                raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {error}") from None
+        self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
+        return source
 
     def close(self) -> None: ...
 
@@ -203,15 +235,19 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
         except TidewheelError as error:
             answer = Refused(error.tag, error.message)
         except MemoryError:
-            answer = Refused(InvalidRequest.tag, "the prompt needs too much memory: send a shorter one")
+            answer = Refused(InvalidRequest.tag, "the prompt or grammar needs too much memory: shorten it")
         _limit_cpu(0.0)
         write(stream, answer)
 
 
 def _work(encoder: LocalEncoder, job: Job) -> Answer:
-    if isinstance(job, Render):
-        return Rendered(encoder.render(job.conversation))
-    return Encoded(encoder.encode(job.text, add_special_tokens=job.add_special_tokens).astype("<i4").tobytes())
+    match job:
+        case Render(conversation):
+            return Rendered(encoder.render(conversation))
+        case Encode(text, add_special_tokens):
+            return Encoded(encoder.encode(text, add_special_tokens=add_special_tokens).astype("<i4").tobytes())
+        case Try(grammar):
+            return Tried(encoder.compilable(grammar))
 
 
 def _limit_cpu(seconds: float) -> None:

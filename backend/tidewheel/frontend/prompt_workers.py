@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -28,10 +29,14 @@ from tidewheel.frontend.prompt_process import (
     Render,
     Rendered,
     Stage,
+    Tried,
+    Try,
 )
+from tidewheel.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
+MAX_KNOWN_GRAMMARS = 64
 _ATTEMPTS = 2  # of a job whose process something else ended
 # One thread each: jobs run beside each other, and every other thread takes address space. A backtrace takes a second.
 _ENVIRONMENT = {
@@ -53,6 +58,7 @@ class PromptWorkers:
         self._idle: SimpleQueue[int] = SimpleQueue()
         for index in range(count):
             self._idle.put(index)
+        self.compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try)
 
     def wait_tried(self) -> None:
         """Raise `ConfigError` if the folder cannot be served within the limits."""
@@ -66,6 +72,9 @@ class PromptWorkers:
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         answer = cast(Encoded, self._ask(Encode(text, add_special_tokens)))
         return np.frombuffer(answer.token_ids, dtype="<i4").astype(np.int32, copy=False)
+
+    def _try(self, grammar: Grammar) -> str:
+        return cast(Tried, self._ask(Try(grammar))).source
 
     def close(self) -> None:
         with self._lock:
@@ -110,6 +119,11 @@ class PromptWorkers:
         if self._is_closed:
             raise Draining("the server is shutting down")
         logger.warning("a process that makes token ids ended (%s) and is replaced", _exit(returncode))
+        if isinstance(job, Try) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
+            raise InvalidRequest(
+                f"{job.grammar.name} could not be compiled within {self._limits.of_job(job):.0f} s of CPU time and "
+                "the limits of memory and depth: make it simpler"
+            )
         if returncode == -signal.SIGPROF:
             what = "text could not be tokenised" if isinstance(job, Encode) else "chat template did not end"
             raise InvalidRequest(f"the {what} within {self._limits.of_job(job):.0f} s of CPU time: change the prompt")

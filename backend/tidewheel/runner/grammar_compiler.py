@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -22,8 +22,11 @@ from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
 from tidewheel.grammar import Grammar, GrammarKind
 from tidewheel.regular_files import read_at_most
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_SOURCE_BYTES = 1 << 20
-MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest has about 35 MB
 # A compilation goes down a grammar rule by rule, and ends its process where the stack ends. A grammar is tried on a
 # small stack, in a process of its own, before it is compiled on a large one.
 TRIAL_STACK_BYTES = 1 << 20
@@ -33,7 +36,9 @@ _ERROR_CHARS = 300
 # A state of the lexer takes 1 to 2 kB, a mask stops at 200,000 units of work (some 15 ms). Errors quote no grammar.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _UNSUPPORTED = re.compile("unimplemented|not (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
-_STRICT = {"lenient": False, "coerce_one_of": False}  # whatever `x-guidance` of a schema says
+# Models write whitespace without end where they may.
+_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # whatever `x-guidance` of a schema says
 
 T = TypeVar("T")
 
@@ -63,7 +68,7 @@ class GrammarCompiler:
             backend.no_truncation()
             backend.no_padding()
             backend.add_special_tokens([_END])
-            self._end_bit = backend.token_to_id(_END)
+            self._end_bit: int = backend.token_to_id(_END) or 0
             num_tokens = max(vocab_size, self._end_bit + 1)
             self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self._end_bit)
         except BaseException as error:
@@ -94,9 +99,9 @@ def to_source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return str(LLMatcher.grammar_from_json_schema(grammar.text, None, _STRICT))
+                return str(LLMatcher.grammar_from_json_schema(grammar.text, _DEFAULTS, _STRICT))
             case GrammarKind.JSON_OBJECT:
-                return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+                return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
             case GrammarKind.REGEX:
                 return str(LLMatcher.grammar_from_regex(grammar.text))
             case GrammarKind.CHOICE:
@@ -107,7 +112,7 @@ def to_source(grammar: Grammar) -> str:
     except RecursionError:
         raise InvalidRequest(f"{grammar.name} is nested too deep") from None
     except Exception as error:
-        raise InvalidRequest(f"{grammar.name} is not a {grammar.kind}: {_one_line(str(error))}") from None
+        raise InvalidRequest(f"{grammar.name} is not {grammar.kind}: {_one_line(str(error))}") from None
 
 
 def _one_line(text: str) -> str:

@@ -60,7 +60,7 @@ def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history:
         apply_penalties(logits, history, PenaltyTensors(longest, *sent.group("penalties")))
     if plan.masks is not None:
         bits = plan.masks.bits.result().to(logits.device, non_blocking=True)
-        apply_token_mask(logits, *sent.group("mask_rows"), bits)
+        apply_token_mask(logits, sent.group("mask_rows")[0], bits)
     flags = (plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p)
     token_ids = draw_tokens(logits, sent.group("draw"), flags)
     if not logprob_rows:

@@ -78,7 +78,7 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, InvalidRequest, "guided_regex has 131073 bytes: at most"),
         ({"guided_json": {}, "guided_regex": "a"}, InvalidRequest, "guided_json and guided_regex are set: give one"),
         ({"guided_regex": "a", "guided_whitespace_pattern": " "}, InvalidRequest, "guided_whitespace_pattern is set"),
-        ({"guided_decoding_backend": "outlines"}, Unsupported, "guided_backend is 'outlines'"),
+        ({"guided_decoding_backend": "outlines"}, Unsupported, "guided_decoding_backend is 'outlines'"),
         ({"structured_outputs": {"structural_tag": "x"}}, Unsupported, "structured_outputs.structural_tag is 'x'"),
         (
             {"structured_outputs": {"json": {}, "disable_additional_properties": True}},

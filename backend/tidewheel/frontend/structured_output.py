@@ -57,7 +57,8 @@ def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
     given = {name: value for name, value in members.items() if not _is_off(value)}
     backend = given.pop("backend", given.pop("_backend", "auto"))
     if backend not in _BACKENDS:
-        raise Unsupported(f"{prefix}backend is {show(backend)}: grammars are llguidance's; leave it out")
+        name = "guided_decoding_backend" if prefix == _FLAT else f"{prefix}backend"
+        raise Unsupported(f"{name} is {show(backend)}: grammars are llguidance's; leave it out")
     for name in given:
         if name not in (*_KINDS, *_WHITESPACE, *_WITHOUT_EFFECT):
             raise Unsupported(f"{prefix}{name} is {show(given[name])}: it is not offered")

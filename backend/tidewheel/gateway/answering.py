@@ -107,7 +107,8 @@ class Answer:
         index = number * self._ask.n + part.index
         progress = self._progress.get(index)
         if progress is None:
-            progress = self._progress[index] = _Progress(Listener(self._ask.tools, self._reasoning))
+            reasoning = "off" if self._ask.follows_grammar else self._reasoning
+            progress = self._progress[index] = _Progress(Listener(self._ask.tools, reasoning))
         choice: Json = {"index": index, **self._content(part, progress), "logprobs": None}
         if part.logprobs is not None and self._ask.top_logprobs is not None:
             choice["logprobs"] = self._logprobs(part.logprobs, progress.num_chars)

@@ -4,7 +4,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tidewheel.errors import InvalidRequest
 
@@ -65,17 +65,27 @@ class Grammar:
 class TokenMatcher(Protocol):
     """Position of one answer in its grammar."""
 
-    def consume_token(self, token_id: int, /) -> bool:
-        """Return False, from then on, if the grammar does not allow the token or is too complex."""
+    def is_error(self) -> bool:
+        """Return whether a token was not allowed, or the grammar has become too complex."""
 
-    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int, /) -> None:
-        """Write a bit for each token. Releases the interpreter."""
 
-    def is_error(self) -> bool: ...
+class MatcherPool(Protocol):
+    """Work on matchers that releases the interpreter once."""
+
+    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> object:
+        """Let each matcher follow its token."""
+
+    def unsafe_compute_mask_ptr(
+        self, rows: list[tuple[Any, int]], address: int, row_bytes: int, num_rows: int, /
+    ) -> None:
+        """Write a bit for each token, a matcher's into its row."""
 
 
 class TokenGrammar(Protocol):
     """Compiled grammar; see `tidewheel.runner.grammar_compiler`."""
+
+    @property
+    def pool(self) -> MatcherPool: ...
 
     @property
     def num_words(self) -> int:

@@ -137,6 +137,9 @@ class SamplingParams:
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            kind = type(self.grammar).__name__
+            raise InvalidRequest(f"grammar must be a Grammar, such as Grammar.json_schema makes, not a {kind}")
         if not isinstance(self.logit_bias, LogitBias) and not _are_biases(self.logit_bias):
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias token id", token_id, 0, 2**31 - 1)

@@ -7,16 +7,20 @@ import pytest
 
 from support.engine.engine_clients import request
 from tidewheel.engine.front_ends import FrontEnd
-from tidewheel.engine.grammar_queue import MAX_KEPT, MAX_KEPT_CHARS, Compiled, GrammarCache, GrammarQueue
+from tidewheel.engine.grammar_queue import MAX_KEPT, MAX_KEPT_CHARS, MAX_WAITING, Compiled, GrammarCache, GrammarQueue
 from tidewheel.engine.messages import AddRequest
-from tidewheel.errors import ConfigError, InternalError, InvalidRequest, Unsupported
-from tidewheel.grammar import TokenGrammar, TokenMatcher
+from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, Unsupported
+from tidewheel.grammar import MatcherPool, TokenGrammar, TokenMatcher
 
 LIMIT_S = 20.0
 
 
 class Named:
     num_words, end_bit = 1, 0
+
+    @property
+    def pool(self) -> MatcherPool:
+        raise NotImplementedError
 
     def matcher(self, _token_ids: Sequence[int]) -> TokenMatcher:
         raise NotImplementedError
@@ -79,6 +83,14 @@ def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
     assert compiler.compiled == ["a", "wrong", "broken"]
     assert not queue.has_waiting
     assert queue.find("wrong") is None
+
+
+def test_only_so_many_wait(compiler: GatedCompiler) -> None:
+    queue, client = GrammarQueue(lambda: compiler), front_end()
+    for key in range(MAX_WAITING):
+        queue.add(client, asking(key, "a"))
+    with pytest.raises(Busy, match="256 requests wait for their grammars"):
+        queue.add(client, asking(MAX_WAITING, "a"))
 
 
 def test_requests_that_leave_are_not_added(compiler: GatedCompiler) -> None:

@@ -158,9 +158,9 @@ class Tiring(AnyToken):
     def matcher(self, token_ids: Sequence[int]) -> Tiring:
         return Tiring(self._num_left - len(token_ids))
 
-    def consume_token(self, _token_id: int, /) -> bool:
-        self._num_left -= 1
-        return self._num_left > 0
+    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> None:
+        for matcher, _ in tokens:
+            matcher._num_left -= 1
 
     def is_error(self) -> bool:
         return self._num_left <= 0

@@ -42,6 +42,7 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("",)),
     ("bad_words", (3,)),
     ("stop_token_ids", (-1,)),
+    ("grammar", {"type": "object"}),
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: 101.0}),

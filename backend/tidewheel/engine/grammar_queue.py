@@ -7,12 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from tidewheel.engine.front_ends import FrontEnd
-from tidewheel.engine.messages import AddRequest
-from tidewheel.errors import ConfigError, InternalError, TidewheelError, Unsupported
+from tidewheel.engine.messages import RETRY_AFTER_MS, AddRequest
+from tidewheel.errors import Busy, ConfigError, InternalError, TidewheelError, Unsupported
 from tidewheel.grammar import TokenGrammar
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING = 256  # requests, each with up to 1 MiB of source
 MAX_KEPT = 64  # compiled grammars
 MAX_KEPT_CHARS = 512 << 10  # of their sources; a compiled one takes up to 300 times as much
 
@@ -25,9 +26,9 @@ class GrammarCache:
     """Compiled grammars, least recently used first. Raise the errors of the compiler."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        """Call `make_compiler` with the first grammar."""
+        """Call `make_compiler` once, when it is needed or in `prepare`."""
         self._make_compiler = make_compiler
-        self._compiler: Compiler | None = None
+        self._compiler: Compiler | ConfigError | None = None
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
         self._num_chars = 0
 
@@ -38,13 +39,19 @@ class GrammarCache:
         return grammar
 
     def compile(self, source: str, name: str) -> TokenGrammar:
-        """Call on one thread. It keeps nothing."""
+        """Call on the thread of `prepare`. It keeps nothing."""
+        compiler = self.prepare()
+        if isinstance(compiler, ConfigError):
+            raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {compiler}")
+        return compiler.compile(source, name)
+
+    def prepare(self) -> Compiler | ConfigError:
         if self._compiler is None:
             try:
                 self._compiler = self._make_compiler()
             except ConfigError as error:
-                raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {error}") from None
-        return self._compiler.compile(source, name)
+                self._compiler = error
+        return self._compiler
 
     def keep(self, source: str, grammar: TokenGrammar) -> None:
         if source not in self._kept:
@@ -70,6 +77,7 @@ class GrammarQueue:
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         self._cache = GrammarCache(make_compiler)
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread.submit(self._cache.prepare)  # holds the interpreter for up to a second: now, not between steps
         self._jobs: dict[str, Future[TokenGrammar]] = {}
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []
 
@@ -81,6 +89,9 @@ class GrammarQueue:
         return self._cache.find(source)
 
     def add(self, front_end: FrontEnd, message: AddRequest) -> None:
+        """Raise `Busy` if too many wait."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise Busy(f"{len(self._waiting)} requests wait for their grammars", retry_after_ms=RETRY_AFTER_MS)
         source = message.grammar
         if source not in self._jobs:
             self._jobs[source] = self._thread.submit(self._cache.compile, source, message.grammar_name)

@@ -258,10 +258,13 @@ class EngineServer:
             self._front_ends.refuse(front_end, message.key, error)
             return
         grammar = self._grammars.find(message.grammar) if message.grammar else None
-        if message.grammar and grammar is None:
-            self._grammars.add(front_end, message)
-        else:
+        if not message.grammar or grammar is not None:
             self._add_compiled(front_end, message, grammar)
+            return
+        try:
+            self._grammars.add(front_end, message)
+        except TidewheelError as error:
+            self._front_ends.refuse(front_end, message.key, error)
 
     def _add_compiled(
         self, front_end: FrontEnd, message: AddRequest, grammar: TokenGrammar | TidewheelError | None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import Coercion
-from tidewheel.frontend.structured_output import GRAMMAR_PARAMETERS
+from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS
 from tidewheel.frontend.word_biases import WEIGHTS, WORDS
 from tidewheel.grammar import Grammar
 from tidewheel.request import Priority

@@ -13,13 +13,13 @@ from tidewheel.engine.requests import check_prompt_length, check_request
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import check_size, show, to_text
 from tidewheel.frontend.conversation import parse_conversation
+from tidewheel.frontend.grammar_parameters import with_grammar
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs, OutputStream
 from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
-from tidewheel.frontend.structured_output import with_grammar
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.word_biases import with_token_biases

@@ -90,6 +90,7 @@ class Limits(NamedTuple):
     memory_mb: int = 3072
     trial_s: float = 20.0
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
+    grammar_s: float = 1.0
 
     def of_job(self, job: Job) -> float:
         match job:
@@ -98,7 +99,7 @@ class Limits(NamedTuple):
             case Render(conversation):
                 size = conversation.num_bytes
             case Try():
-                size = 0
+                return self.grammar_s
         return self.job_s * (1 + size / _CPU_STEP)
 
 
@@ -127,7 +128,7 @@ class LocalEncoder:
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
         self._max_prompt_bytes = folder.max_prompt_bytes
         self._folder = folder
-        self._compiler: GrammarCompiler | None = None
+        self._compiler: GrammarCompiler | ConfigError | None = None
 
     def render(self, conversation: Conversation) -> str:
         if self.template is None:
@@ -141,14 +142,21 @@ class LocalEncoder:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def compilable(self, grammar: Grammar) -> str:
+        compiler = self.prepare_grammars()
+        if isinstance(compiler, ConfigError):
+            raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {compiler}")
         source = to_source(grammar)
+        compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
+        return source
+
+    def prepare_grammars(self) -> GrammarCompiler | ConfigError:
+        """Read the vocabulary, once. A large one takes a second."""
         if self._compiler is None:
             try:
                 self._compiler = GrammarCompiler(self._folder.path, self._folder.vocab_size)
             except ConfigError as error:
-                raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {error}") from None
-        self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
-        return source
+                self._compiler = error
+        return self._compiler
 
     def close(self) -> None: ...
 
@@ -196,6 +204,7 @@ def main() -> None:
     parser.add_argument("memory_mb", type=int)
     parser.add_argument("trial_s", type=float)
     parser.add_argument("job_s", type=float)
+    parser.add_argument("grammar_s", type=float)
     parser.add_argument("--trial", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, whose socket then ends this process
@@ -203,7 +212,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
         folder = Folder(args.folder, args.vocab_size, args.max_prompt_bytes)
-        limits = Limits(args.memory_mb, args.trial_s, args.job_s)
+        limits = Limits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)
         encoder = _start(stream, folder, limits.trial_s, is_trial=args.trial)
         if encoder is not None:
             _serve(stream, encoder, limits)
@@ -228,6 +237,8 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
     decoder = msgspec.msgpack.Decoder(Job)
     while data := read(stream):
         job = decoder.decode(data)
+        if isinstance(job, Try):
+            encoder.prepare_grammars()
         _limit_cpu(limits.of_job(job))
         answer: Answer
         try:

@@ -7,6 +7,7 @@ an answer.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import tokenizers
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 1 << 20
+MAX_THREADS = 4  # of masks
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest has about 35 MB
 # A compilation goes down a grammar rule by rule, and ends its process where the stack ends. A grammar is tried on a
 # small stack, in a process of its own, before it is compiled on a large one.
@@ -46,8 +48,9 @@ T = TypeVar("T")
 class CompiledGrammar:
     """See `tidewheel.grammar.TokenGrammar`. Answers follow copies of its matcher, which share nothing."""
 
-    def __init__(self, matcher: LLMatcher, end_bit: int, num_words: int) -> None:
+    def __init__(self, matcher: LLMatcher, pool: LLExecutor, end_bit: int, num_words: int) -> None:
         self._matcher = matcher
+        self.pool = pool
         self.end_bit = end_bit
         self.num_words = num_words
 
@@ -62,6 +65,7 @@ class GrammarCompiler:
     """Thread-safe. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._pool = LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
         path = folder / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_str(read_at_most(path, MAX_TOKENIZER_BYTES).decode("utf-8"))
@@ -85,7 +89,7 @@ class GrammarCompiler:
             problem = _one_line(matcher.get_error())
             cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
             raise cause(f"{name} cannot be followed: {problem}")
-        return CompiledGrammar(matcher, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
+        return CompiledGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
 
     def _started(self, source: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)

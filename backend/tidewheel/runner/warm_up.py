@@ -34,7 +34,7 @@ class BatchRunner(Protocol):
 
 
 class AnyToken:
-    """Grammar that allows all, and its own matcher."""
+    """Grammar that allows all, its own matcher and pool."""
 
     end_bit = 0
 
@@ -44,11 +44,16 @@ class AnyToken:
     def matcher(self, _token_ids: Sequence[int]) -> AnyToken:
         return self
 
-    def consume_token(self, _token_id: int, /) -> bool:
-        return True
+    @property
+    def pool(self) -> AnyToken:
+        return self
 
-    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int, /) -> None:
-        ctypes.memset(address, 0xFF, num_bytes)
+    def consume_token_par(self, tokens: list[tuple[AnyToken, int]], /) -> None: ...
+
+    def unsafe_compute_mask_ptr(
+        self, _rows: list[tuple[AnyToken, int]], address: int, row_bytes: int, num_rows: int, /
+    ) -> None:
+        ctypes.memset(address, 0xFF, row_bytes * num_rows)
 
     def is_error(self) -> bool:
         return False

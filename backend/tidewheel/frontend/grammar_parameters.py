@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import parse_json, show, to_bool, to_text
@@ -26,10 +26,12 @@ GRAMMAR_PARAMETERS = (
     *_OBJECTS, _FORMAT, _GUIDE_TYPE, _GUIDE,
 )  # fmt: skip
 
+_NAMES = frozenset(GRAMMAR_PARAMETERS)
+
 
 def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource, ...]:
     """Replace these parameters by `grammar`. Raise `InvalidRequest` or `Unsupported`."""
-    if not any(name in source.values for source in sources for name in GRAMMAR_PARAMETERS):
+    if not names_grammar(sources):
         return sources
     replaced: list[ParameterSource] = []
     for source in sources:
@@ -37,6 +39,10 @@ def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource,
         replaced.append(ParameterSource(origin=source.origin, values=others))
         replaced += [ParameterSource(origin=g.name, values={"grammar": g}) for g in _grammars(source.values)]
     return tuple(replaced)
+
+
+def names_grammar(sources: Iterable[ParameterSource]) -> bool:
+    return not all(_NAMES.isdisjoint(source.values) for source in sources)
 
 
 def _grammars(values: Mapping[str, object]) -> list[Grammar]:

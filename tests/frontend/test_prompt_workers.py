@@ -171,6 +171,7 @@ def test_grammars_are_tried(workers: PromptWorkers) -> None:
         (Grammar.json_schema({"not": {}, "x-guidance": {"lenient": True}}), Unsupported, "not"),
         (Grammar.json_schema({"type": "string", "format": "made-up"}), Unsupported, "made-up"),
         (Grammar.json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), Unsupported, "oneOf"),
+        (Grammar.json_schema({"properties": {"a": {}, "b": {}}, "minProperties": 2}), Unsupported, "minProp|maxProp"),
         (Grammar.json_schema({"type": "text"}), InvalidRequest, "text"),
         (Grammar.json_schema({"$ref": "https://example.com/x"}), InvalidRequest, "example.com"),
         (Grammar.json_schema({"$ref": "#"}), InvalidRequest, "grammar cannot be followed"),

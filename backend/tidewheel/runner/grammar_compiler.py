@@ -37,7 +37,7 @@ _END = "<|tidewheel end of answer|>"
 _ERROR_CHARS = 300
 # A state of the lexer takes 1 to 2 kB, a mask stops at 200,000 units of work (some 15 ms). Errors quote no grammar.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-_UNSUPPORTED = re.compile("unimplemented|not (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
+_UNSUPPORTED = re.compile("unimplemented|(not|only) (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
 # Models write whitespace without end where they may.
 _DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 _STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # whatever `x-guidance` of a schema says

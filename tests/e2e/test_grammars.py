@@ -85,6 +85,29 @@ def test_openai_formats(client: openai.OpenAI) -> None:
     assert anything.finish_reason == "length" or isinstance(json.loads(anything.message.content), dict)
 
 
+def test_scored_prompts_and_allowed_tokens(client: openai.OpenAI) -> None:
+    """An answer goes as far as its grammar and its allowed tokens agree."""
+
+    def ids_of(text: str) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": False}
+        return list(client.post("../tokenize", body=body, cast_to=dict[str, Any])["tokens"])
+
+    def answer(allowed: list[int]) -> Any:
+        rules = {"guided_regex": "[13]{3}2?3", "allowed_token_ids": allowed}
+        return client.completions.create(
+            model="demo", prompt=PROMPT, echo=True, logprobs=0, max_tokens=4, extra_body=rules
+        ).choices[0]
+
+    one, three = (ids_of(digit)[-1] for digit in "13")
+    found = answer([one, three])
+    assert re.fullmatch(f"{PROMPT}[13]{{3}}3", found.text)
+    assert len(found.logprobs.tokens) == len(ids_of(PROMPT)) + 4
+    with pytest.raises(openai.BadRequestError, match=r"could follow 3 tokens of output: .*allowed_token_ids"):
+        answer([one])
+    with pytest.raises(openai.BadRequestError, match="guided_regex does not go with the task embed"):
+        client.embeddings.create(model="demo", input="a", extra_body={"guided_regex": "a"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_calls(client: openai.OpenAI, stream: bool) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}

@@ -81,6 +81,7 @@ def any_case(draw: st.DrawFn, number: int) -> tuple[set[str] | None, Request]:
         min_tokens=draw(st.sampled_from([0, 0, 5])) if texts else 0,
         ignore_eos=draw(st.booleans()),
         logit_bias=draw(st.dictionaries(st.integers(0, 16), st.sampled_from([-4.0, 3.5]), max_size=2)),
+        prompt_logprobs=draw(st.sampled_from([None, 1])),
     )
     count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))
     stops = (*ENDS, *draw(st.sets(st.integers(0, 4), max_size=1))) if texts else ()
@@ -113,6 +114,8 @@ def test_tokens_are_those_of_the_definition(
         if texts is None:
             continue
         expected = by_definition(subject, texts)
+        if subject.output_token_ids and subject.sampling.prompt_logprobs is not None:
+            assert len(subject.prompt_logprobs) == subject.num_prompt_tokens - 1
         assert subject.output_token_ids == expected[: len(subject.output_token_ids)]
         if subject.finish_reason is FinishReason.ERROR:
             continue
@@ -155,7 +158,7 @@ def test_only_allowed_tokens_of_a_grammar_follow(compiler: GrammarCompiler) -> N
     fitting, blocked = (request(name, prompt, 9, sampling, stop_token_ids=ENDS) for name in ("fitting", "blocked"))
     constrain(fitting, {"abc", "ac", "acb", "b"}, compiler)
     constrain(blocked, {"ab"}, compiler)
-    Engine(max_num_seqs=2, num_blocks=12).run([fitting, blocked])
+    Engine(max_num_seqs=2, num_blocks=12, is_staged=True, max_inflight_steps=2).run([fitting, blocked])
     assert (fitting.output_token_ids, fitting.finish_reason) == ([0, 2, ENDS[1]], FinishReason.STOP)
     assert len(fitting.prompt_logprobs) == 2
     assert (blocked.output_token_ids, blocked.finish_reason) == ([0], FinishReason.ERROR)

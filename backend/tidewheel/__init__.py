@@ -12,16 +12,18 @@ from tidewheel.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tidewheel.frontend.request_options import RequestOptions as RequestOptions
+    from tidewheel.grammar import Grammar as Grammar
     from tidewheel.llm import LLM as LLM
     from tidewheel.sampling import SamplingParams as SamplingParams
 
 _EXPORTS = {
+    "Grammar": "tidewheel.grammar",
     "LLM": "tidewheel.llm",
     "RequestOptions": "tidewheel.frontend.request_options",
     "SamplingParams": "tidewheel.sampling",
 }
 
-__all__ = ["LLM", "RequestOptions", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "RequestOptions", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.grammar import RowGrammar
 from tidewheel.request import Pooling, Request
 from tidewheel.sampling import SamplingParams, TopLogprobs
 
@@ -40,6 +41,7 @@ class NewRow(NamedTuple):
     stop_token_ids: tuple[int, ...]  # masked until `sampling.min_tokens`
     bad_words_ids: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
     pooling: Pooling = ""
+    grammar: RowGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ _WITHOUT_EFFECT = {
         model_loader_extra_config ignore_patterns use_tqdm_on_load pt_load_map_location code_revision model_impl
         tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers
     """,
-    "requests for structured output are refused, and reasoning stays in the text": """
+    "grammars are llguidance's and named by requests; reasoning stays in the text, but for the gateway": """
         guided_decoding_backend guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
         guided_decoding_disable_additional_properties structured_outputs_config reasoning_parser reasoning_config
         enable_reasoning

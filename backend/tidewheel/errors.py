@@ -75,7 +75,7 @@ class PromptTooLarge(InvalidRequest):
 
 
 class Unsupported(TidewheelError):
-    """The request asks for a known feature that is not offered, such as beam search or structured output.
+    """The request asks for a known feature that is not offered, such as beam search or a grammar with look-around.
 
     Leave the field out, or set it to a value that asks for nothing.
     """

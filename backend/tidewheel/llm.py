@@ -24,6 +24,7 @@ from tidewheel.batch import Int32Array, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
+from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
@@ -33,7 +34,9 @@ from tidewheel.frontend.output import Outputs
 from tidewheel.frontend.preparation import Preparer, truncated
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason, Request
+from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats
 
@@ -107,6 +110,7 @@ class LLM:
         self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
         self._preparer = Preparer(self.info, self._tokenizer, self._load_defaults())
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
+        self._grammars = GrammarCache(self._make_compiler)
         self._waiting: deque[_Group] = deque()  # not yet accepted
         self._open: dict[str, _Route] = {}  # unfinished, by request id
         self._core: EngineCore | None = EngineCore(
@@ -204,8 +208,18 @@ class LLM:
             request_ids=[f"{number}.{index}" for index in range(options.n)],
             seed=self._seeds.getrandbits(64),
             now=now_ns * 1e-9,
+            grammar=self._grammar(message) if message.grammar else None,
         )
         return _Group(requests, outputs)
+
+    def _grammar(self, message: AddRequest) -> TokenGrammar:
+        source = message.grammar
+        grammar = self._grammars.find(source) or self._grammars.compile(source, message.grammar_name)
+        self._grammars.keep(source, grammar)
+        return grammar
+
+    def _make_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(Path(self.config.tokenizer or self.info.model), self.info.vocab_size)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> Int32Array:
         tokenizer = self._tokenizer

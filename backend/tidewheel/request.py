@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import TidewheelError
+from tidewheel.grammar import RowGrammar
 from tidewheel.sampling import LogitBias, SamplingParams, TopLogprobs
 
 
@@ -74,6 +75,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()  # of the client, and end-of-sequence ids unless ignore_eos
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: LogitBias | None = None  # replaces the biases of `sampling`
+    grammar: RowGrammar | None = None
     cache_salt: str = ""
     pooling: Pooling = ""
     tenant: str = ""

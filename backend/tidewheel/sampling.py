@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import InvalidRequest
+from tidewheel.grammar import Grammar
 
 # Caps checked before allocation.
 MAX_LOGPROBS = 256  # of the setting max_logprobs, which `check_request` compares
@@ -126,6 +127,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # last tokens of the prompt to keep; -1: as many as fit
+    grammar: Grammar | None = None  # that the answer follows
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -154,6 +156,9 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, name):
                 _check_int(name, token_id, 0, 2**31 - 1)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            kind = type(self.grammar).__name__
+            raise InvalidRequest(f"grammar must be a Grammar, such as Grammar.json_schema makes, not a {kind}")
         if not isinstance(self.logit_bias, LogitBias) and not _are_biases(self.logit_bias):
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias token id", token_id, 0, 2**31 - 1)

@@ -22,6 +22,7 @@ from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, 
 from tidewheel_kernels.rope import rope_and_cache
 from tidewheel_kernels.sampling import SampleOutput, sample
 from tidewheel_kernels.sampling.reference import SamplingTensors
+from tidewheel_kernels.token_mask import apply_token_mask
 
 __all__ = [
     "AttentionMetadata",
@@ -34,6 +35,7 @@ __all__ = [
     "WordTensors",
     "apply_logit_bias",
     "apply_penalties",
+    "apply_token_mask",
     "compute_logprobs",
     "copy_blocks",
     "forbid_words",

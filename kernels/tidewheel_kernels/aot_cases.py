@@ -103,6 +103,7 @@ def _sample(*, sampled: bool, dtype: torch.dtype = F32, vocabulary: int = VOCABU
 def _logits_operations(num_rows: int, num_entries: int) -> None:
     from tidewheel_kernels.logprobs.triton_kernels import compute_logprobs
     from tidewheel_kernels.penalties.triton_kernels import apply_logit_bias, apply_penalties, forbid_words
+    from tidewheel_kernels.token_mask.triton_kernels import apply_token_mask
 
     logits, column = torch.empty(num_rows, VOCABULARY), torch.empty(num_rows)
     ids, rows = torch.empty(num_entries, dtype=I32), torch.empty(num_rows, dtype=I32)
@@ -111,6 +112,7 @@ def _logits_operations(num_rows: int, num_entries: int) -> None:
     forbid_words(logits, history, WordTensors(ids, ids, ids, ids))
     apply_logit_bias(logits, ids, ids, torch.empty(num_entries))
     compute_logprobs(logits, torch.empty(num_rows, dtype=I64), 20)
+    apply_token_mask(logits, rows, torch.empty(num_rows, VOCABULARY // 32 + 1, dtype=I32))
 
 
 CASES = (

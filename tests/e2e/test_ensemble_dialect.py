@@ -209,7 +209,10 @@ def test_the_generate_stream_endpoint(ensembles: Server, reference: Reference) -
         ({"return_context_logits": np.array([[True]])}, "return_context_logits is True"),
         ({"return_generation_logits": np.array([[True]])}, "return_generation_logits is True"),
         ({"length_penalty": np.array([[0.5]], np.float32)}, "length_penalty is 0.5: beam search"),
-        ({"guided_decoding_guide_type": texts([b"json"])}, "structured output"),
+        (
+            {"guided_decoding_guide_type": texts([b"structural_tag"])},
+            "guided_decoding_guide_type is 'structural_tag'",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -157,8 +157,8 @@ def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is 200") as wrong:
         ask(temperature=200, stream=True)
     assert wrong.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="structured output is not offered"):
-        ask(response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match=r"response_format.json_schema.schema cannot be followed.*not"):
+        ask(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}})
     with pytest.raises(openai.BadRequestError, match="top_logprobs is 99: it must be 0 to 20") as wrong:
         ask(logprobs=True, top_logprobs=99)
     assert wrong.value.param == "top_logprobs"

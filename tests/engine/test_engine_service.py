@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from support.engine.engine_clients import Client, Recorder, endless, request
+from support.engine.fake_engine import write_model_folder
 from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
 from tidewheel.engine.folder import new_place
 from tidewheel.engine.messages import CloseSession, Delta
+from tidewheel.grammar import Grammar
+from tidewheel.runner.grammar_compiler import to_source
 
 Connect = Callable[..., Client]
 
@@ -212,3 +215,29 @@ def test_a_session_is_closed_once(connect: Connect) -> None:
     client.recorder.wait_ended(2, 3, 4)
     assert [client.recorder.endings[key] for key in (2, 3, 4)] == ["TW-NOT-FOUND", "stop", "TW-NOT-FOUND"]
     client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 0, "no session")
+
+
+def test_requests_with_grammars_wait_for_them_alone(connect: Connect, tmp_path: Path) -> None:
+    """The fake device follows no grammar; here it is about who waits, and how it ends."""
+    write_model_folder(tmp_path)
+    client = connect(config=EngineConfig(model="ok", tokenizer=str(tmp_path)))
+    names = {f"p{i}": {"type": "string"} for i in range(2000)}  # a second to compile
+    large = to_source(Grammar.json_schema({"type": "object", "properties": names}))
+    ends = {"stop_token_ids": (2,), "end_token_ids": (2,)}
+    client.add(request(1, 5, grammar=large, grammar_name="guided_json", **ends))
+    client.add(request(2, 5, grammar=large, grammar_name="guided_json", **ends))
+    client.add(request(3, 5, grammar=to_source(Grammar.regex("a+")), grammar_name="guided_regex", n=2, **ends))
+    client.add(request(4, 5, grammar="wrong", grammar_name="guided_regex", **ends))
+    client.add(request(5, 5, 6, 7))
+    client.cancel([2])
+    client.recorder.wait_ended(1, 2, 3, (3, 1), 4, 5)
+    endings = client.recorder.endings
+    assert (endings[1], endings[2], endings[3], endings[4], endings[5]) == (
+        "length", "cancelled", "length", "TW-INPUT", "length",
+    )  # fmt: skip
+    assert "guided_regex cannot be followed" in client.recorder.errors[4]
+    assert client.recorder.tokens[5] == expected(5, 6, 7)
+    client.add(request(6, 5, grammar=large, grammar_name="guided_json"))
+    client.recorder.wait_ended(6)
+    assert "guided_json needs a token that ends the answer" in client.recorder.errors[6]
+    assert set(client.recorder.num_endings.values()) == {1}

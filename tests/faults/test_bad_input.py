@@ -57,9 +57,10 @@ UNSUPPORTED = [
     '{"best_of": 3}',
     '{"chat_template": "{% for a in range(99999) %}{% endfor %}"}',
     '{"chat_template_kwargs": {"tokenize": true}}',
-    '{"guided_regex": "(a+)+$"}',
-    '{"structured_outputs": {"json": false}}',
-    '{"guided_json": {}}',
+    '{"guided_regex": "(?=a)b"}',
+    '{"structured_outputs": {"structural_tag": "{}"}}',
+    '{"guided_json": {"not": {"type": "string"}}}',
+    '{"guided_decoding_guide_type": "structural_tag"}',
     '{"prompt_embeds": "AAAA"}',
 ]
 # Ids beyond the model's output, by every way in: to a kernel they would be an address.

@@ -36,11 +36,19 @@ class Queue:
         self.queue = PromptQueue(1 << 20, num_threads, self.clock)
         self.num_put = 0
 
-    def put(self, priority: int = NORMAL, deadline_s: float = 0, soft_s: float = 0, num_bytes: int = 1) -> int:
+    def put(
+        self,
+        priority: int = NORMAL,
+        deadline_s: float = 0,
+        soft_s: float = 0,
+        num_bytes: int = 1,
+        **parameters: object,
+    ) -> int:
         self.num_put += 1
         now = self.clock.now_ns
         moments = [now + int(seconds * SECOND) if seconds else 0 for seconds in (deadline_s, soft_s)]
-        asked = GenerateRequest(text="x" * num_bytes)
+        source = ParameterSource(origin="sampling_parameters", values=parameters)
+        asked = GenerateRequest(text="x" * num_bytes, parameters=(source,))
         urgency = Urgency(priority, *moments)
         self.queue.put(LiveRequest(self.num_put, asked, RecordingSink(), arrival_ns=now, urgency=urgency))
         return self.num_put
@@ -248,3 +256,14 @@ def test_a_short_prompt_does_not_wait_for_long_ones(blocked: Blocked) -> None:
     blocked.submit("short", priority=4)
     blocked.harness.engine.wait_added(1)
     assert blocked.prepared == ["slow", "short"]
+
+
+def test_a_grammar_leaves_one_thread_to_others() -> None:
+    """Trying one out may take a second."""
+    queue = Queue(num_threads=2)
+    first, second = queue.put(guided_json="{}"), queue.put(structured_outputs={"regex": "a"})
+    plain = queue.put()
+    taken = queue.take(done=False)
+    assert (taken.key, queue.take().key) == (first, plain)
+    queue.queue.done(taken)
+    assert queue.take().key == second

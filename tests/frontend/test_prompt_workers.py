@@ -13,12 +13,14 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from support.engine.fake_engine import write_model_folder
-from support.frontend.tokenizers_on_the_spot import byte_level_bpe
-from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge
+from support.frontend.tokenizers_on_the_spot import BACKENDS, byte_level_bpe
+from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
 from tidewheel.frontend.conversation import Conversation
-from tidewheel.frontend.prompt_process import Encode, Folder, Limits
+from tidewheel.frontend.prompt_process import Encode, Folder, Limits, LocalEncoder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.grammar import Grammar
+from tidewheel.runner.grammar_compiler import to_source
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if messages[0].content == 'memory' %}{{ 'x' * 20000000000 }}{% endif %}
@@ -146,3 +148,58 @@ def test_an_empty_vocabulary_stops_the_load(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match="empty vocabulary"):
         Tokenizer.load(tmp_path, vocab_size=100)
+
+
+def chain(count: int) -> Grammar:
+    """Rules that each go to the next: compiling them goes as deep."""
+    rules = [f'r{i} ::= "x{i}" r{i + 1}' for i in range(count)]
+    return Grammar.ebnf("\n".join(["root ::= r0", *rules, f'r{count} ::= "a"']), "guided_grammar")
+
+
+def test_grammars_are_tried(workers: PromptWorkers) -> None:
+    schema = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}, "guided_json")
+    source = workers.compilable(schema)
+    assert source == workers.compilable(schema) == to_source(schema)
+    assert workers.compilable.cache_info().hits == 1
+    assert workers.compilable(chain(20)) == to_source(chain(20))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error", "words"),
+    [
+        (Grammar.json_schema({"not": {}, "if": {}}, "guided_json"), Unsupported, 'guided_json .*"if", "not"'),
+        (Grammar.json_schema({"not": {}, "x-guidance": {"lenient": True}}), Unsupported, "not"),
+        (Grammar.json_schema({"type": "string", "format": "made-up"}), Unsupported, "made-up"),
+        (Grammar.json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), Unsupported, "oneOf"),
+        (Grammar.json_schema({"properties": {"a": {}, "b": {}}, "minProperties": 2}), Unsupported, "minProp|maxProp"),
+        (Grammar.json_schema({"type": "text"}), InvalidRequest, "text"),
+        (Grammar.json_schema({"$ref": "https://example.com/x"}), InvalidRequest, "example.com"),
+        (Grammar.json_schema({"$ref": "#"}), InvalidRequest, "grammar cannot be followed"),
+        (Grammar.json_schema('{"a":' * 200 + "1" + "}" * 200), InvalidRequest, "recursion limit"),
+        (
+            Grammar.json_schema(
+                {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(8)]} for i in range(10)]}
+            ),
+            InvalidRequest,
+            "schema too large",
+        ),
+        (Grammar.regex("a(?=b)", "guided_regex"), Unsupported, "guided_regex .*look-around"),
+        (Grammar.regex("(" * 5000), InvalidRequest, "grammar cannot be followed"),
+        (Grammar.ebnf("nothing"), InvalidRequest, "grammar is not ebnf"),
+        (chain(5000), InvalidRequest, "guided_grammar could not be compiled within .* limits of memory and depth"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, Grammar) else "",
+)
+def test_grammars_that_cannot_be_followed(
+    workers: PromptWorkers, grammar: Grammar, error: type[TidewheelError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        workers.compilable(grammar)
+    assert workers.compilable(Grammar.regex("after"))
+
+
+def test_a_tokenizer_without_bytes_refuses_grammars(tmp_path: Path) -> None:
+    BACKENDS["WordPiece"]().save(str(tmp_path / "tokenizer.json"))
+    encoder = LocalEncoder(Folder(tmp_path, 400, 4096))
+    with pytest.raises(Unsupported, match="guided_regex is set, and this model offers no grammars"):
+        encoder.compilable(Grammar.regex("a", "guided_regex"))

@@ -91,6 +91,10 @@ def test_an_embedding(harness: FrontendHarness) -> None:
             {"task": "embed", "text": "x", "parameters": {"max_tokens": 5}},
             "max_tokens does not go with the task embed",
         ),
+        (
+            {"task": "tokenize", "text": "x", "parameters": {"guided_regex": "a"}},
+            "guided_regex does not go with the task tokenize",
+        ),
         ({"task": "embed", "text": "x", "parameters": {"n": 2}}, "n does not go with the task embed"),
         ({"task": "embed", "text": "x", "parameters": {"echo": True}}, "echo does not go with the task embed"),
         ({"task": "embed", "text": ""}, "text_input is empty"),

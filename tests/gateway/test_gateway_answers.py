@@ -333,3 +333,27 @@ def test_a_call_that_is_cut_is_text(gateway: RunningGateway, triton: FakeTriton)
     triton.answer = lambda asked: say(asked, text_output=CALL[:30], finish_reason="length")
     choice = gateway.chat(tools=TOOLS).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (CALL[:30], "length")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: object) -> None:
+    """The backend is asked for a schema, and its answer has no thoughts."""
+    triton.answer = lambda asked: say(asked, text_output='{"name": "weather", "arguments": {"city": "<think>"}}')
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    answer = gateway.chat(tools=strict, tool_choice=choice).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "<think>"}'}
+    assert answer["finish_reason"] == "tool_calls"
+    (one,) = triton.asked[0].sampling["structured_outputs"]["json"]["anyOf"]
+    assert one["properties"]["name"] == {"const": "weather"}
+    assert one["properties"]["arguments"]["type"] == "object"
+    assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
+
+
+def test_an_answer_in_a_grammar_has_no_thoughts(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output="<think>Hm.</think>5")
+    for fields in ({"response_format": {"type": "json_object"}}, {"guided_regex": ".*"}):
+        message = gateway.chat(**fields).json()["choices"][0]["message"]
+        assert message["content"] == "<think>Hm.</think>5"
+    free = gateway.chat(response_format={"type": "text"}).json()["choices"][0]["message"]
+    assert (free["content"], free["reasoning_content"]) == ("5", "Hm.")

@@ -117,7 +117,7 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
         ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs is 2", "top_logprobs"),
         ("chat/completions", {**CHAT, "logprobs": 2}, "logprobs: Expected `bool`", "logprobs"),
         ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice forces a call", "tool_choice"),
-        ("chat/completions", {**CHAT, "tool_choice": {"type": "function"}}, "forces a call", "tool_choice"),
+        ("chat/completions", {**CHAT, "tool_choice": {"type": "function"}}, "or an object of the", "tool_choice"),
         ("chat/completions", {**CHAT, "tools": {}}, "tools: Expected `array`", "tools"),
         ("chat/completions", {**CHAT, "priority": "1"}, "priority: Expected `int", "priority"),
     ],

@@ -34,6 +34,7 @@ LAYERS = {
     "tidewheel.settings": 0,
     "tidewheel.engine_arguments": 0,
     "tidewheel.tenants": 0,
+    "tidewheel.grammar": 0,
     "tidewheel.sampling": 0,
     "tidewheel.request": 0,
     "tidewheel.batch": 0,

@@ -53,6 +53,7 @@ BAD: list[tuple[str, Any]] = [
     ("allowed_token_ids", tuple(range(MAX_ALLOWED_TOKEN_IDS + 1))),
     ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2),
+    ("grammar", {"type": "object"}),
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: 101.0}),

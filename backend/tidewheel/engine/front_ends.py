@@ -115,9 +115,9 @@ class FrontEnds:
         """Answer a request that is not open."""
         front_end.unsent.append(Delta.whole(key, FinishReason.ERROR, error))
 
-    def confirm(self, front_end: FrontEnd, key: int) -> None:
-        """Answer a message that asks for no tokens."""
-        front_end.unsent.append(Delta.whole(key, FinishReason.STOP))
+    def confirm(self, front_end: FrontEnd, key: int, reason: FinishReason = FinishReason.STOP) -> None:
+        """Answer a message that asks for no tokens, or a request that is not open."""
+        front_end.unsent.append(Delta.whole(key, reason))
 
     def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """End an open request that the scheduler does not know."""

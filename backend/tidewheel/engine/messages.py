@@ -20,7 +20,7 @@ from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 6
+PROTOCOL = 7
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
@@ -49,7 +49,7 @@ class Hello(Message, frozen=True):
 class AddRequest(Message, frozen=True):
     key: Key
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # without `stop`, `bad_words` and `logit_bias`
+    sampling: SamplingParams  # without `stop`, `bad_words`, `logit_bias` and `grammar`
     stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
@@ -64,6 +64,9 @@ class AddRequest(Message, frozen=True):
     bias_token_ids: bytes = b""  # from `pack_biases`
     bias_amounts: bytes = b""
     pooling: Pooling = ""
+    grammar: str = ""  # source that a compiler took; empty: none
+    grammar_name: str = ""  # parameter that gave it, for messages
+    end_token_ids: tuple[int, ...] = ()  # those of `stop_token_ids` that only the grammar's end allows
 
 
 class Cancel(Message, frozen=True):

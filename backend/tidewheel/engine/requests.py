@@ -11,6 +11,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
+from tidewheel.grammar import RowGrammar, TokenGrammar
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -42,11 +43,18 @@ class CheckedRequest(NamedTuple):
 
 
 def to_requests(
-    message: AddRequest, info: EngineInfo, config: EngineConfig, *, request_ids: Sequence[str], seed: int, now: float
+    message: AddRequest,
+    info: EngineInfo,
+    config: EngineConfig,
+    *,
+    request_ids: Sequence[str],
+    seed: int,
+    now: float,
+    grammar: TokenGrammar | None = None,
 ) -> list[Request]:
     """Return one request per id, with its index added to the seed modulo 2**64. The first leads the others.
 
-    `seed` is for messages without one. Raise `InvalidRequest`.
+    `seed` is for messages without one, `grammar` the compiled one of the message. Raise `InvalidRequest`.
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
@@ -64,6 +72,7 @@ def to_requests(
             stop_token_ids=message.stop_token_ids,
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
+            grammar=None if grammar is None else RowGrammar(grammar, message.end_token_ids),
             cache_salt=message.cache_salt,
             pooling=message.pooling,
             tenant=message.tenant,
@@ -85,6 +94,7 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
         _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
     _check_allowed(message, info)
+    _check_grammar(message)
     check_labels(message.tenant, message.cache_salt, message.session_id)
     check_num_sequences(message.n)
     _check_logprobs(message, info, len(prompt))
@@ -93,6 +103,16 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     if message.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))
+
+
+def _check_grammar(message: AddRequest) -> None:
+    if message.sampling.grammar is not None:
+        raise InvalidRequest("grammar is not compiled: send its source")
+    if message.grammar and not (message.end_token_ids and set(message.end_token_ids) <= set(message.stop_token_ids)):
+        raise InvalidRequest(
+            f"{message.grammar_name} needs a token that ends the answer, and the model names none: give a special "
+            "token in stop_token_ids"
+        )
 
 
 def check_num_sequences(n: int) -> None:

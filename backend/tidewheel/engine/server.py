@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -13,6 +14,7 @@ from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
+from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.listening_clock import ListeningClock
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -35,6 +37,9 @@ from tidewheel.engine.messages import (
 )
 from tidewheel.engine.requests import check_num_sequences, to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
+from tidewheel.grammar import TokenGrammar
+from tidewheel.request import FinishReason
+from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.tenants import parse_tenants
 
@@ -85,6 +90,7 @@ class EngineServer:
             first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
             clock=clock,
         )
+        self._grammars = GrammarQueue(self._make_compiler)
         self._is_draining = False
         self._next_stats = 0.0
         self._lonely_since = clock()
@@ -117,7 +123,7 @@ class EngineServer:
         self._beat(None)
         if self._config.debug_invariants:
             self._core.check_invariants()
-        self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
+        self._socket.poll(1 if self._core.has_unfinished or self._grammars.has_waiting else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
         """Send figures and drop dead front ends. Return a reason to stop, if any."""
@@ -139,6 +145,7 @@ class EngineServer:
         self._front_ends.broadcast(Stats(self._core.stats()))
 
     def _drop(self, front_end: FrontEnd, how: str) -> None:
+        self._grammars.drop(front_end)
         orphans = self._front_ends.remove(front_end)
         log.info("front end %s %s: %d requests end", front_end.name, how, len(orphans))
         for request_id in orphans:
@@ -151,6 +158,8 @@ class EngineServer:
 
     def _receive(self) -> None:
         """Handle messages for `RECEIVE_S`."""
+        for front_end, message, grammar in self._grammars.take_compiled():
+            self._add_compiled(front_end, message, grammar)
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:
@@ -245,13 +254,33 @@ class EngineServer:
         try:
             self._check_draining()
             check_num_sequences(message.n)
+        except TidewheelError as error:
+            self._front_ends.refuse(front_end, message.key, error)
+            return
+        grammar = self._grammars.find(message.grammar) if message.grammar else None
+        if not message.grammar or grammar is not None:
+            self._add_compiled(front_end, message, grammar)
+            return
+        try:
+            self._grammars.add(front_end, message)
+        except TidewheelError as error:
+            self._front_ends.refuse(front_end, message.key, error)
+
+    def _add_compiled(
+        self, front_end: FrontEnd, message: AddRequest, grammar: TokenGrammar | TidewheelError | None
+    ) -> None:
+        try:
+            if isinstance(grammar, TidewheelError):
+                raise grammar
             request_ids = self._front_ends.open(front_end, message.key, message.n)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return
         try:
             seed, now = self._seeds.getrandbits(64), self._clock()
-            requests = to_requests(message, self._info, self._config, request_ids=request_ids, seed=seed, now=now)
+            requests = to_requests(
+                message, self._info, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
+            )
             self._core.add_group(requests)
         except TidewheelError as error:
             self._front_ends.close(front_end, message.key, error)
@@ -262,6 +291,9 @@ class EngineServer:
 
     def _cancel(self, front_end: FrontEnd, message: Cancel) -> None:
         ids = front_end.request_ids
+        for key in message.keys:
+            if self._grammars.cancel(front_end, key):
+                self._front_ends.confirm(front_end, key, FinishReason.CANCELLED)
         leaving = [request_id for key in message.keys for request_id in reversed(ids.get(key, {}).values())]
         leaving += [ids[key][index] for key, index in message.sequences if index in ids.get(key, {})]
         for request_id in leaving:
@@ -275,6 +307,9 @@ class EngineServer:
             self._front_ends.refuse(front_end, message.key, error)
         else:
             self._front_ends.confirm(front_end, message.key)
+
+    def _make_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(Path(self._config.tokenizer or self._info.model), self._info.vocab_size)
 
     def _check_draining(self) -> None:
         if self._is_draining:

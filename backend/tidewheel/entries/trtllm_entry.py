@@ -82,7 +82,8 @@ _LEFT_OUT = (
     ("speculative decoding is not offered",
      "medusa_choices eagle_choices lookahead_window_size lookahead_ngram_size lookahead_verification_set_size "
      "speculative_decoding_fast_logits tensorrt_llm_draft_model_name"),
-    ("structured output is not offered", "guided_decoding_backend xgrammar_tokenizer_info_path"),
+    ("grammars are llguidance's",
+     "guided_decoding_backend xgrammar_tokenizer_info_path"),
     ("images are not offered", "visual_model_path multimodal_model_path multimodal_encoders_name"),
     ("the engine takes the first GPU that it sees: set CUDA_VISIBLE_DEVICES for the server",
      "gpu_device_ids participant_ids num_nodes"),

@@ -130,7 +130,8 @@ def _tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
     if function.get("parameters") is not None:
         _object(f"{name}.function.parameters", function["parameters"])
     if function.get("strict") not in (None, False):
-        raise Unsupported(f"{name}.function.strict is {show(function['strict'])}: structured output is not offered")
+        problem = f"{name}.function.strict is {show(function['strict'])}"
+        raise Unsupported(f"{problem}: it is not offered for calls that the model chooses; leave it out")
     kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
     return {"type": "function", "function": kept}
 

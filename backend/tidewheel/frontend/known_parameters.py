@@ -5,8 +5,10 @@ from typing import NamedTuple
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import Coercion
+from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS
 from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.word_biases import WEIGHTS, WORDS
+from tidewheel.grammar import Grammar
 from tidewheel.request import Priority
 
 _OFF: tuple[object, ...] = ("", False, [])
@@ -33,6 +35,12 @@ def _to_allowed(name: str, value: object) -> tuple[int, ...]:
     return allowed
 
 
+def _to_grammar(name: str, value: object) -> Grammar:
+    if not isinstance(value, Grammar):
+        raise InvalidRequest(f"{name} is {coercion.show(value)}: send guided_grammar or structured_outputs")
+    return value
+
+
 OPTIONS: dict[str, Coercion] = {
     "n": coercion.to_int,
     "priority": _to_priority,
@@ -55,6 +63,7 @@ COERCIONS: dict[str, Coercion] = {
     "truncate_prompt_tokens": coercion.to_int,
     "logit_bias": coercion.to_bias,
     "best_of": coercion.to_int,
+    "grammar": _to_grammar,
     "end_id": coercion.to_int,  # an additional stop token
     "pad_id": coercion.to_int,  # ignored
 }
@@ -90,10 +99,6 @@ def _each(names: str, reason: str, neutral: tuple[object, ...] = _OFF) -> dict[s
 ABSENT: dict[str, AbsentFeature] = {
     **_each("beam_width num_beams use_beam_search early_stopping", "beam search is not offered", (*_OFF, 1, "1")),
     **_each("length_penalty len_penalty", "beam search is not offered, and only it uses the penalty", (0, 1, "1")),
-    **_each("guided_json guided_regex guided_choice guided_grammar", "structured output is not offered"),
-    **_each("guided_json_object guided_whitespace_pattern structured_outputs", "structured output is not offered"),
-    **_each("guided_decoding guided_decoding_backend", "structured output is not offered"),
-    **_each("guided_decoding_guide guided_decoding_guide_type", "structured output is not offered"),
     "lora_name": AbsentFeature("LoRA feature is not enabled.", is_whole=True),
     **_each("lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
     **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
@@ -125,7 +130,6 @@ ABSENT: dict[str, AbsentFeature] = {
     "top_logprobs": AbsentFeature("set logprobs to the number", (*_OFF, 0)),
     "embedding_request": AbsentFeature("set the input task to embed"),
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
-    "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
     "logits_processors": AbsentFeature("code of clients is never run"),
     "detokenize": AbsentFeature("text is always returned", (True,)),
     "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
@@ -136,4 +140,4 @@ ABSENT: dict[str, AbsentFeature] = {
     "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
 }
 
-SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS)
+SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS, *GRAMMAR_PARAMETERS)

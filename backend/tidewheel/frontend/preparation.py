@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import show
+from tidewheel.frontend.grammar_parameters import with_grammar
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, PROMPT_OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -21,7 +22,9 @@ from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.grammar import Grammar
 from tidewheel.request import Priority
+from tidewheel.runner.grammar_compiler import to_source
 from tidewheel.sampling import SamplingParams, pack_biases
 from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
@@ -68,8 +71,10 @@ class Preparer:
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults | None = None,
         encoder: Tokenizer | PromptEncoder | None = None,
+        compilable: Callable[[Grammar], str] = to_source,
     ) -> None:
-        """`encoder` makes tokens of `bad_words`; without one, the tokenizer does."""
+        """`encoder` makes tokens of `bad_words`; without one, the tokenizer does. `compilable` tries grammars out."""
+        self._compilable = compilable
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder or tokenizer
@@ -81,24 +86,35 @@ class Preparer:
     def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> Prepared:
         """Raise `InvalidRequest`."""
         sampling = given.sampling
+        grammar = sampling.grammar
         bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
             key=key,
             prompt=given.prompt_ids.astype("<i4").tobytes(),
-            sampling=dataclasses.replace(sampling, stop=(), bad_words=(), logit_bias={}),
+            sampling=dataclasses.replace(sampling, stop=(), bad_words=(), logit_bias={}, grammar=None),
             pooling=given.pooling,
             stop_token_ids=self._stop_token_ids(sampling),
             bad_words_ids=self._bad_words_ids(sampling),
             bias_token_ids=bias_token_ids,
             bias_amounts=bias_amounts,
+            grammar="" if grammar is None else self._compilable(grammar),
+            grammar_name="" if grammar is None else grammar.name,
+            end_token_ids=self._end_token_ids(sampling),
             **given.options.to_wire(arrival_ns, timeout_us),
         )
         check_request(message, self._info, prompt_name=given.prompt_name)
         return Prepared(message, Outputs(message, lambda: self._open_streams(given)), bool(sampling.stop))
 
     def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        eos = () if sampling.ignore_eos else self._eos_token_ids
+        # A grammar may only be able to end.
+        eos = () if sampling.ignore_eos and sampling.grammar is None else self._eos_token_ids
         return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+
+    def _end_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        if sampling.grammar is None:
+            return ()
+        special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+        return tuple(dict.fromkeys((*self._eos_token_ids, *(t for t in sampling.stop_token_ids if t in special))))
 
     def _bad_words_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if self._encoder is None:
@@ -139,7 +155,7 @@ def parse_parameters(
     sources: Iterable[ParameterSource], defaults: Mapping[str, Any] | None = None
 ) -> ParsedParameters:
     """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
-    given = _collect(sources)
+    given = _collect(with_grammar(tuple(sources)))
     options, prompt = _options(given), _prompt_options(given)
     given.pop("pad_id", None)
     end_id = given.pop("end_id", None)
@@ -152,8 +168,11 @@ def parse_parameters(
 def check_task_parameters(sources: Iterable[ParameterSource], task: str) -> None:
     """Raise `InvalidRequest` for parameters that have no meaning for another task than generating."""
     known = _TASK_KEYS - {"return_token_strs"} | _EMBEDDING_KEYS if task == "embed" else _TASK_KEYS
-    if others := sorted(_collect(sources).keys() - known):
-        raise InvalidRequest(f"{others[0]} does not go with the task {task}: leave it out")
+    given = _collect(with_grammar(tuple(sources)))
+    for name in sorted(given.keys() - known):
+        value = given[name].value
+        name = value.name if isinstance(value, Grammar) else name
+        raise InvalidRequest(f"{name} does not go with the task {task}: leave it out")
 
 
 def _prompt_options(given: dict[str, _Given]) -> PromptOptions:

@@ -1,7 +1,8 @@
-"""Process that makes token ids of prompts: jobs on its standard input, a socket, and answers on the same.
+"""Process that makes token ids of prompts and tries grammars: jobs on standard input, a socket, and answers on it.
 
 A chat template is a program and a tokenizer a set of patterns, both from a model's folder. Some need hours or all
-memory for some texts, and neither can be interrupted. The kernel ends this process when a job overruns its limits.
+memory for some texts, a client's grammar may exhaust the stack, and none can be interrupted. The kernel ends this
+process when a job overruns its limits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array
-from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
+from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.grammar import Grammar
+from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
 
 _CPU_STEP = 512 << 10  # characters
 _LENGTH = struct.Struct("<Q")
@@ -56,12 +59,20 @@ class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: bytes  # little-endian int32
 
 
+class Try(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    grammar: Grammar
+
+
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: bytes  # little-endian int32
+
+
+class Tried(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    source: str
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -75,8 +86,8 @@ class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     name: str
 
 
-Job = Render | Encode | Tokenize | Decode
-Answer = Rendered | Encoded | Refused | Stage
+Job = Render | Encode | Tokenize | Decode | Try
+Answer = Rendered | Encoded | Tried | Refused | Stage
 
 
 class Folder(NamedTuple):
@@ -91,19 +102,20 @@ class Limits(NamedTuple):
     memory_mb: int = 3072
     trial_s: float = 20.0
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
+    grammar_s: float = 1.0
 
     def of_job(self, job: Job) -> float:
-        return self.job_s * (1 + _size(job) / _CPU_STEP)
+        return self.grammar_s if isinstance(job, Try) else self.job_s * (1 + _size(job) / _CPU_STEP)
 
 
-def _size(job: Job) -> int:
+def _size(job: Render | Encode | Tokenize | Decode) -> int:
     if isinstance(job, Render):
         return job.conversation.num_bytes
     return len(job.token_ids if isinstance(job, Decode) else job.text)
 
 
 class PromptEncoder(Protocol):
-    """Thread-safe. All raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
+    """Thread-safe. Its methods raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
     def render(self, conversation: Conversation) -> str:
         """Return what the chat template makes of a conversation."""
@@ -117,6 +129,9 @@ class PromptEncoder(Protocol):
     def decode(self, token_ids: Int32Array) -> str:
         """Return the text of [num_tokens], special tokens included."""
 
+    def compilable(self, grammar: Grammar) -> str:
+        """Return the source of a grammar that compiles. Raise `Unsupported` too."""
+
     def close(self) -> None:
         """End jobs with an error. Any thread may call it."""
 
@@ -129,6 +144,8 @@ class LocalEncoder:
         self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
         self._max_prompt_bytes = folder.max_prompt_bytes
+        self._folder = folder
+        self._compiler: GrammarCompiler | ConfigError | None = None
 
     def render(self, conversation: Conversation) -> str:
         if self.template is None:
@@ -149,6 +166,23 @@ class LocalEncoder:
 
     def decode(self, token_ids: Int32Array) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+
+    def compilable(self, grammar: Grammar) -> str:
+        compiler = self.prepare_grammars()
+        if isinstance(compiler, ConfigError):
+            raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {compiler}")
+        source = to_source(grammar)
+        compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
+        return source
+
+    def prepare_grammars(self) -> GrammarCompiler | ConfigError:
+        """Read the vocabulary, once. A large one takes a second."""
+        if self._compiler is None:
+            try:
+                self._compiler = GrammarCompiler(self._folder.path, self._folder.vocab_size)
+            except ConfigError as error:
+                self._compiler = error
+        return self._compiler
 
     def close(self) -> None: ...
 
@@ -196,6 +230,7 @@ def main() -> None:
     parser.add_argument("memory_mb", type=int)
     parser.add_argument("trial_s", type=float)
     parser.add_argument("job_s", type=float)
+    parser.add_argument("grammar_s", type=float)
     parser.add_argument("--trial", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, whose socket then ends this process
@@ -203,7 +238,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
         folder = Folder(args.folder, args.vocab_size, args.max_prompt_bytes)
-        limits = Limits(args.memory_mb, args.trial_s, args.job_s)
+        limits = Limits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)
         encoder = _start(stream, folder, limits.trial_s, is_trial=args.trial)
         if encoder is not None:
             _serve(stream, encoder, limits)
@@ -228,6 +263,8 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
     decoder = msgspec.msgpack.Decoder(Job)
     while data := read(stream):
         job = decoder.decode(data)
+        if isinstance(job, Try):
+            encoder.prepare_grammars()
         _limit_cpu(limits.of_job(job))
         answer: Answer
         try:
@@ -235,19 +272,23 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
         except TidewheelError as error:
             answer = Refused(error.tag, error.message)
         except MemoryError:
-            answer = Refused(InvalidRequest.tag, "the prompt needs too much memory: send a shorter one")
+            answer = Refused(InvalidRequest.tag, "the prompt or grammar needs too much memory: shorten it")
         _limit_cpu(0.0)
         write(stream, answer)
 
 
 def _work(encoder: LocalEncoder, job: Job) -> Answer:
-    if isinstance(job, Render):
-        return Rendered(encoder.render(job.conversation))
-    if isinstance(job, Tokenize):
-        return Rendered(encoder.tokenize(**msgspec.structs.asdict(job)))
-    if isinstance(job, Decode):
-        return Rendered(encoder.decode(np.frombuffer(job.token_ids, dtype="<i4")))
-    return Encoded(encoder.encode(job.text, add_special_tokens=job.add_special_tokens).astype("<i4").tobytes())
+    match job:
+        case Render(conversation):
+            return Rendered(encoder.render(conversation))
+        case Encode(text, add_special_tokens):
+            return Encoded(encoder.encode(text, add_special_tokens=add_special_tokens).astype("<i4").tobytes())
+        case Tokenize():
+            return Rendered(encoder.tokenize(**msgspec.structs.asdict(job)))
+        case Decode(token_ids):
+            return Rendered(encoder.decode(np.frombuffer(token_ids, dtype="<i4")))
+        case Try(grammar):
+            return Tried(encoder.compilable(grammar))
 
 
 def _limit_cpu(seconds: float) -> None:

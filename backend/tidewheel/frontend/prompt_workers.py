@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -30,10 +31,14 @@ from tidewheel.frontend.prompt_process import (
     Rendered,
     Stage,
     Tokenize,
+    Tried,
+    Try,
 )
+from tidewheel.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
+MAX_KNOWN_GRAMMARS = 64
 _ATTEMPTS = 2  # of a job whose process something else ended
 # One thread each: jobs run beside each other, and every other thread takes address space. A backtrace takes a second.
 _ENVIRONMENT = {
@@ -55,6 +60,7 @@ class PromptWorkers:
         self._idle: SimpleQueue[int] = SimpleQueue()
         for index in range(count):
             self._idle.put(index)
+        self.compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try)
 
     def wait_tried(self) -> None:
         """Raise `ConfigError` if the folder cannot be served within the limits."""
@@ -74,6 +80,9 @@ class PromptWorkers:
 
     def decode(self, token_ids: Int32Array) -> str:
         return cast(Rendered, self._ask(Decode(token_ids.astype("<i4").tobytes()))).text
+
+    def _try(self, grammar: Grammar) -> str:
+        return cast(Tried, self._ask(Try(grammar))).source
 
     def close(self) -> None:
         with self._lock:
@@ -118,6 +127,11 @@ class PromptWorkers:
         if self._is_closed:
             raise Draining("the server is shutting down")
         logger.warning("a process that makes token ids ended (%s) and is replaced", _exit(returncode))
+        if isinstance(job, Try) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
+            raise InvalidRequest(
+                f"{job.grammar.name} could not be compiled within {self._limits.of_job(job):.0f} s of CPU time and "
+                "the limits of memory and depth: make it simpler"
+            )
         if returncode == -signal.SIGPROF:
             what = "chat template did not end" if isinstance(job, Render) else "prompt could not be tokenised"
             raise InvalidRequest(f"the {what} within {self._limits.of_job(job):.0f} s of CPU time: change the prompt")

@@ -46,7 +46,7 @@ class RequestReader:
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._preparer = Preparer(info, tokenizer, defaults, encoder)
+        self._preparer = Preparer(info, tokenizer, defaults, encoder, encoder.compilable)
         self._max_prompt_bytes = max_prompt_bytes
         self._default_max_tokens = info.max_num_tokens if default_max_tokens == "context" else default_max_tokens
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from tidewheel.errors import Busy
+from tidewheel.frontend.grammar_parameters import names_grammar
 from tidewheel.frontend.live_request import LiveRequest
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class PromptQueue:
     """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
 
     They go by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` lifts one class.
-    Long prompts leave one thread to short ones.
+    Long prompts, and grammars, which may take as long to try, leave one thread to others.
     """
 
     def __init__(self, max_prompt_bytes: int, num_threads: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -205,4 +206,5 @@ class PromptQueue:
 
 
 def _is_long(request: LiveRequest) -> bool:
-    return request.asked.prompt_bytes > _LONG_PROMPT_BYTES
+    asked = request.asked
+    return asked.prompt_bytes > _LONG_PROMPT_BYTES or names_grammar(asked.parameters)

@@ -113,7 +113,8 @@ class Answer:
         progress = self._progress.get(index)
         is_first = progress is None
         if progress is None:
-            progress = self._progress[index] = _Progress(Listener(self._ask.tools, self._reasoning))
+            reasoning = "off" if self._ask.follows_grammar else self._reasoning
+            progress = self._progress[index] = _Progress(Listener(self._ask.tools, reasoning))
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[number] = part.prompt_logprobs
         choice: Json = {"index": index, **self._content(part, progress), "logprobs": None}

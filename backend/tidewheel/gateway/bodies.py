@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tidewheel.gateway.body_size import check_structure
+from tidewheel.gateway.forced_calls import call_schema, follows_grammar, without_strict
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.request_errors import InvalidRequest, Unsupported
 
@@ -81,6 +82,7 @@ class Ask(NamedTuple):
     shows_prompt_logprobs: bool = False
     tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
     has_one_call: bool = False
+    follows_grammar: bool = False
 
     @property
     def size(self) -> int:
@@ -118,7 +120,10 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
     limits = {name: limit for name, limit in limits.items() if limit is not None}
     params |= limits or {"max_tokens": MOST_TOKENS}
-    tools = body.tools if _may_call(body) else []
+    tools = body.tools if body.tool_choice != "none" else []
+    if body.tool_choice not in ("auto", "none"):
+        params["structured_outputs"] = {"json": call_schema(tools, body.tool_choice)}
+        tools = without_strict(tools)
     if tools:
         params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -191,6 +196,7 @@ def _ask(
         top_logprobs=top_logprobs,
         is_chat=is_chat,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
+        follows_grammar=follows_grammar(params),
     )
 
 
@@ -198,12 +204,6 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Leave out nulls, which clients send back with an answer, and give OpenAI's developer the older name."""
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
-
-
-def _may_call(body: ChatBody) -> bool:
-    if body.tool_choice not in ("auto", "none"):
-        raise Unsupported("tool_choice forces a call: structured output is not offered; use auto or none")
-    return body.tool_choice == "auto"
 
 
 def conversation(

@@ -70,7 +70,7 @@ class ModelRunner:
         self._rows = RowTable(
             info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
         )
-        self._sampling = SamplingTable(info.max_num_seqs)
+        self._sampling = SamplingTable(info.max_num_seqs, accelerator)
         self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
         self._model = model
         self._forward = _forward(model, self._rows, cache.kv)
@@ -151,7 +151,10 @@ class ModelRunner:
             sampled = self._replayed(batch, host, plan, changes, graph)
         else:
             sampled = self._computed(batch, host, plan, changes)
-        return PendingTokens(batch, plan, sampled, self._accelerator, *more)
+        pending = PendingTokens(batch, plan, sampled, self._accelerator, *more)
+        if plan is not None and plan.masks is not None:
+            self._sampling.grammars.sampled(plan.masks, batch, pending)
+        return pending
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group

@@ -22,6 +22,7 @@ from tidewheel_kernels import (
     WordTensors,
     apply_logit_bias,
     apply_penalties,
+    apply_token_mask,
     compute_logprobs,
     forbid_words,
     keep_tokens,
@@ -48,8 +49,8 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
 def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history: TokenHistory) -> Sampled:
     """Sample one token per row of `logits` [S, V], which it may overwrite.
 
-    vLLM's order: model log-probabilities; then allowed tokens, biases and forbidden tokens, penalties, temperature,
-    top_k, top_p, min_p, and the draw.
+    vLLM's order: model log-probabilities; then allowed tokens, biases and forbidden tokens, penalties, masks,
+    temperature, top_k, top_p, min_p, and the draw.
     """
     if plan.changes_logits and logits.dtype != torch.float32:
         logits = logits.float()
@@ -64,6 +65,9 @@ def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history:
     if plan.penalties is not None:
         longest = int(plan.penalties.num_tokens.max())
         apply_penalties(logits, history, PenaltyTensors(longest, *sent.group("penalties")))
+    if plan.masks is not None:
+        bits = plan.masks.bits.result().to(logits.device, non_blocking=True)
+        apply_token_mask(logits, sent.group("mask_rows")[0], bits)
     flags = (plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p)
     token_ids = draw_tokens(logits, sent.group("draw"), flags)
     if not logprob_rows:

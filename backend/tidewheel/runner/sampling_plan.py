@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
+from tidewheel.runner.accelerator import Accelerator
+from tidewheel.runner.grammar_masks import GrammarRows, MaskJob
 from tidewheel.runner.staging import Groups
 from tidewheel.sampling import LogitBias
 
@@ -60,9 +62,11 @@ class LogitRules:
         if new.sampling.logit_bias:
             bias = LogitBias.of(new.sampling.logit_bias)
             self._always = BiasEntries(bias.token_ids, bias.amounts)
-        stops = np.array(new.stop_token_ids, dtype=np.int32)
+        # Masks of a grammar avoid stop tokens, but for a forced end, and have allowed tokens alone.
+        stops, allowed = ((), ()) if new.grammar else (new.stop_token_ids, new.sampling.allowed_token_ids)
+        self.allowed = np.array(allowed, dtype=np.int32)
         self._at_first = BiasEntries(
-            np.concatenate((self._always.token_ids, stops)),
+            np.concatenate((self._always.token_ids, np.array(stops, dtype=np.int32))),
             np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
         )
         self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
@@ -71,8 +75,6 @@ class LogitRules:
             np.array([len(word) for word in words], dtype=np.int32),
             np.array([token for word in words for token in word], dtype=np.int32),
         )
-
-        self.allowed = np.array(new.sampling.allowed_token_ids, dtype=np.int32)
 
     @staticmethod
     def needed(new: NewRow) -> bool:
@@ -163,11 +165,12 @@ class SamplingPlan:
     penalties: PenaltyColumns | None
     logprob_rows: Int64Array  # [L] sampling rows with log-probabilities
     num_top_logprobs: Int32Array  # [L]
+    masks: MaskJob | None
 
     @property
     def changes_logits(self) -> bool:
-        stages = (self.allowed, self.bias, self.words, self.penalties)
-        return any(stage is not None for stage in stages)
+        changes = (self.allowed, self.bias, self.words, self.penalties, self.masks)
+        return any(change is not None for change in changes)
 
     @property
     def is_plain(self) -> bool:
@@ -183,6 +186,7 @@ class SamplingPlan:
             "words": self.words,
             "penalties": self.penalties,
             "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
+            "mask_rows": None if self.masks is None else (self.masks.rows,),
         }
 
 
@@ -206,7 +210,8 @@ class PoolingPlan(NamedTuple):
 
 
 class SamplingTable:
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, accelerator: Accelerator | None = None) -> None:
+        self.grammars = GrammarRows(accelerator)
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
@@ -231,6 +236,7 @@ class SamplingTable:
             self._has_rules[row] = False
             self._rules.pop(row, None)
             self._with_more.discard(row)
+            self.grammars.leave(row)
         for new in batch.new_rows:
             try:
                 self._fill(new)
@@ -262,8 +268,10 @@ class SamplingTable:
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
             self._rules[row] = LogitRules(new)
+        self.grammars.enter(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
+        """Return the plan, whose masks are computed from now on."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
@@ -289,6 +297,7 @@ class SamplingTable:
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
+            masks=self.grammars.start(rows, positions),
         )
 
     def scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:

@@ -14,8 +14,9 @@ from tidewheel.runner.accelerator import Accelerator
 HostArray = npt.NDArray[np.generic]
 Group = Sequence[HostArray]
 GroupName = Literal[
-    "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "prompt", "pooling", "changes"
-]
+    "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "mask_rows",
+    "prompt", "pooling", "changes",
+]  # fmt: skip
 Groups = Mapping[GroupName, Group | None]  # in the order of their memory
 TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 

@@ -6,6 +6,7 @@ divisible by 16 or equal to 1. They follow from the number of decoding rows, con
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ import torch
 
 from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError
+from tidewheel.grammar import RowGrammar
 from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize, largest_step
@@ -31,6 +33,32 @@ class BatchRunner(Protocol):
     def run(self, batch: ScheduledBatch) -> SampledTokens: ...
 
 
+class AnyToken:
+    """Grammar that allows all, its own matcher and pool."""
+
+    end_bit = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_words = vocab_size // 32 + 1
+
+    def matcher(self, _token_ids: Sequence[int]) -> AnyToken:
+        return self
+
+    @property
+    def pool(self) -> AnyToken:
+        return self
+
+    def consume_token_par(self, tokens: list[tuple[AnyToken, int]], /) -> None: ...
+
+    def unsafe_compute_mask_ptr(
+        self, _rows: list[tuple[AnyToken, int]], address: int, row_bytes: int, num_rows: int, /
+    ) -> None:
+        ctypes.memset(address, 0xFF, row_bytes * num_rows)
+
+    def is_error(self) -> bool:
+        return False
+
+
 class Row(NamedTuple):
     """Request with `context` cached tokens that computes `num_tokens`."""
 
@@ -38,6 +66,7 @@ class Row(NamedTuple):
     num_tokens: int
     sampling: SamplingParams
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: RowGrammar | None = None
 
 
 Settings = dict[str, Any]  # arguments of `SamplingParams`
@@ -70,7 +99,7 @@ def warm_up(runner: BatchRunner, progress: Progress) -> None:
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     yield demanding_batch(largest_step(info), info.block_size)
-    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
+    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled(info)]
     for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(1 + len(steps), info)
@@ -100,12 +129,13 @@ def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
         yield [Row(1, 1, GREEDY), Row(info.max_model_len - count, count, GREEDY)]
 
 
-def _sampled() -> Iterator[list[Row]]:
+def _sampled(info: RunnerInfo) -> Iterator[list[Row]]:
     """Yield every way to sample, from model logits and from changed ones."""
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [Row(0, 1, SamplingParams(**way, **changes))]
     yield [Row(0, 1, GREEDY, bad_words_ids=((0, 1),))]
+    yield [Row(0, 1, GREEDY, grammar=RowGrammar(AnyToken(info.vocab_size), ()))]
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:
@@ -165,7 +195,8 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 
 def _new_row(index: int, row: Row) -> NewRow:
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # of the context, stale ones will do
-    return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
+    num_tokens = row.context + row.num_tokens
+    return NewRow(index, "", token_ids, num_tokens, row.sampling, index, (), row.bad_words_ids, grammar=row.grammar)
 
 
 def _ids(block_id: int) -> Int32Array:

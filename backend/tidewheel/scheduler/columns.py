@@ -106,7 +106,9 @@ class Columns:
         num_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_tokens[row] = request.num_tokens
-        self.min_num_tokens[row] = num_prompt_tokens + request.sampling.min_tokens
+        # A grammar that can only end does so before `min_tokens`; its masks see to the rest.
+        min_tokens = request.sampling.min_tokens if request.grammar is None else 0
+        self.min_num_tokens[row] = num_prompt_tokens + min_tokens
         self.max_num_tokens[row] = request.max_num_tokens
         self.num_computed_tokens[row] = hit.num_tokens
         self.num_inflight_tokens[row] = 0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray, SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.errors import InternalError, NumericError
+from tidewheel.errors import InternalError, InvalidRequest, NumericError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import TopLogprobs
 from tidewheel.scheduler.columns import Columns
@@ -65,12 +65,21 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
         if state.columns.epochs[row] != step.epochs[index]:
             continue
         request = state.columns.write_back(row)
-        request.error = NumericError(
-            f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
-        )
+        request.error = _no_token(request)
         state.end(request, FinishReason.ERROR, now, keep_cached=False)
         failed.append(request)
     return failed
+
+
+def _no_token(request: Request) -> TidewheelError:
+    if request.grammar is None:
+        return NumericError(
+            f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
+        )
+    return InvalidRequest(
+        f"no token could follow {request.num_output_tokens} tokens of output: its grammar has become too complex, or "
+        "allows only tokens that allowed_token_ids or bad_words forbid, or the model's logits were not finite"
+    )
 
 
 def _keep_prompt_logprobs(

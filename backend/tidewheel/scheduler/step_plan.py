@@ -161,6 +161,7 @@ def new_row(request: Request) -> NewRow:
         stop_token_ids=request.stop_token_ids,
         bad_words_ids=request.bad_words_ids,
         pooling=request.pooling,
+        grammar=request.grammar,
     )
 
 

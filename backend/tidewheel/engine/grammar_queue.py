@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from tidewheel.engine.front_ends import FrontEnd
+from tidewheel.engine.messages import RETRY_AFTER_MS, AddRequest
+from tidewheel.errors import Busy, ConfigError, InternalError, TidewheelError, Unsupported
+from tidewheel.grammar import TokenGrammar
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 256  # requests, each with up to 1 MiB of source
+MAX_KEPT = 64  # compiled grammars
+MAX_KEPT_CHARS = 512 << 10  # of their sources; a compiled one takes up to 300 times as much
+
+
+class Compiler(Protocol):
+    def compile(self, source: str, name: str) -> TokenGrammar: ...
+
+
+class GrammarCache:
+    """Compiled grammars, least recently used first. Raise the errors of the compiler."""
+
+    def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
+        """Call `make_compiler` once, when it is needed or in `prepare`."""
+        self._make_compiler = make_compiler
+        self._compiler: Compiler | ConfigError | None = None
+        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
+        self._num_chars = 0
+
+    def find(self, source: str) -> TokenGrammar | None:
+        grammar = self._kept.get(source)
+        if grammar is not None:
+            self._kept.move_to_end(source)
+        return grammar
+
+    def compile(self, source: str, name: str) -> TokenGrammar:
+        """Call on the thread of `prepare`. It keeps nothing."""
+        compiler = self.prepare()
+        if isinstance(compiler, ConfigError):
+            raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {compiler}")
+        return compiler.compile(source, name)
+
+    def prepare(self) -> Compiler | ConfigError:
+        if self._compiler is None:
+            try:
+                self._compiler = self._make_compiler()
+            except ConfigError as error:
+                self._compiler = error
+        return self._compiler
+
+    def keep(self, source: str, grammar: TokenGrammar) -> None:
+        if source not in self._kept:
+            self._num_chars += len(source)
+        self._kept[source] = grammar
+        while len(self._kept) > MAX_KEPT or self._num_chars > MAX_KEPT_CHARS:
+            dropped, _ = self._kept.popitem(last=False)
+            self._num_chars -= len(dropped)
+
+
+class Compiled(NamedTuple):
+    front_end: FrontEnd
+    message: AddRequest
+    grammar: TokenGrammar | TidewheelError
+
+
+class GrammarQueue:
+    """Requests that wait for their grammar, which another thread compiles between the steps of others.
+
+    The compiler releases the interpreter, and its grammars have been tried in a process with limits before.
+    """
+
+    def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
+        self._cache = GrammarCache(make_compiler)
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread.submit(self._cache.prepare)  # holds the interpreter for up to a second: now, not between steps
+        self._jobs: dict[str, Future[TokenGrammar]] = {}
+        self._waiting: list[tuple[FrontEnd, AddRequest]] = []
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def find(self, source: str) -> TokenGrammar | None:
+        return self._cache.find(source)
+
+    def add(self, front_end: FrontEnd, message: AddRequest) -> None:
+        """Raise `Busy` if too many wait."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise Busy(f"{len(self._waiting)} requests wait for their grammars", retry_after_ms=RETRY_AFTER_MS)
+        source = message.grammar
+        if source not in self._jobs:
+            self._jobs[source] = self._thread.submit(self._cache.compile, source, message.grammar_name)
+        self._waiting.append((front_end, message))
+
+    def take_compiled(self) -> list[Compiled]:
+        done = {source: _result(job) for source, job in self._jobs.items() if job.done()}
+        if not done:
+            return []
+        for source, result in done.items():
+            del self._jobs[source]
+            if not isinstance(result, TidewheelError):
+                self._cache.keep(source, result)
+        waiting, self._waiting = self._waiting, []
+        ready = []
+        for front_end, message in waiting:
+            if message.grammar in done:
+                ready.append(Compiled(front_end, message, done[message.grammar]))
+            else:
+                self._waiting.append((front_end, message))
+        return ready
+
+    def cancel(self, front_end: FrontEnd, key: int) -> bool:
+        """Return False if the request does not wait."""
+        num_before = len(self._waiting)
+        self._waiting = [item for item in self._waiting if (item[0], item[1].key) != (front_end, key)]
+        return len(self._waiting) < num_before
+
+    def drop(self, front_end: FrontEnd) -> None:
+        self._waiting = [item for item in self._waiting if item[0] is not front_end]
+
+
+def _result(job: Future[TokenGrammar]) -> TokenGrammar | TidewheelError:
+    error = job.exception()
+    if error is None:
+        return job.result()
+    if isinstance(error, TidewheelError):
+        return error
+    log.error("a grammar could not be compiled", exc_info=error)
+    return InternalError("the grammar could not be compiled; the server's log says why")

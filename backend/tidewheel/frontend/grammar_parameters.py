@@ -1,0 +1,170 @@
+"""Grammar of a request, as clients of vLLM (old and new names), TensorRT-LLM and OpenAI ask for one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend.coercion import parse_json, show, to_bool, to_text
+from tidewheel.frontend.interface import ParameterSource
+from tidewheel.grammar import Grammar
+
+_FLAT = "guided_"
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_JSON = '{"type": ["object", "array"]}'  # of TensorRT-LLM
+_OBJECTS = ("structured_outputs", "guided_decoding")
+_FORMAT = "response_format"
+_GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+# Members of vLLM's objects that have no effect here: there is one library.
+_WITHOUT_EFFECT = ("disable_fallback", "_backend_was_auto")
+_BACKENDS = ("auto", "guidance")
+_WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
+
+GRAMMAR_PARAMETERS = (
+    *(_FLAT + kind for kind in (*_KINDS, "whitespace_pattern", "decoding_backend")),
+    *_OBJECTS, _FORMAT, _GUIDE_TYPE, _GUIDE,
+)  # fmt: skip
+
+_NAMES = frozenset(GRAMMAR_PARAMETERS)
+
+
+def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource, ...]:
+    """Replace these parameters by `grammar`. Raise `InvalidRequest` or `Unsupported`."""
+    if not names_grammar(sources):
+        return sources
+    replaced: list[ParameterSource] = []
+    for source in sources:
+        others = {name: value for name, value in source.values.items() if name not in GRAMMAR_PARAMETERS}
+        replaced.append(ParameterSource(origin=source.origin, values=others))
+        replaced += [ParameterSource(origin=g.name, values={"grammar": g}) for g in _grammars(source.values)]
+    return tuple(replaced)
+
+
+def names_grammar(sources: Iterable[ParameterSource]) -> bool:
+    return not all(_NAMES.isdisjoint(source.values) for source in sources)
+
+
+def _grammars(values: Mapping[str, object]) -> list[Grammar]:
+    given = [_of_members(_flat_members(values), _FLAT), _of_guide(values.get(_GUIDE_TYPE), values.get(_GUIDE))]
+    for name in _OBJECTS:
+        given.append(_of_members(_object(name, values.get(name)), f"{name}."))
+    given.append(_of_response_format(_object(_FORMAT, values.get(_FORMAT))))
+    return [grammar for grammar in given if grammar is not None]
+
+
+def _flat_members(values: Mapping[str, object]) -> dict[str, object]:
+    members = {kind: values.get(_FLAT + kind) for kind in (*_KINDS, "whitespace_pattern")}
+    return {**members, "backend": values.get("guided_decoding_backend")}
+
+
+def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
+    """Return the grammar of members of vLLM's `StructuredOutputsParams` and `GuidedDecodingParams`."""
+    given = {name: value for name, value in members.items() if not _is_off(value)}
+    backend = given.pop("backend", given.pop("_backend", "auto"))
+    if backend not in _BACKENDS:
+        name = "guided_decoding_backend" if prefix == _FLAT else f"{prefix}backend"
+        raise Unsupported(f"{name} is {show(backend)}: grammars are llguidance's; leave it out")
+    for name in given:
+        if name not in (*_KINDS, *_WHITESPACE, *_WITHOUT_EFFECT):
+            raise Unsupported(f"{prefix}{name} is {show(given[name])}: it is not offered")
+    kinds = [kind for kind in _KINDS if kind in given]
+    if len(kinds) > 1:
+        raise InvalidRequest(f"{' and '.join(prefix + kind for kind in kinds)} are set: give one")
+    whitespace = {name: given[name] for name in _WHITESPACE if name in given}
+    if whitespace and (not kinds or kinds[0] not in ("json", "json_object")):
+        raise InvalidRequest(f"{prefix}{next(iter(whitespace))} is set: it goes with a JSON schema or json_object")
+    return _BUILDERS[kinds[0]](prefix + kinds[0], given[kinds[0]], whitespace) if kinds else None
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False or value in ("", [])
+
+
+def _object(name: str, value: object) -> Mapping[str, object]:
+    if isinstance(value, str) and value:
+        value = parse_json(value, name)
+    if _is_off(value):
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be an object")
+    return value
+
+
+def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
+    """Keep the text of a schema, or write it with options of llguidance for whitespace."""
+    if isinstance(value, str) and not whitespace:
+        _schema_object(name, value)
+        return Grammar.json_schema(value, name)
+    schema = _schema_object(name, value)
+    if whitespace:
+        schema = {**schema, "x-guidance": _whitespace_options(name, whitespace)}
+    return Grammar.json_schema(schema, name)
+
+
+def _schema_object(name: str, value: object) -> Mapping[str, object]:
+    schema = parse_json(value, name) if isinstance(value, str) else value
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be a JSON schema, an object")
+    return schema
+
+
+def _whitespace_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
+    if "whitespace_pattern" in given:
+        return {"whitespace_pattern": to_text(f"{name}: whitespace_pattern", given["whitespace_pattern"])}
+    return {"whitespace_flexible": not to_bool(f"{name}: disable_any_whitespace", given["disable_any_whitespace"])}
+
+
+def _json_object(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar | None:
+    if not to_bool(name, value):
+        return None
+    return _schema(name, {"type": "object"}, whitespace) if whitespace else Grammar.json_object(name)
+
+
+def _choice(name: str, value: object, _: Mapping[str, object]) -> Grammar:
+    choices = parse_json(value, name) if isinstance(value, str) else value
+    if not isinstance(choices, list | tuple):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be a list of texts")
+    return Grammar.choice([to_text(name, choice) for choice in choices], name)
+
+
+def _text(make: Callable[[str, str], Grammar], name: str, value: object, _: Mapping[str, object]) -> Grammar:
+    return make(to_text(name, value), name)
+
+
+_BUILDERS: dict[str, Callable[[str, object, Mapping[str, object]], Grammar | None]] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "choice": _choice,
+    "regex": functools.partial(_text, Grammar.regex),
+    "grammar": functools.partial(_text, Grammar.ebnf),
+}
+
+
+def _of_guide(kind: object, guide: object) -> Grammar | None:
+    if _is_off(kind):
+        if not _is_off(guide):
+            raise InvalidRequest(f"{_GUIDE} is set, and {_GUIDE_TYPE} is not: set both")
+        return None
+    if kind == "json":
+        return Grammar.json_schema(_ANY_JSON, _GUIDE_TYPE)
+    builders = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+    if not isinstance(kind, str) or kind not in builders:
+        raise Unsupported(f"{_GUIDE_TYPE} is {show(kind)}: it must be json, json_schema, regex or ebnf_grammar")
+    if _is_off(guide):
+        raise InvalidRequest(f"{_GUIDE_TYPE} is {kind}, and {_GUIDE} is not set: set both")
+    return _BUILDERS[builders[kind]](_GUIDE, guide, {})
+
+
+def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
+    kind = value.get("type")
+    if not value or kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar.json_object(_FORMAT)
+    if kind != "json_schema":
+        raise Unsupported(f"{_FORMAT} has the type {show(kind)}: it must be text, json_object or json_schema")
+    wrapper = value.get("json_schema")
+    if not isinstance(wrapper, Mapping) or wrapper.get("schema") is None:
+        raise InvalidRequest(f"{_FORMAT} needs json_schema, an object with name and schema")
+    return _schema(f"{_FORMAT}.json_schema.schema", wrapper["schema"], {})

@@ -1,0 +1,141 @@
+"""Grammars over the tokens of one model, by llguidance, which computes masks from the text alone.
+
+The end of an answer is a token of this module's own, behind the tokenizer's: requests differ in the tokens that end
+an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import tokenizers
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
+from tidewheel.grammar import Grammar, GrammarKind
+from tidewheel.regular_files import read_at_most
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_SOURCE_BYTES = 1 << 20
+MAX_THREADS = 4  # of masks
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest has about 35 MB
+# A compilation goes down a grammar rule by rule, and ends its process where the stack ends. A grammar is tried on a
+# small stack, in a process of its own, before it is compiled on a large one.
+TRIAL_STACK_BYTES = 1 << 20
+STACK_BYTES = 16 << 20
+_END = "<|tidewheel end of answer|>"
+_ERROR_CHARS = 300
+# A state of the lexer takes 1 to 2 kB, a mask stops at 200,000 units of work (some 15 ms). Errors quote no grammar.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_UNSUPPORTED = re.compile("unimplemented|(not|only) (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
+# Models write whitespace without end where they may.
+_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # whatever `x-guidance` of a schema says
+
+T = TypeVar("T")
+
+
+class CompiledGrammar:
+    """See `tidewheel.grammar.TokenGrammar`. Answers follow copies of its matcher, which share nothing."""
+
+    def __init__(self, matcher: LLMatcher, pool: LLExecutor, end_bit: int, num_words: int) -> None:
+        self._matcher = matcher
+        self.pool = pool
+        self.end_bit = end_bit
+        self.num_words = num_words
+
+    def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
+        """Return one that has followed these tokens."""
+        copy = self._matcher.deep_copy()
+        copy.consume_tokens(list(token_ids))
+        return copy
+
+
+class GrammarCompiler:
+    """Thread-safe. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._pool = LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
+        path = folder / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_str(read_at_most(path, MAX_TOKENIZER_BYTES).decode("utf-8"))
+            backend.no_truncation()
+            backend.no_padding()
+            backend.add_special_tokens([_END])
+            self._end_bit: int = backend.token_to_id(_END) or 0
+            num_tokens = max(vocab_size, self._end_bit + 1)
+            self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self._end_bit)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | MemoryError):
+                raise
+            raise ConfigError(f"{path} cannot be used for grammars: {_one_line(str(error))}") from None
+
+    def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> CompiledGrammar:
+        """Return the grammar, whose first mask is computed. Raise `InvalidRequest` naming what is not supported."""
+        if len(source.encode()) > MAX_SOURCE_BYTES:
+            raise InvalidRequest(f"{name} is too large: its rules take more than {MAX_SOURCE_BYTES} bytes")
+        matcher = _on_stack(stack_bytes, lambda: self._started(source))
+        if matcher.is_error():
+            problem = _one_line(matcher.get_error())
+            cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
+            raise cause(f"{name} cannot be followed: {problem}")
+        return CompiledGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
+
+    def _started(self, source: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some grammars fail only here
+        return matcher
+
+
+def to_source(grammar: Grammar) -> str:
+    """Return the text to compile. Raise `InvalidRequest`."""
+    try:
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return str(LLMatcher.grammar_from_json_schema(grammar.text, _DEFAULTS, _STRICT))
+            case GrammarKind.JSON_OBJECT:
+                return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
+            case GrammarKind.REGEX:
+                return str(LLMatcher.grammar_from_regex(grammar.text))
+            case GrammarKind.CHOICE:
+                choices = json.loads(grammar.text)
+                return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
+            case GrammarKind.EBNF:
+                return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
+    except RecursionError:
+        raise InvalidRequest(f"{grammar.name} is nested too deep") from None
+    except Exception as error:
+        raise InvalidRequest(f"{grammar.name} is not {grammar.kind}: {_one_line(str(error))}") from None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_ERROR_CHARS]
+
+
+def _on_stack(num_bytes: int, work: Callable[[], T]) -> T:
+    """Return the result of work on a thread with this stack."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # of the library, whose panics are no `Exception`
+            future.set_exception(error)
+
+    before = threading.stack_size(num_bytes)
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    finally:
+        threading.stack_size(before)
+    return future.result()

@@ -1,0 +1,164 @@
+"""Masks of rows with grammars, which a thread computes while the device computes logits.
+
+A mask needs the row's last token. With two steps in flight the thread waits for it while the later step already runs;
+rows without a grammar wait for nothing but their step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
+from tidewheel.runner.accelerator import Accelerator
+
+
+class PendingTokens(Protocol):
+    def wait(self) -> SampledTokens: ...
+
+
+class GrammarState:
+    """Answer of one row."""
+
+    def __init__(self, new: NewRow) -> None:
+        assert new.grammar is not None
+        compiled, self._ends = new.grammar
+        self._end_bit = compiled.end_bit
+        self.num_words = compiled.num_words
+        self._stops = (*self._ends, *new.stop_token_ids)
+        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
+        self._avoids_end = new.sampling.ignore_eos
+        allowed = new.sampling.allowed_token_ids
+        self._allowed = _words(allowed, self.num_words) if allowed else None
+        self.matcher = compiled.matcher(new.token_ids[new.num_prompt_tokens :].tolist())
+        self.pool = compiled.pool
+
+    def follows(self, token_id: int) -> bool:
+        """Return whether the grammar knows the token: none follows an end."""
+        return token_id >= 0 and token_id not in self._ends
+
+    def complete(self, mask: Mask, position: int) -> None:
+        """Set the tokens that end the answer, and clear what `allowed_token_ids` leaves out.
+
+        Clear all if the grammar has become too complex.
+        """
+        if self.matcher.is_error():
+            mask.words[:] = 0
+            return
+        may_end = mask.clear(self._end_bit)
+        for token_id in self._ends:
+            mask.clear(token_id)
+            if may_end:
+                mask.set(token_id)
+        if self._allowed is not None:
+            mask.words[:] &= self._allowed
+        avoided = self._stops if position < self._first_stop_position else self._ends if self._avoids_end else ()
+        if avoided:
+            self._avoid(avoided, mask)
+
+    def _avoid(self, token_ids: Sequence[int], mask: Mask) -> None:
+        """Clear tokens, unless no others are left."""
+        kept = mask.words.copy()
+        for token_id in token_ids:
+            mask.clear(token_id)
+        if not mask.words.any():
+            mask.words[:] = kept
+
+
+class Mask(NamedTuple):
+    words: npt.NDArray[np.uint32]
+    view: memoryview  # of the words; reads and writes one several times as fast
+
+    def clear(self, bit: int) -> bool:
+        """Return whether it was set."""
+        word, flag = bit >> 5, 1 << (bit & 31)
+        was_set = bool(self.view[word] & flag)
+        if was_set:
+            self.view[word] ^= flag
+        return was_set
+
+    def set(self, bit: int) -> None:
+        self.view[bit >> 5] |= 1 << (bit & 31)
+
+
+def _words(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
+    ids = np.array(token_ids, dtype=np.uint32)
+    words = np.zeros(num_words, dtype=np.uint32)
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))
+    return words
+
+
+class MaskJob(NamedTuple):
+    rows: Int32Array  # [N] sampling rows
+    states: list[GrammarState]  # [N]
+    bits: Future[torch.Tensor]  # [N, words] int32 on the host
+
+
+class _Unread(NamedTuple):
+    states: list[GrammarState]
+    indices: list[int]  # of their tokens in the batch
+    pending: PendingTokens
+
+
+class GrammarRows:
+    """States by row."""
+
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = accelerator
+        self._states: dict[int, GrammarState] = {}
+        self._unread: list[_Unread] = []  # steps whose tokens no state has followed
+        self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
+
+    def leave(self, row: int) -> None:
+        self._states.pop(row, None)
+
+    def enter(self, new: NewRow) -> None:
+        self.leave(new.row)
+        if new.grammar is not None:
+            self._states[new.row] = GrammarState(new)
+
+    def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
+        """Start the masks of these sampling rows, if any has a grammar."""
+        if not self._states:
+            self._unread.clear()
+            return None
+        indices = [index for index, row in enumerate(rows.tolist()) if row in self._states]
+        if not indices:
+            return None
+        states = [self._states[int(rows[index])] for index in indices]
+        unread, self._unread = self._unread, []
+        bits = self._thread.submit(self._filled, states, positions[indices].tolist(), unread)
+        return MaskJob(np.array(indices, dtype=np.int32), states, bits)
+
+    def sampled(self, job: MaskJob, batch: ScheduledBatch, pending: PendingTokens) -> None:
+        """Let the states of the job follow the tokens of its step, once they are read."""
+        self._unread.append(_Unread(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), pending))
+
+    def _filled(
+        self, states: Sequence[GrammarState], positions: Sequence[int], unread: Sequence[_Unread]
+    ) -> torch.Tensor:
+        pool = states[0].pool
+        for earlier in unread:
+            token_ids = earlier.pending.wait().token_ids[earlier.indices].tolist()
+            pairs = zip(earlier.states, token_ids, strict=True)
+            followed = [(state.matcher, token) for state, token in pairs if state.follows(token)]
+            if followed:
+                pool.consume_token_par(followed)
+        shape = len(states), states[0].num_words
+        bits = torch.empty(shape, dtype=torch.int32)
+        if self._accelerator is not None:
+            bits = self._accelerator.pinned(shape, torch.int32)
+        matchers = [(state.matcher, index) for index, state in enumerate(states)]
+        pool.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), 4 * shape[1], shape[0])
+        for state, words, position in zip(states, bits.numpy().view(np.uint32), positions, strict=True):
+            state.complete(Mask(words, memoryview(words)), position)
+        return bits
+
+
+assert sys.byteorder == "little"  # bytes of masks are words

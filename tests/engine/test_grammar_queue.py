@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from support.engine.engine_clients import request
+from tidewheel.engine.front_ends import FrontEnd
+from tidewheel.engine.grammar_queue import MAX_KEPT, MAX_KEPT_CHARS, MAX_WAITING, Compiled, GrammarCache, GrammarQueue
+from tidewheel.engine.messages import AddRequest
+from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, Unsupported
+from tidewheel.grammar import MatcherPool, TokenGrammar, TokenMatcher
+
+LIMIT_S = 20.0
+
+
+class Named:
+    num_words, end_bit = 1, 0
+
+    @property
+    def pool(self) -> MatcherPool:
+        raise NotImplementedError
+
+    def matcher(self, _token_ids: Sequence[int]) -> TokenMatcher:
+        raise NotImplementedError
+
+
+class GatedCompiler:
+    """Compiles when it may."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.compiled: list[str] = []
+
+    def compile(self, source: str, name: str) -> TokenGrammar:
+        assert self.may_go_on.wait(LIMIT_S)
+        self.compiled.append(source)
+        if source == "wrong":
+            raise InvalidRequest(f"{name} is wrong")
+        if source == "broken":
+            raise ZeroDivisionError
+        return Named()
+
+
+@pytest.fixture
+def compiler() -> Iterator[GatedCompiler]:
+    made = GatedCompiler()
+    yield made
+    made.may_go_on.set()
+
+
+def front_end() -> FrontEnd:
+    return FrontEnd(b"", "", 0.0)
+
+
+def asking(key: int, source: str) -> AddRequest:
+    return request(key, 1, grammar=source, grammar_name="guided_json")
+
+
+def taken(queue: GrammarQueue, count: int) -> list[Compiled]:
+    found: list[Compiled] = []
+    waited = threading.Event()
+    for _ in range(int(LIMIT_S * 1000)):
+        found += queue.take_compiled()
+        if len(found) >= count:
+            return found
+        waited.wait(0.001)
+    raise AssertionError(f"{len(found)} of {count}")
+
+
+def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
+    queue, client = GrammarQueue(lambda: compiler), front_end()
+    for key, source in enumerate(("a", "a", "wrong", "broken")):
+        queue.add(client, asking(key, source))
+    assert queue.take_compiled() == []
+    assert queue.has_waiting
+    compiler.may_go_on.set()
+    first, second, wrong, broken = sorted(taken(queue, 4), key=lambda item: item.message.key)
+    assert first.grammar is second.grammar is queue.find("a")
+    assert str(wrong.grammar) == "[TW-INPUT] guided_json is wrong"
+    assert isinstance(broken.grammar, InternalError)
+    assert compiler.compiled == ["a", "wrong", "broken"]
+    assert not queue.has_waiting
+    assert queue.find("wrong") is None
+
+
+def test_only_so_many_wait(compiler: GatedCompiler) -> None:
+    queue, client = GrammarQueue(lambda: compiler), front_end()
+    for key in range(MAX_WAITING):
+        queue.add(client, asking(key, "a"))
+    with pytest.raises(Busy, match="256 requests wait for their grammars"):
+        queue.add(client, asking(MAX_WAITING, "a"))
+
+
+def test_requests_that_leave_are_not_added(compiler: GatedCompiler) -> None:
+    queue, ours, gone = GrammarQueue(lambda: compiler), front_end(), front_end()
+    queue.add(ours, asking(1, "a"))
+    queue.add(ours, asking(2, "a"))
+    queue.add(gone, asking(2, "a"))
+    assert queue.cancel(ours, 1)
+    assert not queue.cancel(ours, 1)
+    queue.drop(gone)
+    compiler.may_go_on.set()
+    assert [(item.front_end, item.message.key) for item in taken(queue, 1)] == [(ours, 2)]
+
+
+def test_the_least_recently_used_grammars_are_dropped() -> None:
+    cache = GrammarCache(GatedCompiler)
+    for number in range(MAX_KEPT):
+        cache.keep(str(number), Named())
+    assert cache.find("0") is not None
+    cache.keep("new", Named())
+    assert cache.find("1") is None
+    assert cache.find("0") is not None
+    cache.keep("x" * MAX_KEPT_CHARS, Named())
+    assert cache.find("new") is None
+    assert cache.find("x" * MAX_KEPT_CHARS) is not None
+
+
+def test_a_model_without_such_tokens_refuses_by_name() -> None:
+    def none() -> GatedCompiler:
+        raise ConfigError("its tokens have no bytes")
+
+    with pytest.raises(Unsupported, match="guided_json is set, and the model has no tokens for grammars: its tokens"):
+        GrammarCache(none).compile("a", "guided_json")

@@ -1,0 +1,99 @@
+"""An engine whose model looks its logits up by the last token, so that they are the same bits however the work is cut
+into steps.
+
+Logits are multiples of 2⁻¹⁰: sums with such biases and penalties are exact on any processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from support.runner.recorded_graphs import RecordingAccelerator
+from support.runner.step_loop import StepLoop
+from tidewheel.engine.core import EngineCore
+from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.request import Request
+from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import Cache
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel_kernels import AttentionMetadata
+
+VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
+CPU = torch.device("cpu")
+NORMAL = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+HIDDEN = torch.arange(VOCABULARY * 4.0).reshape(VOCABULARY, 4) % 13
+LOGITS = NORMAL.mul(3 << 10).round() / (1 << 10)
+
+
+class LookUp:
+    """Its steps of these numbers run out of memory."""
+
+    shape = ModelShape(1, 1, 2, VOCABULARY, 4, 4)
+    weights_bytes = 0
+    is_capturable = True
+
+    def __init__(self, fails_at: Sequence[int] = ()) -> None:
+        self._fails_at = set(fails_at)
+        self._num_steps = 0
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        self._num_steps += 1
+        if self._num_steps in self._fails_at:
+            raise torch.OutOfMemoryError
+        return LOGITS[token_ids[logit_indices].long()]
+
+    def forward_with_hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+        hidden_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.forward(token_ids, positions, meta, kv_layers, logit_indices)
+        return logits, HIDDEN[token_ids[hidden_indices].long()]
+
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        num_blocks: int,
+        is_staged: bool = False,
+        fails_at: Sequence[int] = (),
+        **scheduling: Any,
+    ) -> None:
+        info = RunnerInfo(
+            model="", architecture="", device="", dtype="float32", vocab_size=VOCABULARY, max_model_len=CONTEXT,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_blocks=num_blocks,
+            weights_bytes=0, activation_bytes=0, kv_cache_bytes=0, load_seconds=0.0,
+        )  # fmt: skip
+        kv = KVTensors(CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32), num_blocks, CPU)
+        cache = Cache(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
+        self.runner = ModelRunner(LookUp(fails_at), cache, info, CPU, RecordingAccelerator() if is_staged else None)
+        loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, **scheduling)
+        self.scheduler = loop.scheduler
+        self.core = EngineCore(
+            self.scheduler, self.runner, lambda outputs: None, receive=lambda: None, clock=lambda: 0.0
+        )
+
+    def run(self, requests: Sequence[Request]) -> None:
+        for item in requests:
+            self.core.add(item)
+        while self.core.has_unfinished:
+            self.core.step()
+        self.core.check_invariants()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +40,7 @@ SHARED_MEMORY_MB = 96  # two front ends take 16 each
 RUN_DIR_MB = 16
 NUM_DESCRIPTORS = 128
 LARGE_BYTES = 20 << 20
+FULL = "cannot be written (No space left on device): make room"
 
 
 def kill_engine(server: Server) -> None:
@@ -54,6 +56,22 @@ def ask(server: Server) -> str:
     except StreamError as error:
         return str(error)
     return ""
+
+
+@contextmanager
+def logged_answers(server: Server) -> Iterator[Callable[[], str]]:
+    """Ask again and again, and print what was said when the block fails."""
+    counts: Counter[str] = Counter()
+
+    def answer() -> str:
+        counts[said := ask(server)] += 1
+        return said
+
+    try:
+        yield answer
+    except BaseException:
+        print(counts)
+        raise
 
 
 @pytest.fixture(scope="module")
@@ -152,5 +170,8 @@ def test_an_engine_that_dies_while_its_run_directory_is_full(cramped: Server, to
     with nothing_lost(cramped, tokens, ends="TW-ENGINE-DEAD"):
         with filled(cramped, run_dir(cramped)):
             kill_engine(cramped)
-            wait_for(lambda: "cannot be written (No space left on device): make room" in ask(cramped), LIMIT_S, "why")
+            with logged_answers(cramped) as answers:
+                wait_for(
+                    lambda: "cannot be written (No space left on device): make room" in answers(), LIMIT_S, "why"
+                )
         wait_for(lambda: not ask(cramped), LIMIT_S, "an answer")

@@ -145,7 +145,6 @@ def test_a_dead_owner_of_the_engine_costs_its_twin_nothing(server: Server, recor
         answers = [clients.submit(ask_twin, server, 900) for _ in range(4)]
         wait_for(lambda: server.metric("vllm:num_requests_running") == len(answers), BACK_LIMIT_S, "running requests")
         kill_front_end(server, "demo")
-        assert not all(answer.done() for answer in answers)
         assert all(answer.result().ok for answer in answers)
     assert_serves(server, recorded)
     assert server.engine_process() == engine

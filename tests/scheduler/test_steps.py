@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
-from tidewheel.errors import InternalError, NumericError
+from tidewheel.errors import InternalError, InvalidRequest, NumericError
 from tidewheel.request import FinishReason, RequestState
 from tidewheel.sampling import TopLogprobs
 
@@ -181,6 +183,17 @@ def test_stop_ids_before_min_tokens_do_not_end_the_request() -> None:
         outputs = scheduler.apply(batch, answer(batch, token_ids), 0.0)
     assert outputs.finished == [request]
     assert request.output_token_ids == [9, 9]
+
+
+def test_allowed_tokens_that_are_all_forbidden_are_named() -> None:
+    driver = SchedulerDriver()
+    request = make_request(max_tokens=6)
+    request.sampling = replace(request.sampling, allowed_token_ids=(5,))
+    driver.add(request)
+    driver.runner.not_finite.add("a")
+    driver.run()
+    assert isinstance(request.error, InvalidRequest)
+    assert "forbid all of allowed_token_ids" in str(request.error)
 
 
 def test_logits_that_are_not_finite_end_their_request_only() -> None:

@@ -151,9 +151,8 @@ class GrammarRows:
             if followed:
                 pool.consume_token_par(followed)
         shape = len(states), states[0].num_words
-        bits = torch.empty(shape, dtype=torch.int32)
-        if self._accelerator is not None:
-            bits = self._accelerator.pinned(shape, torch.int32)
+        accelerator = self._accelerator
+        bits = accelerator.pinned(shape, torch.int32) if accelerator else torch.empty(shape, dtype=torch.int32)
         matchers = [(state.matcher, index) for index, state in enumerate(states)]
         pool.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), 4 * shape[1], shape[0])
         for state, words, position in zip(states, bits.numpy().view(np.uint32), positions, strict=True):

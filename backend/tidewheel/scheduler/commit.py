@@ -72,6 +72,11 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
 
 
 def _no_token(request: Request) -> TidewheelError:
+    if request.grammar is None and request.sampling.allowed_token_ids:
+        return InvalidRequest(
+            f"no token could follow {request.num_output_tokens} tokens of output: bad_words or min_tokens forbid all "
+            "of allowed_token_ids, or the model's logits were not finite"
+        )
     if request.grammar is None:
         return NumericError(
             f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"

@@ -5,6 +5,7 @@ The supervisor holds one end of a pipe, which the kernel closes however the supe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,9 +33,10 @@ class Lifeline:
         return self._guard.pid
 
     def keep(self) -> None:
-        """Start another guard if the one before has ended."""
+        """Start another guard if the one before has ended, or leave it to the next call if that fails."""
         if self._guard.poll() is not None:
-            self._guard = self._start()
+            with contextlib.suppress(OSError):
+                self._guard = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module

@@ -31,9 +31,9 @@ class OwnMount:
         self._folder = os.open(f"/proc/{server.process.pid}/root{path}", os.O_RDONLY | os.O_DIRECTORY)
 
     def fill(self) -> None:
-        """Take all that is free."""
-        ballast = os.open("ballast", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=self._folder)
-        size, step = 0, _STEP
+        """Take all that is free, again when called again."""
+        ballast = os.open("ballast", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=self._folder)
+        size, step = os.fstat(ballast).st_size, _STEP
         while step >= os.sysconf("SC_PAGESIZE"):
             try:
                 os.posix_fallocate(ballast, size, step)

@@ -23,6 +23,7 @@ from gpu.kernel_sweep import replaced
 from roofline import SHAPES, Shape
 from stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
+from tidewheel.models.causal_lm import Places
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel_kernels import AttentionMetadata, choice
@@ -55,7 +56,8 @@ def model_config(shape: Shape) -> ModelConfig:
 
 def layer_call(shape: Shape, num_decodes: int) -> Callable[[], object]:
     """Return a call of one layer of random weights on a prompt and decodes."""
-    layer = decoder.DecoderLayer(model_config(shape), 0, decoder.Weights(torch.bfloat16, CPU))
+    cos_sin = torch.empty(MAX_MODEL_LEN, shape.head_dim)
+    layer = decoder.DecoderLayer(model_config(shape), 0, decoder.Weights(torch.bfloat16, CPU), cos_sin)
     num_tokens, num_seqs = PROMPT_TOKENS + num_decodes, 1 + num_decodes
     ids = torch.zeros(num_tokens, dtype=torch.int64)
     meta = AttentionMetadata(
@@ -63,10 +65,14 @@ def layer_call(shape: Shape, num_decodes: int) -> Callable[[], object]:
         torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32),
         PROMPT_TOKENS, MAX_MODEL_LEN, num_decodes,
     )  # fmt: skip
-    step = decoder.Step(ids, torch.empty(MAX_MODEL_LEN, shape.head_dim), meta)
     kv = tuple(torch.empty(2, 16, BLOCK_SIZE, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16).unbind())
     hidden, residual = torch.empty(2, num_tokens, shape.hidden, dtype=torch.bfloat16)
-    return lambda: layer(hidden, residual, step, kv)
+
+    def call() -> object:
+        cut = layer.begin(hidden, residual, Places(ids, ids), kv)
+        return layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
+
+    return call
 
 
 @contextmanager

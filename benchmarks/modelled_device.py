@@ -14,6 +14,7 @@ from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel_kernels import AttentionMetadata
 
 VOCAB_SIZE = 64
@@ -82,7 +83,7 @@ class ModelledPool:
     def __init__(self, device: ModelledDevice) -> None:
         self._device = device
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+    def capture(self, function: Callable[[], torch.Tensor]) -> Captured[torch.Tensor]:
         before = len(self._device.busy)
         output = function()
         works = [work.end - work.begin for work in self._device.busy[before:]]
@@ -144,7 +145,7 @@ def modelled_runner(
     )  # fmt: skip
     cache = Cache(KVTensors(layout, num_blocks, device.device), None)
     runner = ModelRunner(model, cache, info, device.device, device)
-    runner.capture(graph_sizes, lambda _stage, _fraction: None)
+    runner.capture(GraphSizes(graph_sizes), lambda _stage, _fraction: None)
     device.busy.clear()
     device.free_at = 0.0
     return runner

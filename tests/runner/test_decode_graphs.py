@@ -17,24 +17,30 @@ import torch
 from support.models import tiny_models
 from support.runner import capturable
 from support.runner.decode_workloads import KINDS, LOOPS, PipelinedLoop, decoding, pairs_of, workload
-from support.runner.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator, Watch
-from support.runner.step_loop import GREEDY, StepLoop, poison, request
+from support.runner.graphed_runner import (
+    DECODES,
+    SIZES,
+    graphed_tokens,
+    graphs_of,
+    loaded,
+    model_of,
+    with_graphs,
+    with_model,
+)
+from support.runner.recorded_graphs import NotCapturable, Watch
+from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import ScheduledBatch
-from tidewheel.config import EngineConfig
-from tidewheel.models.causal_lm import CausalLM, KVLayer, no_progress
+from tidewheel.models.causal_lm import CausalLM, KVLayer
 from tidewheel.request import Request
 from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
-from tidewheel.runner.host_slots import HostBlocks
-from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingTokens
 from tidewheel.runner.staging import NUM_SLOTS
+from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels import AttentionMetadata
 
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-SIZES = [1, 2, 4, 8, 16]
 
 
 def test_sizes_cover_every_batch() -> None:
@@ -53,58 +59,14 @@ def plain(checkpoint: Path) -> ModelRunner:
     return loaded(checkpoint)
 
 
-def loaded(folder: Path) -> ModelRunner:
-    return ModelRunner.load(
-        EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
-            num_threads=1,
-        )
-    )  # fmt: skip
-
-
 @pytest.fixture
 def graphed(plain: ModelRunner) -> ModelRunner:
     return with_graphs(plain)
 
 
-def with_graphs(plain: ModelRunner) -> ModelRunner:
-    return with_model(plain, model_of(plain))
-
-
-def model_of(runner: ModelRunner) -> CausalLM:
-    """The model of a runner once more, from its folder."""
-    config = EngineConfig(model=runner.info.model, dtype="float32", device="cpu", num_threads=1)
-    return load_parts(config, no_progress).model
-
-
-def with_model(plain: ModelRunner, model: CausalLM, *, graphs: bool = True) -> ModelRunner:
-    """A runner like `plain` with a cache of its own. With graphs it has a recording accelerator: call and use it with
-    the capturable operations."""
-    info, device = plain.info, torch.device("cpu")
-    kv = KVTensors(CacheLayout(model.shape, info.block_size, torch.float32), info.num_blocks, device)
-    if not graphs:
-        return ModelRunner(model, Cache(kv, None), info, device)
-    runner = ModelRunner(model, Cache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
-    poison(runner)
-    with capturable.installed():
-        runner.capture(SIZES, lambda stage, fraction: None)
-    return runner
-
-
-def graphs_of(runner: ModelRunner) -> list[RecordedGraph]:
-    return runner._accelerator.pools[-1].graphs
-
-
 def replays(runner: ModelRunner) -> list[int]:
     """Of forward pass, greedy and drawn sampling of each size, the largest first, since the capture."""
     return [graph.num_replays - 1 for graph in graphs_of(runner)]
-
-
-def graphed_tokens(
-    graphed: ModelRunner, requests: Sequence[Request], loop: type[StepLoop] = StepLoop, **settings: object
-) -> list[list[int]]:
-    with capturable.installed():
-        return loop(graphed, **settings).run(requests)
 
 
 @loops
@@ -190,11 +152,11 @@ def test_progress_and_memory_are_told(plain: ModelRunner) -> None:
     seen: list[tuple[str, float]] = []
     runner = with_graphs(plain)
     with capturable.installed():
-        taken = runner.capture([2, 1, 4], lambda stage, fraction: seen.append((stage, fraction)))
+        taken = runner.capture(GraphSizes([2, 1, 4]), lambda stage, fraction: seen.append((stage, fraction)))
     assert seen == [("graphs", 0.0), ("graphs", 1 / 3), ("graphs", 2 / 3), ("graphs", 1.0)]
-    assert sum(taken) == runner._accelerator.pools[-1].num_bytes
-    assert len(taken) == 3
-    assert taken[0] > taken[2] > 0
+    assert taken.total == runner._accelerator.pools[-1].num_bytes
+    assert len(taken.decodes) == 3
+    assert taken.decodes[0] > taken.decodes[2] > 0
 
 
 @loops
@@ -260,7 +222,7 @@ class Altered:
 
 
 def altered_tokens(plain: ModelRunner, alter: Callable[..., torch.Tensor], *, graphs: bool = True) -> list[list[int]]:
-    runner = with_model(plain, Altered(model_of(plain), alter), graphs=graphs)
+    runner = with_model(plain, Altered(model_of(plain), alter), DECODES if graphs else None)
     requests = workload(KINDS["filtered"], 8)
     return graphed_tokens(runner, requests) if graphs else StepLoop(runner).run(requests)
 

@@ -20,6 +20,7 @@ from tidewheel.runner import model_runner
 from tidewheel.runner.decode_graphs import DecodeGraphs
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.profiling import StepMemory
+from tidewheel.runner.step_graphs import GraphSizes
 
 SIZES = [1, 2, 4, 5]
 
@@ -35,7 +36,7 @@ def small(config: EngineConfig) -> EngineConfig:
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
     accelerator = RecordingAccelerator()
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
-    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: SIZES)
+    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(SIZES))
     monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
     with capturable.installed():
         yield accelerator
@@ -81,7 +82,7 @@ def test_what_was_loaded_computes_as_without_graphs(small: EngineConfig, acceler
     assert sum(graph.num_replays - 1 for graph in accelerator.pools[-1].graphs) > 10
     with pytest.MonkeyPatch.context() as eager:
         eager.setattr(model_runner, "accelerator_of", lambda device: None)
-        eager.setattr(model_runner, "graph_sizes", lambda config, parts: [])
+        eager.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes())
         plain = ModelRunner.load(small)
     assert StepLoop(plain, token_budget=64).run(workload(KINDS["filtered"], 8)) == tokens
 

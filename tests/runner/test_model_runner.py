@@ -71,10 +71,10 @@ def test_graphs_are_for_a_gpu_a_known_model_and_whoever_wants_them(config: Engin
     gpu = mock.Mock(device=torch.device("cuda"))
     config = dataclasses.replace(config, max_num_seqs=9, max_num_batched_tokens=6)
     gpu.model.is_capturable = True
-    assert graph_sizes(config, gpu) == [1, 2, 4, 6]
-    assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == []
+    assert graph_sizes(config, gpu) == ([1, 2, 4, 6], [16])
+    assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == ((), ())
     gpu.model.is_capturable = False
-    assert graph_sizes(config, gpu) == []
+    assert graph_sizes(config, gpu) == ((), ())
 
 
 def test_loading_reports_its_progress(config: EngineConfig) -> None:

@@ -69,5 +69,53 @@ class EmbeddingLM(CausalLM, Protocol):
         ...
 
 
+class Cut(NamedTuple):
+    """Forward pass before an attention."""
+
+    queries: torch.Tensor  # [T, num_q_heads, head_dim]
+    residual: torch.Tensor  # [T, hidden_size]
+
+
+class Places(NamedTuple):
+    """Where the tokens of a step are."""
+
+    positions: torch.Tensor  # [T] int64, in their sequences
+    slots: torch.Tensor  # [T] int64, in the cache; negative ones are padding
+
+
+class SplitLayer(Protocol):
+    """Layer around its attention, which alone needs more than the number of tokens."""
+
+    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, places: Places, kv: KVLayer) -> Cut:
+        """Compute up to the attention; fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
+        ...
+
+    def attend(
+        self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the attention [T, num_q_heads, head_dim], in `out` if given."""
+        ...
+
+    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `x` and the residual for the next layer."""
+        ...
+
+
+@runtime_checkable
+class SplitLM(CausalLM, Protocol):
+    """Model whose `forward` can be cut at its attentions."""
+
+    @property
+    def layers(self) -> Sequence[SplitLayer]: ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return `x` [T, hidden_size] of the first layer, whose residual is None."""
+        ...
+
+    def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
+        """Return logits [S, vocab_size] from what the last layer returns."""
+        ...
+
+
 def no_progress(stage: str, fraction: float) -> None:
     pass

@@ -6,12 +6,11 @@ Its layers are plain classes, without a module tree on the hot path.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import embedding, linear, pad
 
-from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.models.causal_lm import Cut, KVLayer, ModelShape, Places
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
@@ -88,14 +87,9 @@ class Weights:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-class Step(NamedTuple):
-    positions: torch.Tensor  # [T] int64
-    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32
-    meta: AttentionMetadata
-
-
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str, cos_sin: torch.Tensor) -> None:
+        self._cos_sin = cos_sin
         self._num_q_heads, self._num_kv_heads = config.num_q_heads, config.num_kv_heads
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
         self._scale = config.head_dim**-0.5
@@ -108,15 +102,20 @@ class Attention:
         self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None
         self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
-    def __call__(self, x: torch.Tensor, step: Step, kv: KVLayer) -> torch.Tensor:
+    def queries(self, x: torch.Tensor, places: Places, kv: KVLayer) -> torch.Tensor:
+        """Project and rotate; write keys and values into the cache."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
         rope_and_cache(
-            q, k, v, step.cos_sin, step.positions, step.meta.slot_mapping, *kv,
-            q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps,
-        )  # fmt: skip
-        out = paged_attention(q, *kv, step.meta, scale=self._scale, sliding_window=self._sliding_window)
-        return self.output(out.view(x.shape[0], -1))
+            q, k, v, self._cos_sin, *places, *kv, q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps
+        )
+        return q
+
+    def __call__(
+        self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        window = self._sliding_window
+        return paged_attention(queries, *kv, meta, scale=self._scale, sliding_window=window, out=out)
 
 
 class GatedMLP:
@@ -132,20 +131,27 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor) -> None:
         prefix = f"model.layers.{layer}."
         self._eps = config.rms_norm_eps
         self.input_norm = weights.tensor(f"{prefix}input_layernorm", config.hidden_size)
-        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.")
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", cos_sin)
         self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm", config.hidden_size)
         self.mlp = GatedMLP(config, weights, f"{prefix}mlp.")
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv: KVLayer
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output and the sum before it, both [T, hidden]; the next norm adds them."""
+    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, places: Places, kv: KVLayer) -> Cut:
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
-        normed, residual = add_norm(self.attention(normed, step, kv), residual, self.mlp_norm, self._eps)
+        return Cut(self.attention.queries(normed, places, kv), residual)
+
+    def attend(
+        self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.attention(queries, meta, kv, out)
+
+    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output and the sum before it, both [T, hidden_size]; the next norm adds them."""
+        projected = self.attention.output(attended.view(attended.shape[0], -1))
+        normed, residual = add_norm(projected, residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
 
 
@@ -166,14 +172,14 @@ class Decoder:
         weights = Weights(dtype, device)
         self.config = config
         self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_layers)]
+        cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
+        self.layers = [DecoderLayer(config, layer, weights, cos_sin) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm", config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding)
             weights.linears.append(self.lm_head)
         else:
             self.lm_head = weights.linear("", config.hidden_size, {"lm_head": config.vocab_size})
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
         self.destinations = weights.by_name
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
         self._linears = weights.linears
@@ -204,10 +210,7 @@ class Decoder:
         kv_layers: Sequence[KVLayer],
         logit_indices: torch.Tensor,
     ) -> torch.Tensor:
-        hidden, residual = self._run_layers(token_ids, Step(positions, self.cos_sin, meta), kv_layers)
-        if len(logit_indices) < len(hidden):  # else all tokens, in order
-            hidden, residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
-        return self.lm_head(self._normed(hidden, residual))
+        return self.logits(*self._run_layers(token_ids, positions, meta, kv_layers), logit_indices)
 
     def forward_with_hidden(
         self,
@@ -218,23 +221,32 @@ class Decoder:
         logit_indices: torch.Tensor,
         hidden_indices: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self._run_layers(token_ids, Step(positions, self.cos_sin, meta), kv_layers)
+        x, residual = self._run_layers(token_ids, positions, meta, kv_layers)
         chosen, pooled = (
-            self._normed(hidden.index_select(0, indices), residual.index_select(0, indices))
+            self._normed(x.index_select(0, indices), residual.index_select(0, indices))
             for indices in (logit_indices, hidden_indices)
         )
         return self.lm_head(chosen), pooled
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return embedding(token_ids, self.embedding)
+
+    def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
+        if len(logit_indices) < len(x):  # else all tokens, in order
+            x, residual = x.index_select(0, logit_indices), residual.index_select(0, logit_indices)
+        return self.lm_head(self._normed(x, residual))
+
     def _run_layers(
-        self, token_ids: torch.Tensor, step: Step, kv_layers: Sequence[KVLayer]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last block's output and the sum before it, both [T, hidden_size]."""
-        hidden = embedding(token_ids, self.embedding)
+        """Return the last layer's output and the sum before it, both [T, hidden_size]."""
+        x, places = self.embed(token_ids), Places(positions, meta.slot_mapping)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
-            hidden, residual = layer(hidden, residual, step, kv)
+            cut = layer.begin(x, residual, places, kv)
+            x, residual = layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
         assert residual is not None, "a decoder has at least one layer"
-        return hidden, residual
+        return x, residual
 
-    def _normed(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return add_norm(hidden, residual, self.norm, self.config.rms_norm_eps)[0]
+    def _normed(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]

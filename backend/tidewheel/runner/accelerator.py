@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")  # one or more tensors
 
 
 class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Captured(NamedTuple):
+class Captured(NamedTuple, Generic[T]):
     graph: Graph
-    output: torch.Tensor  # in pool memory; the last replay's result
+    output: T  # in pool memory; the last replay's result
 
 
 class GraphPool(Protocol):
@@ -26,7 +28,7 @@ class GraphPool(Protocol):
 
     num_bytes: int  # device memory of all captures
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+    def capture(self, function: Callable[[], T]) -> Captured[T]:
         """Run `function` at least once, then capture it in the same inference mode."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +44,7 @@ class CudaGraphPool:
         self._stream = stream
         self.num_bytes = 0
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+    def capture(self, function: Callable[[], T]) -> Captured[T]:
         """Run `function` to compile and allocate, capture it, and replay it to load the graph."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
@@ -58,7 +60,7 @@ class CudaGraphPool:
             function()
         self._stream.synchronize()
 
-    def _capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+    def _capture(self, function: Callable[[], T]) -> Captured[T]:
         """Capture. `torch.cuda.graph` would collect garbage too: a minute for all graphs, not half a second."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

@@ -6,23 +6,19 @@ log-probabilities run eagerly on the graph's logits.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.accelerator import Captured, Graph, GraphPool
 from tidewheel.runner.inputs import Bounds, DeviceInputs, RowTable
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel.runner.staging import Sender
 
-STAGE = "graphs"
 Forward = Callable[[DeviceInputs, Bounds], torch.Tensor]  # logits
 
 
@@ -42,8 +38,8 @@ class DecodeGraph(NamedTuple):
     inputs: DeviceInputs  # read by the graphs
     forward: Graph
     logits: torch.Tensor  # [num_rows, vocab_size]
-    greedy: Captured  # samplers store tokens in their rows and output ids, [num_rows] int64
-    drawn: Captured
+    greedy: Captured[torch.Tensor]  # samplers store tokens in their rows and output ids, [num_rows] int64
+    drawn: Captured[torch.Tensor]
 
     def sample(self, *, any_sampled: bool) -> torch.Tensor:
         captured = self.drawn if any_sampled else self.greedy
@@ -60,17 +56,15 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._of_count: list[DecodeGraph] = []  # index: number of rows - 1
 
-    def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Capture, filling no row or block; return bytes by size, largest first: smaller ones reuse their memory."""
+    def capture(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
+        """Return bytes by size, largest first. Tell how many are done."""
         taken: list[int] = []
         graphs: list[DecodeGraph] = []
-        with _without_collections():
-            for size in sorted(sizes, reverse=True):
-                progress(STAGE, len(graphs) / len(sizes))
-                before = self._pool.num_bytes
-                graphs.append(self._captured(size))
-                taken.append(self._pool.num_bytes - before)
-        progress(STAGE, 1.0)
+        for size in sorted(sizes, reverse=True):
+            tell(len(graphs))
+            before = self._pool.num_bytes
+            graphs.append(self._captured(size))
+            taken.append(self._pool.num_bytes - before)
         ascending = iter(reversed(graphs))
         graph = next(ascending)
         for count in range(1, graphs[0].num_rows + 1):
@@ -99,16 +93,3 @@ class DecodeGraphs:
         captured = forward, *(self._pool.capture(partial(sample, any_sampled)) for any_sampled in (False, True))
         logits, greedy, drawn = (Captured(graph, self._pool.unowned(output)) for graph, output in captured)
         return DecodeGraph(size, inputs, logits.graph, logits.output, greedy, drawn)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Prevent garbage collection from freeing memory that a capture needs."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -81,13 +81,14 @@ class RowTable:
         self._flat_tokens = self._device_tokens.view(-1)
         self._padding = self.padding(max_num_seqs)
 
-    def padding(self, size: int) -> HostInputs:
-        """Return padding rows that decode and sample."""
+    def padding(self, size: int, num_tokens: int | None = None) -> HostInputs:
+        """Return padding rows that decode and sample; with `num_tokens`, as many tokens."""
         first = self._max_num_seqs * self._width  # of the extra row
+        num_tokens = size if num_tokens is None else num_tokens
         return HostInputs(
-            token_indices=np.full(size, first),
-            positions=np.zeros(size, dtype=np.int64),
-            slot_mapping=np.full(size, -1),
+            token_indices=np.full(num_tokens, first),
+            positions=np.zeros(num_tokens, dtype=np.int64),
+            slot_mapping=np.full(num_tokens, -1),
             cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
             seq_lens=np.zeros(size, dtype=np.int32),
             rows=np.full(size, self._max_num_seqs, dtype=np.int32),
@@ -159,6 +160,15 @@ class RowTable:
         pairs: Iterable[tuple[HostArray, HostArray]] = zip(host, self._padding, strict=True)
         return HostInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
 
+    def padded_tokens(self, host: HostInputs, num_tokens: int) -> HostInputs:
+        """Pad the columns of tokens."""
+        extra = self.padding(0, num_tokens - len(host.positions))
+        return host._replace(
+            token_indices=np.concatenate((host.token_indices, extra.token_indices)),
+            positions=np.concatenate((host.positions, extra.positions)),
+            slot_mapping=np.concatenate((host.slot_mapping, extra.slot_mapping)),
+        )
+
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
         if not sent:
             return
@@ -193,6 +203,10 @@ class RowTable:
 
     def tokens_at(self, indices: torch.Tensor) -> torch.Tensor:
         return self._flat_tokens.index_select(0, indices)
+
+    def known_tokens_at(self, indices: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Return them as ids of the vocabulary: the host checks ids; a wrong one would end the device for all."""
+        return self.tokens_at(indices).clamp_(0, vocab_size - 1)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:
         return TokenHistory(self._flat_tokens, store_indices)

@@ -26,6 +26,8 @@ from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
 from tidewheel.runner.profiling import StepMemory, gpu_budget
+from tidewheel.runner.prompt_graphs import prompt_sizes
+from tidewheel.runner.step_graphs import GraphSizes
 
 FIRST = "start"
 logger = logging.getLogger(__name__)
@@ -141,20 +143,21 @@ def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> Run
     )
 
 
-def graph_sizes(config: EngineConfig, parts: RunnerParts) -> list[int]:
-    """Return decode batch sizes to capture; log why if none."""
+def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
+    """Return what to capture; log why if nothing."""
     if parts.device.type == "cpu":
         logger.info("CUDA graphs: none, the device is a CPU")
-        return []
+        return GraphSizes()
     if config.enforce_eager:
         logger.info("CUDA graphs: none, enforce_eager is set")
-        return []
+        return GraphSizes()
     if not parts.model.is_capturable:
         logger.info(
             "CUDA graphs: none, nothing proves that transformers' %s can be captured", parts.info.architecture
         )
-        return []
-    return decode_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+        return GraphSizes()
+    budget = config.max_num_batched_tokens
+    return GraphSizes(decode_sizes(min(config.max_num_seqs, budget)), prompt_sizes(budget))
 
 
 def _budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress, no_progress
 from tidewheel.runner.accelerator import Accelerator, accelerator_of
 from tidewheel.runner.block_transfers import BlockTransfers
-from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs, Forward
+from tidewheel.runner.decode_graphs import DecodeGraph, Forward
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.inputs import Bounds, DeviceInputs, HostInputs, RowTable
 from tidewheel.runner.kv_tensors import KVTensors
@@ -29,6 +28,7 @@ from tidewheel.runner.profiling import (
 from tidewheel.runner.sampler import PendingTokens, Sampled, pool_states, sample_tokens, score_prompts
 from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan, SamplingTable
 from tidewheel.runner.staging import Group, GroupName, Groups, Sender, Sent, SharedMemory, Staging
+from tidewheel.runner.step_graphs import GraphBytes, GraphSizes, StepGraphs
 from tidewheel.runner.warm_up import demanding_batch, warm_up
 
 NUM_TRIAL_GRAPHS = 3
@@ -74,7 +74,7 @@ class ModelRunner:
         self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
         self._model = model
         self._forward = _forward(model, self._rows, cache.kv)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
@@ -87,12 +87,12 @@ class ModelRunner:
         runner = cls(parts.model, cache, info, parts.device, accelerator)
         if accelerator is not None:
             warm_up(runner, report)
-        graph_bytes = sum(runner.capture(sizes, report))
+        graph_bytes = runner.capture(sizes, report).total
         runner.info = complete_info(info, parts, graph_bytes)
         return runner
 
     @classmethod
-    def _measured(cls, parts: RunnerParts, accelerator: Accelerator | None, sizes: Sequence[int]) -> StepMemory:
+    def _measured(cls, parts: RunnerParts, accelerator: Accelerator | None, sizes: GraphSizes) -> StepMemory:
         """Run a step with a minimal cache, which also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
@@ -107,15 +107,18 @@ class ModelRunner:
             run(smallest_step(parts.info))
             return StepMemory(estimated_activation_bytes(largest, layout.shape, layout.dtype), 0)
         runner, activation_bytes = measured_activation_bytes(run, largest, device)
-        taken = runner.capture(sizes[-NUM_TRIAL_GRAPHS:], no_progress)
-        return StepMemory(activation_bytes, estimated_graph_bytes(taken, len(sizes)))
+        taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
+        graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, map(len, sizes), strict=True))
+        return StepMemory(activation_bytes, graph_bytes)
 
-    def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Capture decode graphs; return the bytes of each, largest first. Raise `ConfigError` if memory ends."""
-        if not sizes or self._accelerator is None:
-            return []
-        pool = self._accelerator.graph_pool()
-        self._graphs = DecodeGraphs(pool, self._forward, self._rows, self._sender, self.info.max_model_len)
+    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
+        """Capture graphs. Raise `ConfigError` if memory ends."""
+        if not sizes.decodes or self._accelerator is None:
+            return GraphBytes()
+        self._graphs = StepGraphs(
+            self._accelerator.graph_pool(), self._model, self._forward, self._rows, self.kv.layers, self._sender,
+            self.info.max_model_len,
+        )  # fmt: skip
         try:
             with torch.inference_mode():
                 return self._graphs.capture(sizes, progress)
@@ -144,7 +147,7 @@ class ModelRunner:
         samples = batch.samples
         plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
         more = _More(self._sampling.scoring(batch, host.logit_indices), self._sampling.pooling(batch))
-        graph = self._graphs.find(batch) if self._graphs is not None and more.is_nothing else None
+        graph = self._graphs.find_decodes(batch) if self._graphs is not None and more.is_nothing else None
         if not more.is_nothing:
             sampled: Sampled | None = self._computed_with_more(batch, host, plan, changes, more)
         elif plan is not None and graph is not None:
@@ -159,9 +162,16 @@ class ModelRunner:
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
     ) -> Sampled | None:
+        """Launch kernel by kernel, or with graphs between the attentions."""
+        bounds, graph = Bounds.exact(batch, host), None if self._graphs is None else self._graphs.find_prompts(batch)
+        if graph is not None:
+            host = self._rows.padded_tokens(host, graph.num_tokens)
         sent = self._send(batch, host, {} if plan is None else plan.groups(), changes)
         inputs = DeviceInputs(*sent.group("inputs"))
-        logits = self._forward(inputs, Bounds.exact(batch, host))
+        if graph is None:
+            logits = self._forward(inputs, bounds)
+        else:
+            logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
         return None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
 
     def _computed_with_more(
@@ -198,7 +208,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model, rows = self._model, self._rows
         assert isinstance(model, EmbeddingLM), "the front end refuses embeddings of others"
-        token_ids = rows.tokens_at(inputs.token_indices).clamp_(0, model.shape.vocab_size - 1)
+        token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
         meta = rows.metadata(inputs, bounds)
         positions, layers = inputs.positions, self.kv.layers
         return model.forward_with_hidden(token_ids, positions, meta, layers, inputs.logit_indices, hidden_indices)
@@ -230,8 +240,7 @@ def _forward(model: CausalLM, rows: RowTable, kv: KVTensors) -> Forward:
     """Return the part that graphs capture. It refers to no runner, so that trial graphs are freed with theirs."""
 
     def run(inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
-        # Ids are checked on the host; a wrong one would end the device for all.
-        token_ids = rows.tokens_at(inputs.token_indices).clamp_(0, model.shape.vocab_size - 1)
+        token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
         meta = rows.metadata(inputs, bounds)
         return model.forward(token_ids, inputs.positions, meta, kv.layers, inputs.logit_indices)
 

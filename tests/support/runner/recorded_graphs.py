@@ -9,7 +9,7 @@ The memory of a pool is shared, as on a GPU: a replay spoils whatever other grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tidewheel.runner.accelerator import Captured
+
+T = TypeVar("T")
 
 # Results whose size or presence depends on values, and reads of values.
 READING_OPERATIONS = {
@@ -110,7 +112,7 @@ class RecordingPool:
         self._holding: list[RecordedGraph] = []  # that nobody has spoiled since they ran
         self.num_bytes = 0
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+    def capture(self, function: Callable[[], T]) -> Captured[T]:
         function()  # the warm-up
         with Watch(), _Record() as record:
             output = function()

@@ -1,0 +1,112 @@
+"""CUDA graphs of steps with prompts: the pieces of a forward pass between its attentions, for some numbers of tokens.
+
+The launches of an attention depend on the lengths of prompts, so they stay outside, as do the logits and sampling. A
+step takes the next larger number of tokens; what is padded writes no key and is not attended to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from tidewheel.batch import ScheduledBatch
+from tidewheel.models.causal_lm import Cut, KVLayer, Places, SplitLayer, SplitLM
+from tidewheel.runner.accelerator import Graph, GraphPool
+from tidewheel.runner.inputs import DeviceInputs, RowTable
+from tidewheel.runner.staging import Sender
+from tidewheel_kernels import AttentionMetadata
+
+MOST_TOKENS = 2048  # of a graph: the device takes longer for more than the host for their launches
+FIRST_TOKENS = 16
+STEPS_PER_DOUBLING = 4  # so a step is padded by a quarter at most, beyond 64 tokens
+
+
+def prompt_sizes(max_num_tokens: int) -> list[int]:
+    """Return 16, 32, 48, 64, 80, 96, 112, 128, 160, …, the largest of them that is at least `max_num_tokens`."""
+    sizes: list[int] = []
+    size = FIRST_TOKENS
+    while not sizes or sizes[-1] < min(max_num_tokens, MOST_TOKENS):
+        sizes.append(size)
+        size += max(FIRST_TOKENS, (1 << size.bit_length() - 1) // STEPS_PER_DOUBLING)
+    return sizes
+
+
+class PromptGraph(NamedTuple):
+    """Graphs of one number of tokens: up to the first attention, between two, and behind the last."""
+
+    num_tokens: int
+    model: SplitLM
+    kv_layers: Sequence[KVLayer]
+    pieces: list[Graph]
+    queries: list[torch.Tensor]  # [num_tokens, num_q_heads, head_dim] before each attention
+    attended: torch.Tensor  # the same after it
+    x: torch.Tensor  # [num_tokens, hidden_size] behind the last layer
+    residual: torch.Tensor
+
+    def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
+        """Run a step whose inputs, padded, have been sent. Return what the model's `forward` does."""
+        first, *others = self.pieces
+        attended = self.attended[:num_tokens]
+        first.replay()
+        for layer, kv, queries, piece in zip(self.model.layers, self.kv_layers, self.queries, others, strict=True):
+            layer.attend(queries[:num_tokens], meta, kv, out=attended)
+            piece.replay()
+        return self.model.logits(self.x, self.residual, logit_indices)
+
+
+class PromptGraphs:
+    def __init__(
+        self, pool: GraphPool, model: SplitLM, rows: RowTable, kv_layers: Sequence[KVLayer], sender: Sender
+    ) -> None:
+        self._pool = pool
+        self._model = model
+        self._rows = rows
+        self._kv_layers = kv_layers
+        self._sender = sender
+        self._graphs: list[PromptGraph] = []  # ascending
+
+    def capture(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
+        """Return bytes by size, largest first. Tell how many are done."""
+        taken: list[int] = []
+        attended: torch.Tensor | None = None
+        for size in sorted(sizes, reverse=True):
+            tell(len(taken))
+            before = self._pool.num_bytes
+            graph = self._captured(size, attended)
+            attended = graph.attended
+            self._graphs.insert(0, graph)
+            taken.append(self._pool.num_bytes - before)
+        return taken
+
+    def find(self, batch: ScheduledBatch) -> PromptGraph | None:
+        """Return the graph that takes the step's tokens, if they are not too many."""
+        index = bisect_left(self._graphs, batch.num_tokens, key=lambda graph: graph.num_tokens)
+        return self._graphs[index] if index < len(self._graphs) else None
+
+    def _captured(self, size: int, attended: torch.Tensor | None) -> PromptGraph:
+        pool, model, kv_layers = self._pool, self._model, self._kv_layers
+        inputs = DeviceInputs(*self._sender.send({"inputs": self._rows.padding(0, size)}).group("inputs"))
+        places = Places(inputs.positions, inputs.slot_mapping)
+
+        def begin() -> Cut:
+            x = model.embed(self._rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
+            return model.layers[0].begin(x, None, places, kv_layers[0])
+
+        def go_on(before: SplitLayer, after: SplitLayer, kv: KVLayer, attended: torch.Tensor, cut: Cut) -> Cut:
+            return after.begin(*before.end(attended, cut.residual), places, kv)
+
+        graph, cut = pool.capture(begin)
+        # Outside of the pool: it is written between replays. Larger graphs have room for smaller ones.
+        attended = torch.zeros_like(cut.queries) if attended is None else attended[:size]
+        pieces, queries = [graph], [pool.unowned(cut.queries)]
+        for before, after, kv in zip(model.layers, model.layers[1:], kv_layers[1:], strict=False):
+            graph, cut = pool.capture(partial(go_on, before, after, kv, attended, cut))
+            pieces.append(graph)
+            queries.append(pool.unowned(cut.queries))
+        graph, (x, residual) = pool.capture(partial(model.layers[-1].end, attended, cut.residual))
+        x, residual = pool.unowned(x), pool.unowned(residual)
+        return PromptGraph(size, model, kv_layers, [*pieces, graph], queries, attended, x, residual)

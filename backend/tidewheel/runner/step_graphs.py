@@ -1,0 +1,87 @@
+"""CUDA graphs of a runner, captured in one pool."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from tidewheel.batch import ScheduledBatch
+from tidewheel.models.causal_lm import CausalLM, KVLayer, Progress, SplitLM
+from tidewheel.runner.accelerator import GraphPool
+from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs, Forward
+from tidewheel.runner.inputs import RowTable
+from tidewheel.runner.prompt_graphs import PromptGraph, PromptGraphs
+from tidewheel.runner.staging import Sender
+
+STAGE = "graphs"
+
+
+class GraphSizes(NamedTuple):
+    """Sizes to capture, ascending."""
+
+    decodes: Sequence[int] = ()  # rows
+    prompts: Sequence[int] = ()  # tokens of steps with prompts
+
+    def largest(self, count: int) -> GraphSizes:
+        return GraphSizes(self.decodes[-count:], self.prompts[-count:])
+
+
+class GraphBytes(NamedTuple):
+    """Device memory of each graph, the largest first."""
+
+    decodes: Sequence[int] = ()
+    prompts: Sequence[int] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.decodes) + sum(self.prompts)
+
+
+class StepGraphs:
+    def __init__(
+        self,
+        pool: GraphPool,
+        model: CausalLM,
+        forward: Forward,
+        rows: RowTable,
+        kv_layers: Sequence[KVLayer],
+        sender: Sender,
+        max_model_len: int,
+    ) -> None:
+        self._decodes = DecodeGraphs(pool, forward, rows, sender, max_model_len)
+        self.prompts = PromptGraphs(pool, model, rows, kv_layers, sender) if isinstance(model, SplitLM) else None
+
+    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
+        """Capture, filling no row or block: smaller graphs reuse the memory of larger ones."""
+        num_decodes = len(sizes.decodes)
+        num_graphs = num_decodes + len(sizes.prompts)
+
+        def tell(first: int) -> Callable[[int], None]:
+            return lambda num_done: progress(STAGE, (first + num_done) / num_graphs)
+
+        with _without_collections():
+            of_decodes = self._decodes.capture(sizes.decodes, tell(0))
+            of_prompts = self.prompts.capture(sizes.prompts, tell(num_decodes)) if self.prompts is not None else []
+        progress(STAGE, 1.0)
+        return GraphBytes(of_decodes, of_prompts)
+
+    def find_decodes(self, batch: ScheduledBatch) -> DecodeGraph | None:
+        return self._decodes.find(batch)
+
+    def find_prompts(self, batch: ScheduledBatch) -> PromptGraph | None:
+        return None if self.prompts is None else self.prompts.find(batch)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Prevent garbage collection from freeing memory that a capture needs."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,69 @@
+"""Runners whose steps are graphs that are recorded on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from support.runner import capturable
+from support.runner.recorded_graphs import RecordedGraph, RecordingAccelerator
+from support.runner.step_loop import StepLoop, poison
+from tidewheel.config import EngineConfig
+from tidewheel.models.causal_lm import CausalLM, no_progress
+from tidewheel.request import Request
+from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import Cache, load_parts
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import GraphSizes
+
+SIZES = [1, 2, 4, 8, 16]
+DECODES = GraphSizes(SIZES)
+
+
+def loaded(folder: Path) -> ModelRunner:
+    return ModelRunner.load(
+        EngineConfig(
+            model=str(folder), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
+            num_threads=1,
+        )
+    )  # fmt: skip
+
+
+def with_graphs(plain: ModelRunner, sizes: GraphSizes = DECODES) -> ModelRunner:
+    return with_model(plain, model_of(plain), sizes)
+
+
+def model_of(runner: ModelRunner) -> CausalLM:
+    """Return the model of a runner once more, from its folder."""
+    config = EngineConfig(model=runner.info.model, dtype="float32", device="cpu", num_threads=1)
+    return load_parts(config, no_progress).model
+
+
+def with_model(plain: ModelRunner, model: CausalLM, sizes: GraphSizes | None = DECODES) -> ModelRunner:
+    """Return a runner like `plain` with a cache of its own.
+
+    With graphs it has a recording accelerator: call and use it with the capturable operations.
+    """
+    info, device = plain.info, torch.device("cpu")
+    kv = KVTensors(CacheLayout(model.shape, info.block_size, torch.float32), info.num_blocks, device)
+    if sizes is None:
+        return ModelRunner(model, Cache(kv, None), info, device)
+    runner = ModelRunner(model, Cache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
+    poison(runner)
+    with capturable.installed():
+        runner.capture(sizes, lambda stage, fraction: None)
+    return runner
+
+
+def graphs_of(runner: ModelRunner) -> list[RecordedGraph]:
+    return runner._accelerator.pools[-1].graphs
+
+
+def graphed_tokens(
+    graphed: ModelRunner, requests: Sequence[Request], loop: type[StepLoop] = StepLoop, **settings: object
+) -> list[list[int]]:
+    with capturable.installed():
+        return loop(graphed, **settings).run(requests)

@@ -1,4 +1,5 @@
-"""Host time of one decoder layer that is launched kernel by kernel, on a stand-in for the CUDA driver.
+"""Host time of one decoder layer that is launched kernel by kernel, and of its attention
+alone, on a stand-in for the CUDA driver.
 
     python benchmarks/eager_layer.py
 
@@ -43,6 +44,13 @@ class LayerTime(NamedTuple):
     host_us: float
     launches: int
     triton_us: float  # in triton-lang's own way
+    attention_us: float  # launched between two graphs
+    attention_launches: int
+
+
+class Calls(NamedTuple):
+    layer: Callable[[], object]
+    attention: Callable[[], object]
 
 
 def model_config(shape: Shape) -> ModelConfig:
@@ -54,8 +62,8 @@ def model_config(shape: Shape) -> ModelConfig:
     )  # fmt: skip
 
 
-def layer_call(shape: Shape, num_decodes: int) -> Callable[[], object]:
-    """Return a call of one layer of random weights on a prompt and decodes."""
+def layer_calls(shape: Shape, num_decodes: int) -> Calls:
+    """Return calls of one layer of random weights on a prompt and decodes."""
     cos_sin = torch.empty(MAX_MODEL_LEN, shape.head_dim)
     layer = decoder.DecoderLayer(model_config(shape), 0, decoder.Weights(torch.bfloat16, CPU), cos_sin)
     num_tokens, num_seqs = PROMPT_TOKENS + num_decodes, 1 + num_decodes
@@ -72,7 +80,9 @@ def layer_call(shape: Shape, num_decodes: int) -> Callable[[], object]:
         cut = layer.begin(hidden, residual, Places(ids, ids), kv)
         return layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
 
-    return call
+    queries = layer.begin(hidden, residual, Places(ids, ids), kv).queries
+    attended = torch.empty(queries.shape, dtype=queries.dtype)
+    return Calls(call, lambda: layer.attend(queries[:num_tokens], meta, kv, out=attended))
 
 
 @contextmanager
@@ -98,14 +108,17 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def layer_time(shape: Shape, num_decodes: int, launches: Launches) -> LayerTime:
-    call = layer_call(shape, num_decodes)
-    call()
-    before = launches.count
-    call()
-    num_launches = launches.count - before
-    bound = seconds(call)
+    calls = layer_calls(shape, num_decodes)
+    calls.layer()
+    num_launches = []
+    for call in calls:
+        before = launches.count
+        call()
+        num_launches.append(launches.count - before)
+    layer_us, attention_us = (round(1e6 * seconds(call), 1) for call in calls)
     with mock.patch("tidewheel_kernels.triton_launch.Launch.__call__", _unbound):
-        return LayerTime(round(1e6 * bound, 1), num_launches, round(1e6 * seconds(call), 1))
+        triton_us = round(1e6 * seconds(calls.layer), 1)
+    return LayerTime(layer_us, num_launches[0], triton_us, attention_us, num_launches[1])
 
 
 def _unbound(launch: object, grid: tuple[int, ...], tensors: tuple[torch.Tensor, ...], *others: object) -> None:

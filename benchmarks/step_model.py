@@ -3,7 +3,7 @@
     python benchmarks/step_model.py --json
 
 A step takes the longer of device and host, which works one step ahead. Every factor is measured, published or
-estimated, as `FACTORS` says; estimates are ranges, and so are predictions. Host time of an eager layer is measured by
+estimated, as `FACTORS` says; estimates are ranges, and so are predictions. Host time of layers is measured by
 `eager_layer.py` each time, and that of the rest of a step is read from `results/host_timeline.json`.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from roofline import H200, SHAPES, Shape, workload_seconds
 from study import RESULTS, Study, show
+from tidewheel.runner.prompt_graphs import MOST_TOKENS, prompt_sizes
 
 NUM_MULTIPROCESSORS = 132
 RESIDENT_PROGRAMS = 3 * NUM_MULTIPROCESSORS  # of decode attention
@@ -69,6 +70,10 @@ FACTORS = {
         50e-6, 40e-6, "s of the host per eager layer", "estimate",
         "four calls of torch's linear at some 7 us, and 2 us of the driver for each of nine launches",
     ),
+    "graph between attentions": Factor(
+        16e-6, 10e-6, "s of the host per layer", "estimate",
+        "2.5 us for a straight line of kernels (NVIDIA, CUDA 12.6), torch's replay, and three launches at 2 us",
+    ),
 }  # fmt: skip
 
 
@@ -85,6 +90,7 @@ class Work(NamedTuple):
 class Host(NamedTuple):
     step_s: float  # without launches of layers
     eager_layer_s: float
+    attention_s: float  # of a layer whose other kernels are in graphs
 
 
 class Step(NamedTuple):
@@ -107,11 +113,16 @@ class Model:
     def step(self, work: Work) -> Step:
         shape, at = self._shape, self._at
         tokens, samples = work.decodes + work.prompt_tokens, work.decodes + work.prompts
+        layer_s = 0.0
+        if work.prompt_tokens and tokens <= MOST_TOKENS:
+            tokens = prompt_sizes(tokens)[-1]
+            layer_s = self._host.attention_s + at["graph between attentions"]
+        elif work.prompt_tokens:
+            layer_s = self._host.eager_layer_s + at["driver and cuBLAS"]
         head = self._product(samples, shape.hidden, shape.vocab) + 2 * at["kernel boundary"]
         sampling = 2 * samples * shape.vocab / (at["sampling"] * at["bandwidth"])
         device = shape.layers * self._layer(work, tokens) + head + sampling + at["between steps"]
-        eager_s = self._host.eager_layer_s + at["driver and cuBLAS"] if work.prompt_tokens else 0.0
-        return Step(device, self._host.step_s + shape.layers * eager_s)
+        return Step(device, self._host.step_s + shape.layers * layer_s)
 
     def _layer(self, work: Work, tokens: int) -> float:
         shape, at = self._shape, self._at
@@ -185,6 +196,7 @@ def predict(name: str, host: Host) -> dict[str, Any]:
         "tokens_per_s": [round(model.workload_tokens_per_s(lengths)) for model in (slow, fast)],
         "tokens_per_s_limit": round(limit),
         "eager_layer_host_us": round(1e6 * host.eager_layer_s, 1),
+        "attention_host_us": round(1e6 * host.attention_s, 1),
         "step_host_us": round(1e6 * host.step_s, 1),
         "launches_per_step": KERNELS_PER_LAYER * shape.layers,
         "decode_step": {
@@ -209,7 +221,7 @@ def served_load(slow: Model, fast: Model, running: int) -> dict[str, Any]:
 
 
 def lost(model: Model, running: int) -> float:
-    """Return the share of time that a steady load loses because steps with prompts are launched kernel by kernel."""
+    """Return the share of time that a steady load loses because the host launches steps with prompts too slowly."""
     share = min(running / SERVED[1], 1.0)  # of steps that have a prompt
     eager, decode = model.step(served(running)), model.step(Work(running, served(running).context))
     others = (1.0 - share) * decode.seconds
@@ -222,21 +234,36 @@ def step_host_s(name: str) -> float:
     return 1e-6 * statistics.median(run["host_us_total"] for run in runs if run["is_async"])
 
 
-def eager_layers_s() -> dict[str, float]:
-    """Measure each model's slowest kind of eager layer."""
+def measured_hosts() -> dict[str, Host]:
+    """Measure each model's slowest kind of eager layer, and of attention."""
     from eager_layer import measure
 
-    return {name: 1e-6 * max(time.host_us for time in times.values()) for name, times in measure().items()}
+    return {
+        name: Host(
+            step_host_s(name),
+            1e-6 * max(time.host_us for time in times.values()),
+            1e-6 * max(time.attention_us for time in times.values()),
+        )
+        for name, times in measure().items()
+    }
 
 
 def main() -> None:
     study = Study("step_model", __doc__, "torch", "triton")
     study.add_argument("--json", action="store_true")
-    study.add_argument("--eager-layer-us", type=float, help="take this host time and measure none")
+    study.add_argument(
+        "--host-us",
+        type=float,
+        nargs=2,
+        metavar=("LAYER", "ATTENTION"),
+        help="take these; measure none",
+    )
     options = study.begin()
-    given = options.eager_layer_us
-    layers = eager_layers_s() if given is None else dict.fromkeys(BATCHES, 1e-6 * given)
-    predicted = {name: predict(name, Host(step_host_s(name), layers[name])) for name in BATCHES}
+    if options.host_us is None:
+        hosts = measured_hosts()
+    else:
+        hosts = {name: Host(step_host_s(name), *(1e-6 * us for us in options.host_us)) for name in BATCHES}
+    predicted = {name: predict(name, hosts[name]) for name in BATCHES}
     result = {**predicted, "factors": {name: factor._asdict() for name, factor in FACTORS.items()}}
     study.save(result)
     if options.json:

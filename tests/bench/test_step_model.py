@@ -23,7 +23,7 @@ from step_model import (
     workload,
 )
 
-HOST = Host(580e-6, 55e-6)
+HOST = Host(580e-6, 55e-6, 15e-6)
 SMALL = SHAPES["qwen3-0.6b"]
 
 
@@ -39,10 +39,14 @@ def test_every_token_of_the_workload_is_computed_once() -> None:
 
 def test_a_step_takes_the_longer_of_device_and_host() -> None:
     model = Model(SMALL, HOST, "slow")
-    decode, eager = model.step(Work(8, 512)), model.step(Work(8, 512, 64, 2048, 1))
+    decode, eager = model.step(Work(8, 512)), model.step(Work(8, 512, 4096, 4096, 1))
     assert decode.host_s == HOST.step_s and decode.seconds == decode.device_s > decode.host_s
     assert eager.host_s == pytest.approx(HOST.step_s + SMALL.layers * (55e-6 + FACTORS["driver and cuBLAS"].slow))
-    assert eager.seconds == eager.host_s > eager.device_s
+    between = model.step(Work(8, 512, 64, 2048, 1))
+    of_layer = 15e-6 + FACTORS["graph between attentions"].slow
+    assert between.host_s == pytest.approx(HOST.step_s + SMALL.layers * of_layer)
+    slow_host = Model(SMALL, HOST._replace(attention_s=1e-3), "slow").step(Work(8, 512, 64, 2048, 1))
+    assert slow_host.seconds == slow_host.host_s > slow_host.device_s == between.device_s
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -57,7 +61,7 @@ def test_predictions_keep_to_the_limits(name: str) -> None:
 
 
 def test_slower_launches_lose_more() -> None:
-    quick, slow = (Model(SMALL, Host(580e-6, layer_s), "fast") for layer_s in (20e-6, 230e-6))
+    quick, slow = (Model(SMALL, Host(580e-6, layer_s, layer_s), "fast") for layer_s in (20e-6, 230e-6))
     assert 0.0 <= lost(quick, 32) < lost(slow, 32) < 1.0
 
 
@@ -70,4 +74,5 @@ def test_launches_of_a_layer_reach_the_stub_driver() -> None:
     result = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
     for kinds in json.loads(result.stdout).values():
         assert [time["launches"] for time in kinds.values()] == [5, 7, 7]
-        assert all(0 < time["host_us"] < time["triton_us"] for time in kinds.values())
+        assert [time["attention_launches"] for time in kinds.values()] == [1, 3, 3]
+        assert all(0 < time["attention_us"] < time["host_us"] < time["triton_us"] for time in kinds.values())

@@ -109,10 +109,10 @@ def test_the_cache_leaves_room_for_graphs(gpu_config: EngineConfig) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 def test_unowned_memory_is_the_same_memory(dtype: torch.dtype) -> None:
     pool = Cuda(torch.device("cuda", torch.cuda.current_device())).graph_pool()
-    tensor = torch.arange(12, device="cuda").view(3, 4).to(dtype)
+    tensor = torch.arange(24, device="cuda").view(3, 8).to(dtype)[:, 2:6]
     alias = pool.unowned(tensor)
-    assert (alias.dtype, alias.shape, alias.device, alias.data_ptr()) == (
-        tensor.dtype, tensor.shape, tensor.device, tensor.data_ptr(),
+    assert (alias.dtype, alias.shape, alias.stride(), alias.device, alias.data_ptr()) == (
+        tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.data_ptr(),
     )  # fmt: skip
     tensor += 1
     assert torch.equal(alias, tensor)

@@ -29,8 +29,9 @@ KIND = KINDS["filtered"]
 
 def test_sizes_reach_the_budget() -> None:
     assert prompt_sizes(6) == [16]
-    assert prompt_sizes(129) == [16, 32, 48, 64, 80, 96, 112, 128, 160]
-    assert prompt_sizes(8192)[-4:] == [1280, 1536, 1792, 2048]
+    assert prompt_sizes(16) == [16]
+    assert prompt_sizes(129) == [16, 32, 48, 64, 80, 96, 112, 128, 192]
+    assert prompt_sizes(8192)[-2:] == [1984, 2048]
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,14 @@ from tidewheel.runner.staging import Sender
 from tidewheel_kernels import AttentionMetadata
 
 MOST_TOKENS = 2048  # of a graph: the device takes longer for more than the host for their launches
-FIRST_TOKENS = 16
-STEPS_PER_DOUBLING = 4  # so a step is padded by a quarter at most, beyond 64 tokens
+FINE_STEP, FINE_TOKENS = 16, 128
+STEP = 64  # matrix products compute whole tiles of some 64 rows anyway
 
 
 def prompt_sizes(max_num_tokens: int) -> list[int]:
-    """Return 16, 32, 48, 64, 80, 96, 112, 128, 160, …, the largest of them that is at least `max_num_tokens`."""
-    sizes: list[int] = []
-    size = FIRST_TOKENS
-    while not sizes or sizes[-1] < min(max_num_tokens, MOST_TOKENS):
-        sizes.append(size)
-        size += max(FIRST_TOKENS, (1 << size.bit_length() - 1) // STEPS_PER_DOUBLING)
-    return sizes
+    """Return 16, 32, 48, 64, 80, 96, 112, 128, 192, …, up to the first that is at least `max_num_tokens`."""
+    sizes = [*range(FINE_STEP, FINE_TOKENS, FINE_STEP), *range(FINE_TOKENS, MOST_TOKENS + 1, STEP)]
+    return sizes[: bisect_left(sizes, max_num_tokens) + 1]
 
 
 class PromptGraph(NamedTuple):

@@ -82,8 +82,9 @@ class GrammarQueue:
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []
 
     @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        """Return the sequences of waiting requests."""
+        return sum(message.n for _, message in self._waiting)
 
     def find(self, source: str) -> TokenGrammar | None:
         return self._cache.find(source)
@@ -116,12 +117,19 @@ class GrammarQueue:
 
     def cancel(self, front_end: FrontEnd, key: int) -> bool:
         """Return False if the request does not wait."""
-        num_before = len(self._waiting)
-        self._waiting = [item for item in self._waiting if (item[0], item[1].key) != (front_end, key)]
-        return len(self._waiting) < num_before
+        return self._remove(lambda owner, message: (owner, message.key) == (front_end, key))
 
     def drop(self, front_end: FrontEnd) -> None:
-        self._waiting = [item for item in self._waiting if item[0] is not front_end]
+        self._remove(lambda owner, _: owner is front_end)
+
+    def _remove(self, leaves: Callable[[FrontEnd, AddRequest], bool]) -> bool:
+        """Remove requests, and jobs that have not begun and have none left. Return whether any request left."""
+        num_before = len(self._waiting)
+        self._waiting = [item for item in self._waiting if not leaves(*item)]
+        for source in self._jobs.keys() - {message.grammar for _, message in self._waiting}:
+            if self._jobs[source].cancel():
+                del self._jobs[source]
+        return len(self._waiting) < num_before
 
 
 def _result(job: Future[TokenGrammar]) -> TokenGrammar | TidewheelError:

@@ -55,6 +55,21 @@ def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
     assert queue.find("wrong") is None
 
 
+def test_the_vocabulary_is_read_first() -> None:
+    made: list[GatedCompiler] = []
+
+    def make() -> GatedCompiler:
+        made.append(GatedCompiler())
+        return made[-1]
+
+    queue = GrammarQueue(make)
+    assert len(made) == 1
+    made[0].may_go_on.set()
+    queue.add(front_end(), asking(1, "a"))
+    taken(queue, 1)
+    assert len(made) == 1
+
+
 def test_only_so_many_wait(compiler: GatedCompiler) -> None:
     queue, client = GrammarQueue(lambda: compiler), front_end()
     for key in range(MAX_WAITING):

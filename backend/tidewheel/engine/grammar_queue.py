@@ -26,7 +26,7 @@ class GrammarCache:
     """Compiled grammars, least recently used first. Raise the errors of the compiler."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        """Call `make_compiler` once, when it is needed or in `prepare`."""
+        """Call `make_compiler` once, in `prepare` or for the first grammar."""
         self._make_compiler = make_compiler
         self._compiler: Compiler | ConfigError | None = None
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
@@ -39,13 +39,14 @@ class GrammarCache:
         return grammar
 
     def compile(self, source: str, name: str) -> TokenGrammar:
-        """Call on the thread of `prepare`. It keeps nothing."""
+        """Keep nothing. One thread at a time may call it."""
         compiler = self.prepare()
         if isinstance(compiler, ConfigError):
             raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {compiler}")
         return compiler.compile(source, name)
 
     def prepare(self) -> Compiler | ConfigError:
+        """Read the vocabulary. A large one holds the interpreter for a second."""
         if self._compiler is None:
             try:
                 self._compiler = self._make_compiler()
@@ -75,9 +76,10 @@ class GrammarQueue:
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
+        """Read the vocabulary now: between steps it would hold them up."""
         self._cache = GrammarCache(make_compiler)
+        self._cache.prepare()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._thread.submit(self._cache.prepare)  # holds the interpreter for up to a second: now, not between steps
         self._jobs: dict[str, Future[TokenGrammar]] = {}
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []
 

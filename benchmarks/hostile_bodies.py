@@ -208,7 +208,7 @@ def _gaps(
         ready, _, _ = select.select(streams, [], [], 1.0)
         for stream in ready:
             now, data = time.monotonic(), stream.recv(1 << 16)
-            if not data or b'"error"' in data:
+            if not data or b'{"error"' in data:
                 raise RuntimeError(f"a stream was broken: {data!r}")
             if stream in last:
                 gaps.append(1e3 * (now - last[stream]))

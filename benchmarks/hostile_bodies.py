@@ -1,101 +1,181 @@
-"""Gaps between the tokens of 16 normal streams through the gateway, while a client sends it hostile bodies.
+"""Gaps between the tokens of 16 normal streams through the gateway, while clients send it hostile bodies.
 
     python benchmarks/hostile_bodies.py --save
+    python benchmarks/hostile_bodies.py --flood 10000 --save
 
-Each body is sent again and again, 50 ms after its answer: a flood of requests is what limits of API keys are for. The
-goal is that no token comes more than 50 ms later than the latest one without them.
+Each body is sent again and again, 50 ms after its answer: a flood of requests is what limits of API keys are for. In
+turn with it, an ordinary body is sent at the same pace. The goal is that no token comes more than 50 ms later than
+beside ordinary bodies, by the latest token of the median turn. The largest bodies are as large as the gateway takes by default. With `--flood`, eight clients
+send so many grammars, all different, as fast as they are answered, in turn with the same requests without grammars.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import select
 import socket
 import statistics
 import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import requests
 
 from serving import free_ports, served
-from study import ROOT, Study, show
+from structured_output import hostile_grammars, record
+from study import ROOT, Study, in_turns, show
+from tidewheel.cli.gateway import MAX_BODY_MB
 
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 GOAL_MS = 50.0
 NUM_STREAMS = 16
 PAUSE_S = 0.05
-MIB = 1 << 20
-PATH = "/v1/completions"
+NUM_FLOODING = 8  # clients
+PER_TURN = {"ordinary": 500, "hostile": 2000}  # requests of a flood
+CAP = MAX_BODY_MB << 20
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 STREAM = {"prompt": "The Python interpreter is", "stream": True, "max_tokens": 900, "ignore_eos": True}
+ASK = {"prompt": "x", "max_tokens": 1}
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {key: {} for key in "abcdefgh"}}}}
 
+Body = tuple[str, bytes]  # path and content
 
-def bodies() -> dict[str, tuple[str, bytes]]:
-    """Return path and body by name."""
-    chat = "/v1/chat/completions"
-    unknown = {
-        number: json.dumps({"prompt": "x", **{f"k{i}": i for i in range(number)}}) for number in (5000, 500_000)
-    }
+
+def filled(before: bytes, unit: bytes, after: bytes = b"}") -> bytes:
+    """Repeat the unit up to the gateway's cap."""
+    return before + unit * ((CAP - len(before) - len(after)) // len(unit)) + after
+
+
+def bodies() -> dict[str, Body]:
+    prompt, end = b'{"prompt": "', b'"}'
+    fields = json.dumps({"prompt": "x", **{f"k{i}": i for i in range(5000)}})
     return {
-        "nested 8,000,000 deep": (PATH, b'{"prompt": ' + b"[" * 8_000_000 + b"}"),
-        "nested 900 deep, 8,000 times": (PATH, b'{"x": [' + b",".join([b"[" * 900 + b"]" * 900] * 8000) + b"]}"),
-        "5,000,000 empty lists": (PATH, b'{"prompt": [' + b"[]," * 5_000_000 + b"[]]}"),
-        "5,000,000 empty messages": (chat, b'{"messages": [' + b"{}," * 5_000_000 + b"{}]}"),
-        "7,000,000 token ids": (PATH, b'{"prompt": [' + b"1," * 7_000_000 + b"1]}"),
-        "200,000 token ids": (PATH, b'{"prompt": [' + b"1," * 200_000 + b"1]}"),
-        "a number of 15 MB": (PATH, b'{"prompt": "x", "seed": ' + b"9" * (15 * MIB) + b"}"),
-        "a key of 10 MB": (PATH, b'{"prompt": "x", "' + b"k" * (10 * MIB) + b'": 1}'),
-        "a prompt of 10 MB": (PATH, b'{"prompt": "' + b"a" * (10 * MIB) + b'"}'),
-        "escapes of 10 MB": (PATH, b'{"prompt": "' + b"\\u00e9" * (10 * MIB // 6) + b'"}'),
-        "10,000,000 commas in a text": (PATH, b'{"prompt": "' + b",[" * 5_000_000 + b'"}'),
-        "bad UTF-8 behind 10 MB": (PATH, b'{"prompt": "' + b"a" * (10 * MIB) + b'\xff"}'),
-        "5,000 unknown fields": (PATH, unknown[5000].encode()),
-        "500,000 unknown fields": (PATH, unknown[500_000].encode()),
-        "5,000 tools": (chat, json.dumps({**CHAT, "tools": [TOOL] * 5000}).encode()),
-        "100 tools": (chat, json.dumps({**CHAT, "tools": [TOOL] * 100}).encode()),
+        "nested to the cap": (PATH, filled(b'{"prompt": ', b"[")),
+        "nested 900 deep, again and again": (PATH, filled(b'{"x": [', b"[" * 900 + b"]" * 900 + b",", b"1]}")),
+        "empty lists": (PATH, filled(b'{"prompt": [', b"[],", b"[]]}")),
+        "empty messages": (CHAT_PATH, filled(b'{"messages": [', b"{},", b"{}]}")),
+        "token ids to the cap": (PATH, filled(b'{"prompt": [', b"1,", b"1]}")),
+        "260,000 token ids": (PATH, b'{"prompt": [' + b"1," * 260_000 + b"1]}"),
+        "a number": (PATH, filled(b'{"prompt": "x", "seed": ', b"9")),
+        "a key": (PATH, filled(b'{"prompt": "x", "', b"k", b'": 1}')),
+        "a prompt": (PATH, filled(prompt, b"a", end)),
+        "a message": (CHAT_PATH, filled(b'{"messages": [{"role": "user", "content": "', b"a", b'"}]}')),
+        "escapes": (PATH, filled(prompt, b"\\u00e9", end)),
+        "commas in a text": (PATH, filled(prompt, b",[", end)),
+        "bad UTF-8 at the end": (PATH, filled(prompt, b"a", b'\xff"}')),
+        "5,000 unknown fields": (PATH, fields.encode()),
+        "5,000 tools": (CHAT_PATH, json.dumps({**CHAT, "tools": [TOOL] * 5000}).encode()),
+        "100 tools": (CHAT_PATH, json.dumps({**CHAT, "tools": [TOOL] * 100}).encode()),
+        "four times the cap": (PATH, prompt + b"a" * (4 * CAP) + end),
     }
+
+
+def cases() -> dict[str, Callable[[], Iterable[Body]]]:
+    repeated = {name: lambda body=body: itertools.repeat(body) for name, body in bodies().items()}
+    return {**repeated, "hostile grammars": lambda: map(_asking, hostile_grammars()), "new schemas": new_schemas}
+
+
+def new_schemas() -> Iterator[Body]:
+    return (_asking({"guided_json": record(number)}) for number in itertools.count())
+
+
+def _asking(parameters: dict[str, Any]) -> Body:
+    return PATH, json.dumps({**ASK, **parameters}).encode()
 
 
 def main() -> None:
-    study = Study("hostile_bodies", __doc__, "aiohttp", "msgspec", "tritonclient")
-    study.add_argument("--seconds", type=float, default=3.0, help="of each case (default: %(default)g)")
+    study = Study("hostile_bodies", __doc__, "aiohttp", "msgspec", "tritonclient", "llguidance")
+    study.add_argument("--seconds", type=float, default=0.6, help="of a turn (default: %(default)g)")
+    study.add_argument("--turns", type=int, default=5, help="of each case (default: %(default)s)")
+    study.add_argument("--flood", type=int, metavar="N", help="send N grammars instead (default: send bodies)")
     study.add_argument("--only", default="", metavar="TEXT", help="cases whose name has the text")
     options = study.begin()
     port = free_ports(1)
-    rows = []
-    cases = {name: body for name, body in bodies().items() if options.only in name}
     arguments = ["--openai-port", str(port)]
     with served(WEIGHTS, {}, ports=free_ports(4), arguments=arguments), _streams(port) as streams:
         _gaps(streams, 2.0)  # warm
-        before = _row("none", _gaps(streams, 2 * options.seconds), Counter())
-        for name, (path, body) in cases.items():
-            with _attack(port, path, body) as answers:
-                gaps = _gaps(streams, options.seconds)
-                answers.send(None)
-                rows.append(_row(name, gaps, answers.recv()))
-    for row in rows:
-        row["later"] = round(row["max"] - before["max"], 1)
-    show([{**before, "later": ""}, *rows])
-    worst = max(row["later"] for row in rows)
+        if options.flood:
+            result = _floods(streams, port, options.flood)
+        else:
+            made = {name: each for name, each in cases().items() if options.only in name}
+            result = {"cap_bytes": CAP, "rows": list(_each_case(streams, port, made, options))}
+    show({**row, "turns": ""} for row in result["rows"])
+    worst = max(row["later"] for row in result["rows"])
     print(f"at most {worst:g} ms later; the goal is {GOAL_MS:g} ms")
-    study.save({"goal_ms": GOAL_MS, "worst_ms": worst, "rows": [before, *rows]})
+    name = "distinct_grammars" if options.flood else ""
+    study.save({"goal_ms": GOAL_MS, "worst_ms": worst, **result}, name)
 
 
-def _row(name: str, gaps_ms: list[float], answers: Counter[int]) -> dict[str, Any]:
-    cuts = statistics.quantiles(gaps_ms, n=1000)
+def _each_case(
+    streams: list[socket.socket], port: int, made: dict[str, Callable[[], Iterable[Body]]], options: Namespace
+) -> Iterator[dict[str, Any]]:
+    for name, each in made.items():
+        runs = {
+            "ordinary": lambda: _beside(streams, port, itertools.repeat(_asking({})), options.seconds),
+            "hostile": lambda each=each: _beside(streams, port, each(), options.seconds),
+        }
+        yield _row(name, in_turns(runs, options.turns, warm_up=0))
+
+
+Turn = tuple[list[float], Counter[int]]  # gaps in milliseconds; answers by status
+
+
+def _row(name: str, turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    """Compare the latest tokens, in the median turn: a body that holds up streams does so in each."""
+    latest = {kind: [round(max(gaps), 1) for gaps, _ in each] for kind, each in turns.items()}
+    median = {kind: statistics.median(each) for kind, each in latest.items()}
+    answers = sum((statuses for _, statuses in turns["hostile"]), Counter[int]())
     return {
         "bodies": name,
         "answers": " ".join(f"{count} x {status}" for status, count in sorted(answers.items())),
-        "p50": round(cuts[499], 1),
-        "p99": round(cuts[989], 1),
-        "max": round(max(gaps_ms), 1),
+        **median,
+        "later": round(median["hostile"] - median["ordinary"], 1),
+        "turns": latest,
     }
+
+
+def _beside(streams: list[socket.socket], port: int, each: Iterable[Body], seconds: float) -> Turn:
+    with _attack(port, each) as attack:
+        gaps = _gaps(streams, seconds)
+        attack.send(None)
+        return gaps, attack.recv()
+
+
+def _floods(streams: list[socket.socket], port: int, count: int) -> dict[str, Any]:
+    """Send so many grammars, all different, in turns."""
+    numbers = itertools.count()
+
+    def flood(kind: str) -> Turn:
+        made = range(PER_TURN[kind])
+        each = [_asking({"guided_regex": f"[a-f]{{1,9}}-{next(numbers)}"} if kind == "hostile" else {}) for _ in made]
+        with contextlib.ExitStack() as held:
+            shares = [each[i::NUM_FLOODING] for i in range(NUM_FLOODING)]
+            attacks = [held.enter_context(_attack(port, share, pause_s=0.0)) for share in shares]
+            gaps = _gaps(streams, over=lambda: all(attack.poll() for attack in attacks))
+            return gaps, sum((attack.recv() for attack in attacks), Counter[int]())
+
+    runs = {"ordinary": lambda: flood("ordinary"), "hostile": lambda: flood("hostile")}
+    before = _memory()
+    turns = in_turns(runs, count // PER_TURN["hostile"], warm_up=0)
+    return {"rows": [_row("different grammars", turns)], "memory_mb": {"before": before, "after": _memory()}}
+
+
+def _memory() -> dict[str, float]:
+    """Return MB of the engine and of the processes for prompts, and how many these are."""
+    below = [(one, " ".join(one.cmdline())) for one in psutil.Process().children(recursive=True)]
+    engine, prompts = (
+        [one.memory_info().rss / 1e6 for one, command in below if f"tidewheel.{module} " in command]
+        for module in ("engine.process", "frontend.prompt_process")
+    )
+    return {"engine": round(sum(engine)), "prompts": round(sum(prompts)), "num_prompt_processes": len(prompts)}
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
@@ -119,16 +199,18 @@ def _streams(port: int) -> Iterator[list[socket.socket]]:
         yield streams
 
 
-def _gaps(streams: list[socket.socket], seconds: float) -> list[float]:
+def _gaps(
+    streams: list[socket.socket], seconds: float = 600.0, over: Callable[[], bool] = lambda: False
+) -> list[float]:
     """Return milliseconds between the arrivals of each stream. One that ends begins again."""
     request, gaps = _request(PATH, json.dumps(STREAM).encode()), []
     last: dict[socket.socket, float] = {}
     end = time.monotonic() + seconds
-    while (now := time.monotonic()) < end:
+    while time.monotonic() < end and not over():
         ready, _, _ = select.select(streams, [], [], 1.0)
         for stream in ready:
             now, data = time.monotonic(), stream.recv(1 << 16)
-            if not data or b'"error"' in data:
+            if not data or b'{"error"' in data:
                 raise RuntimeError(f"a stream was broken: {data!r}")
             if stream in last:
                 gaps.append(1e3 * (now - last[stream]))
@@ -143,10 +225,10 @@ def _gaps(streams: list[socket.socket], seconds: float) -> list[float]:
 
 
 @contextlib.contextmanager
-def _attack(port: int, path: str, body: bytes) -> Iterator[Connection]:
-    """Send the body until a message comes; answer it with the counts of statuses."""
+def _attack(port: int, each: Iterable[Body], pause_s: float = PAUSE_S) -> Iterator[Connection]:
+    """Send the bodies until they end or a message comes; say then how many answers had which status."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_send_all, args=(port, path, body, theirs))
+    process = multiprocessing.get_context("fork").Process(target=_send_all, args=(port, each, pause_s, theirs))
     process.start()
     try:
         yield ours
@@ -155,14 +237,17 @@ def _attack(port: int, path: str, body: bytes) -> Iterator[Connection]:
         process.kill()
 
 
-def _send_all(port: int, path: str, body: bytes, told: Connection) -> None:
-    request, statuses = _request(path, body), Counter[int]()
-    while not told.poll():
+def _send_all(port: int, each: Iterable[Body], pause_s: float, told: Connection) -> None:
+    statuses = Counter[int]()
+    for path, body in each:
+        if told.poll():
+            break
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-            connection.sendall(request)
+            with contextlib.suppress(OSError):  # refused before its end
+                connection.sendall(_request(path, body))
             answer = connection.recv(1 << 16)
-            statuses[int(answer.split(b" ", 2)[1])] += 1
-        time.sleep(PAUSE_S)
+            statuses[int(answer.split(b" ", 2)[1]) if answer else 0] += 1
+        time.sleep(pause_s)
     told.send(statuses)
 
 

@@ -17,7 +17,7 @@ from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
 from tidewheel_kernels.logprobs import compute_logprobs
 from tidewheel_kernels.logprobs.reference import LogprobsOutput
 from tidewheel_kernels.norm import rms_norm
-from tidewheel_kernels.penalties import apply_logit_bias, apply_penalties, forbid_words, keep_tokens
+from tidewheel_kernels.penalties import apply_logit_bias, apply_penalties, forbid_words
 from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, WordTensors
 from tidewheel_kernels.rope import rope_and_cache
 from tidewheel_kernels.sampling import SampleOutput, sample
@@ -39,7 +39,6 @@ __all__ = [
     "compute_logprobs",
     "copy_blocks",
     "forbid_words",
-    "keep_tokens",
     "paged_attention",
     "rms_norm",
     "rope_and_cache",

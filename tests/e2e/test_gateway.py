@@ -182,6 +182,7 @@ def test_an_echo_with_the_probabilities_of_the_prompt(client: openai.OpenAI, grp
     assert "".join(scored.logprobs.tokens) == scored.text
     assert scored.logprobs.token_logprobs[0] is None
     assert scored.logprobs.token_logprobs[-9:-1] == pytest.approx(chosen.logprobs.token_logprobs, abs=1e-3)
+    assert_only_scored(client, text, scored.logprobs)
     first, *_ = client.completions.create(prompt=text, echo=True, stream=True, **fields)
     assert first.choices[0].text.startswith(text)
     completion = grpc_client.generate(text, max_tokens=1, prompt_logprobs=2, allowed_token_ids=[5])
@@ -194,6 +195,24 @@ def test_an_echo_with_the_probabilities_of_the_prompt(client: openai.OpenAI, grp
     )
     assert cut.usage is not None and cut.usage.prompt_tokens == 2
     assert cut.choices[0].text.startswith("".join(scored.logprobs.tokens[-3:-1]))
+
+
+def assert_only_scored(client: openai.OpenAI, text: str, expected: Any) -> None:
+    """Without a token of output, the prompt is the whole answer."""
+    fields: dict[str, Any] = {"model": "demo", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = client.completions.create(**fields)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (text, "length")
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.tokens == expected.tokens[:-1]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected.token_logprobs[1:-1], abs=1e-3)
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (0, len(choice.logprobs.tokens))
+    events = list(client.completions.create(**fields, stream=True))
+    assert "".join(event.choices[0].text for event in events) == text
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0: it must be") as refused:
+        client.completions.create(**{**fields, "echo": False})
+    assert refused.value.param == "max_tokens"
 
 
 def test_embeddings(client: openai.OpenAI) -> None:

@@ -12,9 +12,21 @@ import zmq
 from support.engine.engine_clients import request
 from support.engine.fake_engine import make_info
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner
+from support.engine.gated_compiler import LIMIT_S, GatedCompiler
 from support.scheduler.scheduling import make_config
 from tidewheel.config import EngineConfig
-from tidewheel.engine.messages import PROTOCOL, Deltas, Hello, Stats, encoder, from_engine_decoder
+from tidewheel.engine.grammar_queue import GrammarQueue
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    Cancel,
+    Deltas,
+    Drain,
+    FromEngine,
+    Hello,
+    Stats,
+    encoder,
+    from_engine_decoder,
+)
 from tidewheel.engine.server import RECEIVE_S, EngineServer
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -71,6 +83,12 @@ class Loop:
         left = itertools.count(count, -1)
         self.server._keep_house = lambda _: "" if next(left) > 1 else "enough"  # type: ignore[method-assign]
         assert self.server.serve(lambda: "") == "enough"
+
+    def received(self) -> list[FromEngine]:
+        messages = []
+        while self.peer.poll(0):
+            messages.append(from_engine_decoder.decode(self.peer.recv()))
+        return messages
 
 
 @pytest.fixture
@@ -137,12 +155,46 @@ def test_figures_come_before_the_last_answer(loop: Callable[..., Loop]) -> None:
     for key in range(1, 9):  # a whole batch of the static strategy
         it.peer.send(encoder.encode(request(key, 5, 3)))
     it.turns(20)
-    received = []
-    while it.peer.poll(0):
-        received.append(from_engine_decoder.decode(it.peer.recv()))
-    *earlier, figures, last = (message for message in received if isinstance(message, Stats | Deltas))
+    *earlier, figures, last = (message for message in it.received() if isinstance(message, Stats | Deltas))
     assert isinstance(figures, Stats) and isinstance(last, Deltas)
     assert not any(isinstance(message, Stats) for message in earlier)
     assert figures.stats.num_running == 0
     assert sum(figures.stats.step_tokens.sums) == figures.stats.num_scheduled_tokens > 0
     assert sum(figures.stats.step_tokens.counts) == figures.stats.num_steps
+
+
+def test_requests_that_wait_for_a_grammar(loop: Callable[..., Loop]) -> None:
+    """A drain waits for them. One is cancelled, one too late, and one wrong."""
+    it, compiler = loop(1e-6), GatedCompiler()
+    it.server._grammars = GrammarQueue(lambda: compiler)
+    ends = {"stop_token_ids": (2,), "end_token_ids": (2,), "grammar_name": "guided_regex"}
+    it.peer.send(encoder.encode(request(1, 5, grammar="a", n=8, **ends)))  # a whole batch of the static strategy
+    it.peer.send(encoder.encode(request(2, 5, grammar="a", **ends)))
+    it.peer.send(encoder.encode(request(3, 5, grammar="a", deadline_ns=1, **ends)))
+    it.peer.send(encoder.encode(request(4, 5, grammar="wrong", **ends)))
+    it.peer.send(encoder.encode(Cancel([2])))
+    it.peer.send(encoder.encode(Drain()))
+    it.peer.send(encoder.encode(request(5, 5, grammar="a", **ends)))
+    it.turns(2)
+    messages = it.received()
+    (figures,) = (message.stats for message in messages if isinstance(message, Stats))
+    assert (figures.num_running, figures.num_waiting) == (0, 10)
+    assert how_they_ended(messages) == {2: ["cancelled"], 5: ["TW-DRAINING"]}
+    compiler.may_go_on.set()
+    for _ in range(int(LIMIT_S * 1000)):  # each waits for a millisecond
+        if not it.server._grammars.num_waiting:
+            break
+        it.turns(1)
+    it.turns(30)
+    assert how_they_ended(it.received()) == {1: ["length"] * 8, 3: ["TW-DEADLINE"], 4: ["TW-INPUT"]}
+
+
+def how_they_ended(messages: list[FromEngine]) -> dict[int, list[str]]:
+    """Return finish reasons, or tags of errors, by key."""
+    ends: dict[int, list[str]] = {}
+    for message in messages:
+        for delta in message.deltas if isinstance(message, Deltas) else ():
+            if delta.finish_reason:
+                how = delta.finish_reason if delta.error is None else delta.error.tag
+                ends.setdefault(delta.key, []).append(how)
+    return ends

@@ -11,6 +11,7 @@ import pytest
 from support.engine.engine_clients import Client, Recorder, endless, request
 from support.engine.fake_engine import write_model_folder
 from support.engine.fake_runner import naive_output
+from support.engine.faulty_engine import DIES, RAISES
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
@@ -241,3 +242,21 @@ def test_requests_with_grammars_wait_for_them_alone(connect: Connect, tmp_path: 
     client.recorder.wait_ended(6)
     assert "guided_json needs a token that ends the answer" in client.recorder.errors[6]
     assert set(client.recorder.num_endings.values()) == {1}
+
+
+@pytest.mark.parametrize("fault", [DIES, RAISES])
+def test_an_engine_that_dies_while_a_request_waits_for_its_grammar(
+    connect: Connect, tmp_path: Path, fault: int
+) -> None:
+    write_model_folder(tmp_path)
+    client = connect(config=EngineConfig(model="ok", tokenizer=str(tmp_path)))
+    names = {f"p{i}": {"type": "string"} for i in range(2000)}  # a second to compile
+    large = to_source(Grammar.json_schema({"type": "object", "properties": names}))
+    fields = {"grammar_name": "guided_json", "stop_token_ids": (2,), "end_token_ids": (2,)}
+    client.add(endless(1, grammar=large, **fields))
+    client.add(request(2, fault))
+    client.recorder.wait_ended(1, 2)
+    assert [client.recorder.endings[key] for key in (1, 2)] == ["TW-ENGINE-DEAD"] * 2
+    client.add(request(3, 5, grammar=to_source(Grammar.regex("a+")), **fields))
+    client.recorder.wait_ended(3)
+    assert client.recorder.endings[3] == "length"

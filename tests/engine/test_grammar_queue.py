@@ -1,46 +1,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from support.engine.engine_clients import request
+from support.engine.gated_compiler import LIMIT_S, GatedCompiler, Named
 from tidewheel.engine.front_ends import FrontEnd
 from tidewheel.engine.grammar_queue import MAX_KEPT, MAX_KEPT_CHARS, MAX_WAITING, Compiled, GrammarCache, GrammarQueue
 from tidewheel.engine.messages import AddRequest
-from tidewheel.errors import Busy, ConfigError, InternalError, InvalidRequest, Unsupported
-from tidewheel.grammar import MatcherPool, TokenGrammar, TokenMatcher
-
-LIMIT_S = 20.0
-
-
-class Named:
-    num_words, end_bit = 1, 0
-
-    @property
-    def pool(self) -> MatcherPool:
-        raise NotImplementedError
-
-    def matcher(self, _token_ids: Sequence[int]) -> TokenMatcher:
-        raise NotImplementedError
-
-
-class GatedCompiler:
-    """Compiles when it may."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-        self.compiled: list[str] = []
-
-    def compile(self, source: str, name: str) -> TokenGrammar:
-        assert self.may_go_on.wait(LIMIT_S)
-        self.compiled.append(source)
-        if source == "wrong":
-            raise InvalidRequest(f"{name} is wrong")
-        if source == "broken":
-            raise ZeroDivisionError
-        return Named()
+from tidewheel.errors import Busy, ConfigError, InternalError, Unsupported
 
 
 @pytest.fixture
@@ -74,15 +44,30 @@ def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
     for key, source in enumerate(("a", "a", "wrong", "broken")):
         queue.add(client, asking(key, source))
     assert queue.take_compiled() == []
-    assert queue.has_waiting
+    assert queue.num_waiting == 4
     compiler.may_go_on.set()
     first, second, wrong, broken = sorted(taken(queue, 4), key=lambda item: item.message.key)
     assert first.grammar is second.grammar is queue.find("a")
     assert str(wrong.grammar) == "[TW-INPUT] guided_json is wrong"
     assert isinstance(broken.grammar, InternalError)
     assert compiler.compiled == ["a", "wrong", "broken"]
-    assert not queue.has_waiting
+    assert not queue.num_waiting
     assert queue.find("wrong") is None
+
+
+def test_the_vocabulary_is_read_first() -> None:
+    made: list[GatedCompiler] = []
+
+    def make() -> GatedCompiler:
+        made.append(GatedCompiler())
+        return made[-1]
+
+    queue = GrammarQueue(make)
+    assert len(made) == 1
+    made[0].may_go_on.set()
+    queue.add(front_end(), asking(1, "a"))
+    taken(queue, 1)
+    assert len(made) == 1
 
 
 def test_only_so_many_wait(compiler: GatedCompiler) -> None:
@@ -103,6 +88,24 @@ def test_requests_that_leave_are_not_added(compiler: GatedCompiler) -> None:
     queue.drop(gone)
     compiler.may_go_on.set()
     assert [(item.front_end, item.message.key) for item in taken(queue, 1)] == [(ours, 2)]
+
+
+def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler) -> None:
+    queue, ours, gone = GrammarQueue(lambda: compiler), front_end(), front_end()
+    queue.add(ours, asking(1, "first"))
+    assert compiler.has_begun.wait(LIMIT_S)
+    for key, source in enumerate(("left", "shared", "kept"), start=2):
+        queue.add(ours, asking(key, source))
+    queue.add(gone, asking(1, "shared"))
+    queue.add(gone, asking(2, "gone"))
+    queue.drop(gone)
+    for key in (1, 2):
+        assert queue.cancel(ours, key)
+    queue.add(ours, asking(5, "left"))
+    compiler.may_go_on.set()
+    assert [item.message.key for item in taken(queue, 3)] == [3, 4, 5]
+    assert compiler.compiled == ["first", "shared", "kept", "left"]
+    assert queue.find("first") is not None
 
 
 def test_the_least_recently_used_grammars_are_dropped() -> None:

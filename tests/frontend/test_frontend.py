@@ -253,6 +253,31 @@ def test_log_probabilities_of_the_prompt(harness: FrontendHarness) -> None:
     assert "".join(chunk.text for chunk in others).count("the fox") == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["the fox", "t"])
+def test_a_prompt_is_scored_and_nothing_is_generated(harness: FrontendHarness, text: str, stream: bool) -> None:
+    """The engine computes a token more than is asked for, which may end an answer."""
+    parameters = {"max_tokens": 0, "echo": True, "prompt_logprobs": 0, "logprobs": 0}
+    key, sink = harness.submit(text, stream=stream, parameters=parameters)
+    ids = prompt_ids(harness.message(key))
+    assert harness.message(key).sampling.max_tokens == 1
+    entries = [logprobs(token_id, []) for token_id in ids[1:]]
+    harness.deliver(key, [9], "stop", prompt_logprobs=entries, logprobs=[logprobs(9, [])])
+    sink.wait_end()
+    (chunk,) = sink.chunks
+    assert (chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason) == (text, [], [], "length")
+    assert (chunk.prompt_ids, chunk.prompt_logprobs) == (ids, entries)
+    assert chunk.num_input_tokens == len(ids)
+
+
+def test_no_tokens_without_a_look_at_the_prompt(harness: FrontendHarness) -> None:
+    assert "max_tokens is 0: it must be" in harness.refuse(text="the", parameters={"max_tokens": 0, "logprobs": 0})
+    key, sink = harness.submit("the fox", parameters={"max_tokens": 0, "echo": True})
+    harness.deliver(key, [9], "length")
+    sink.wait_end()
+    assert [(chunk.text, chunk.prompt_logprobs) for chunk in sink.chunks] == [("the fox", None)]
+
+
 @pytest.mark.parametrize(
     ("count", "max_tokens", "num_kept"), [(3, 5, 3), (-1, 50, 206), (-1, None, 255), (-1, 999, 255)]
 )

@@ -14,7 +14,6 @@ from tidewheel.frontend.coercion import parse_json
 from tidewheel.frontend.interface import ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, COERCIONS, SUGGESTED
 from tidewheel.frontend.preparation import ParsedParameters, parse_parameters
-from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.request_options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
@@ -191,7 +190,7 @@ def test_priority_and_salt() -> None:
     assert parse().options.priority is Priority.NORMAL
     assert parse(priority=0).options.priority is Priority.NORMAL
     expected = RequestOptions(priority=Priority.CRITICAL, cache_salt="é")
-    assert parse(priority="1", cache_salt="é") == (SamplingParams(), expected, PromptOptions())
+    assert parse(priority="1", cache_salt="é") == ParsedParameters(SamplingParams(), expected)
 
 
 def test_defaults_of_the_model_give_way() -> None:

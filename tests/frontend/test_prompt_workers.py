@@ -16,11 +16,11 @@ from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, byte_level_bpe
 from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
 from tidewheel.frontend.conversation import Conversation
-from tidewheel.frontend.prompt_process import Encode, Folder, Limits, LocalEncoder
+from tidewheel.frontend.prompt_process import Encode, Folder, Limits, LocalEncoder, try_out
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
-from tidewheel.runner.grammar_compiler import to_source
+from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if messages[0].content == 'memory' %}{{ 'x' * 20000000000 }}{% endif %}
@@ -79,11 +79,10 @@ def test_a_template_that_takes_all_memory_for_one_conversation(workers: PromptWo
 
 
 def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
-    for _ in range(2):  # each worker serves in turn
+    for _ in range(3):
         workers.encode("x", add_special_tokens=False)
-    for worker in workers._workers:
-        assert worker is not None
-        os.kill(worker._process.pid, signal.SIGKILL)
+    (worker,) = filter(None, workers._workers)  # one does what comes one by one
+    os.kill(worker._process.pid, signal.SIGKILL)
     assert workers.encode("Hello", add_special_tokens=False).size
 
 
@@ -154,6 +153,15 @@ def chain(count: int) -> Grammar:
     """Rules that each go to the next: compiling them goes as deep."""
     rules = [f'r{i} ::= "x{i}" r{i + 1}' for i in range(count)]
     return Grammar.ebnf("\n".join(["root ::= r0", *rules, f'r{count} ::= "a"']), "guided_grammar")
+
+
+def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
+    encoder = LocalEncoder(Folder(tmp_path, write_model_folder(tmp_path), 4096))
+    stages = try_out(encoder)
+    assert next(stages) == "its vocabulary"
+    assert encoder._compiler is None
+    assert next(stages) == "its tokenizer"
+    assert isinstance(encoder._compiler, GrammarCompiler)
 
 
 def test_grammars_are_tried(workers: PromptWorkers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import grpc
@@ -139,6 +140,19 @@ def test_a_body_must_be_plain_json(gateway: RunningGateway) -> None:
         answer = gateway.post("completions", {"prompt": "x"}, headers=headers)
         assert answer.status_code == 400
         assert next(iter(headers)) in answer.json()["error"]["message"]
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read(gateway: RunningGateway) -> None:
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        "Content-Length: 9999999999",
+    )
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall("\r\n".join((*lines, "", "")).encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_that_is_too_large_is_not_parsed(gateway: RunningGateway) -> None:

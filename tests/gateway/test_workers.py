@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -20,21 +22,38 @@ NUM_REQUESTS = 24
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    return folder
+
+
+@contextlib.contextmanager
+def gateway(run_dir: Path, url: str = "127.0.0.1:1") -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """Start one with two workers; yield its port when they listen."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2", f"--url={url}"]
+    environment = os.environ | {"TIDEWHEEL_RUN_DIR": str(run_dir)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert f":{port}/v1" in process.stdout.readline()
+            yield port, process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def port(run_dir: Path) -> Iterator[int]:
     """Port of a gateway with two workers."""
-    with running(FakeTriton(models=("demo",))) as triton:
-        (port,) = free_ports(1)
-        command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2"]
-        with subprocess.Popen([*command, f"--url=127.0.0.1:{triton.port}"], stdout=subprocess.DEVNULL) as process:
-            try:
-                wait_for(lambda: is_ready(port) and len(workers_of(port)) == 2, 30, "gateway")
-                workers = psutil.Process(process.pid).children()
-                yield port
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(20) == 0
-                assert not any(worker.is_running() for worker in workers)
-            finally:
-                process.kill()
+    with running(FakeTriton(models=("demo",))) as triton, gateway(run_dir, f"127.0.0.1:{triton.port}") as started:
+        port, process = started
+        wait_for(lambda: is_ready(port) and len(workers_of(port)) == 2, 30, "gateway")
+        workers = psutil.Process(process.pid).children()
+        yield port
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert not any(worker.is_running() for worker in workers)
 
 
 def is_ready(port: int) -> bool:
@@ -82,3 +101,20 @@ def test_a_port_that_another_gateway_has(port: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.stderr
+
+
+def test_the_folder_of_a_killed_gateway_is_removed_by_the_next(port: int, run_dir: Path) -> None:
+    def folders() -> set[Path]:
+        return set(run_dir.glob("gateway-*"))
+
+    living = folders()
+    with gateway(run_dir) as (_, killed):
+        killed.kill()
+        killed.wait()
+    (left_over,) = folders() - living
+    with gateway(run_dir) as (_, next_one):
+        assert living < folders()
+        assert left_over not in folders()
+        next_one.terminate()
+        assert next_one.wait(20) == 0
+    assert folders() == living

@@ -15,7 +15,6 @@ from tidewheel_kernels import (
     apply_logit_bias,
     apply_penalties,
     forbid_words,
-    keep_tokens,
 )
 from tidewheel_kernels.penalties import cpu
 from tidewheel_kernels.penalties.cpu import apply_penalties_cpu
@@ -221,25 +220,6 @@ def test_many_bias_entries(device: str) -> None:
     bias_triton(logits, rows, tokens, values)
     apply_logit_bias_reference(reference, rows, tokens, values)
     assert_close("logits", reference, logits, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_some_tokens_are_kept(device: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 300, generator=generator).to(dtype)
-    allowed = {1: [0, 299, 7, 7], 3: [150], 4: list(range(300))}
-    expected = logits.clone()
-    for row, tokens in allowed.items():
-        forbidden = [token for token in range(300) if token not in tokens]
-        expected[row, forbidden] = -INF
-    pairs = [(row, token) for row, tokens in allowed.items() for token in tokens]
-    rows, entry_rows, token_ids = (
-        torch.tensor(values, dtype=torch.int32, device=device)
-        for values in (list(allowed), *zip(*pairs, strict=True))
-    )
-    changed = logits.to(device)
-    keep_tokens(changed, rows, entry_rows, token_ids)
-    assert torch.equal(changed.cpu(), expected)
 
 
 def test_nothing_to_do_and_wrong_dtype() -> None:

@@ -21,9 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
     add_shared_options(parser)
     parser.add_argument(
-        "--max-body-mb", type=int, default=16, metavar="MB", help="largest body of a request (default: %(default)s)"
-    )
-    parser.add_argument(
         "--drain-s",
         type=float,
         default=30.0,
@@ -32,12 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes
 WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
 
 
 def workers(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of processes: 1 to 64")
+    return int(text)
+
+
+def _body_mb(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of megabytes: 1 to 1024")
     return int(text)
 
 
@@ -55,6 +59,9 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
         help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
         "always, up to </think>, for templates that write the tag themselves; off, nothing",
     )
+    group.add_argument(
+        "--max-body-mb", type=_body_mb, metavar="MB", help=f"largest body of a request (default: {MAX_BODY_MB})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.gateway.run_gateway import serve_gateway
     from tidewheel.gateway.upstreams import Address
 
-    if not 0 <= args.port < 65536 or not 1 <= args.max_body_mb <= 1024 or not 0 <= args.drain_s <= 86_400:
-        raise UsageError("--port must be 0 to 65535, --max-body-mb 1 to 1024, and --drain-s 0 to 86400")
+    if not 0 <= args.port < 65536 or not 0 <= args.drain_s <= 86_400:
+        raise UsageError("--port must be 0 to 65535, and --drain-s 0 to 86400")
     try:
         upstreams = [Address.parse(url) for url in args.url or ["127.0.0.1:8001,metrics=8002,health=8003"]]
     except ValueError as error:
@@ -75,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             port=args.port,
             api_keys=args.api_keys,
-            max_body_mb=args.max_body_mb,
+            max_body_mb=args.max_body_mb or MAX_BODY_MB,
             drain_s=args.drain_s,
             reasoning=args.reasoning or "tagged",
             workers=args.workers,

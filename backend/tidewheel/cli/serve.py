@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, workers
+from tidewheel.cli.gateway import MAX_BODY_MB, WORKERS_HELP, add_shared_options, workers
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -151,7 +151,11 @@ def _options(args: argparse.Namespace) -> ServeOptions:
             openai=args.openai_port,
         ),
         api_keys=args.api_keys,
-        gateway_arguments=(f"--workers={args.openai_workers}", f"--reasoning={args.reasoning or 'tagged'}"),
+        gateway_arguments=(
+            f"--workers={args.openai_workers}",
+            f"--reasoning={args.reasoning or 'tagged'}",
+            f"--max-body-mb={args.max_body_mb or MAX_BODY_MB}",
+        ),
         drain_s=args.drain_s,
         restart=not args.no_restart,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
@@ -174,6 +178,8 @@ def _check_gateway(args: argparse.Namespace) -> None:
         raise UsageError("--openai-workers goes with --openai-port: they are the gateway's")
     if args.reasoning is not None:
         raise UsageError("--reasoning goes with --openai-port: only the gateway splits answers")
+    if args.max_body_mb is not None:
+        raise UsageError("--max-body-mb goes with --openai-port: it limits bodies that the gateway reads")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:

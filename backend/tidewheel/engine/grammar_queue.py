@@ -26,7 +26,7 @@ class GrammarCache:
     """Compiled grammars, least recently used first. Raise the errors of the compiler."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        """Call `make_compiler` once, when it is needed or in `prepare`."""
+        """Call `make_compiler` once, in `prepare` or for the first grammar."""
         self._make_compiler = make_compiler
         self._compiler: Compiler | ConfigError | None = None
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
@@ -39,13 +39,14 @@ class GrammarCache:
         return grammar
 
     def compile(self, source: str, name: str) -> TokenGrammar:
-        """Call on the thread of `prepare`. It keeps nothing."""
+        """Keep nothing. One thread at a time may call it."""
         compiler = self.prepare()
         if isinstance(compiler, ConfigError):
             raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {compiler}")
         return compiler.compile(source, name)
 
     def prepare(self) -> Compiler | ConfigError:
+        """Read the vocabulary. A large one holds the interpreter for a second."""
         if self._compiler is None:
             try:
                 self._compiler = self._make_compiler()
@@ -75,15 +76,17 @@ class GrammarQueue:
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
+        """Read the vocabulary now: between steps it would hold them up."""
         self._cache = GrammarCache(make_compiler)
+        self._cache.prepare()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._thread.submit(self._cache.prepare)  # holds the interpreter for up to a second: now, not between steps
         self._jobs: dict[str, Future[TokenGrammar]] = {}
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []
 
     @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        """Return the sequences of waiting requests."""
+        return sum(message.n for _, message in self._waiting)
 
     def find(self, source: str) -> TokenGrammar | None:
         return self._cache.find(source)
@@ -116,12 +119,19 @@ class GrammarQueue:
 
     def cancel(self, front_end: FrontEnd, key: int) -> bool:
         """Return False if the request does not wait."""
-        num_before = len(self._waiting)
-        self._waiting = [item for item in self._waiting if (item[0], item[1].key) != (front_end, key)]
-        return len(self._waiting) < num_before
+        return self._remove(lambda owner, message: (owner, message.key) == (front_end, key))
 
     def drop(self, front_end: FrontEnd) -> None:
-        self._waiting = [item for item in self._waiting if item[0] is not front_end]
+        self._remove(lambda owner, _: owner is front_end)
+
+    def _remove(self, leaves: Callable[[FrontEnd, AddRequest], bool]) -> bool:
+        """Remove requests, and jobs that have not begun and have none left. Return whether any request left."""
+        num_before = len(self._waiting)
+        self._waiting = [item for item in self._waiting if not leaves(*item)]
+        for source in self._jobs.keys() - {message.grammar for _, message in self._waiting}:
+            if self._jobs[source].cancel():
+                del self._jobs[source]
+        return len(self._waiting) < num_before
 
 
 def _result(job: Future[TokenGrammar]) -> TokenGrammar | TidewheelError:

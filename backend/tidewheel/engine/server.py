@@ -41,6 +41,7 @@ from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.stats import EngineStats
 from tidewheel.tenants import parse_tenants
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class EngineServer:
         self._beat(None)
         if self._config.debug_invariants:
             self._core.check_invariants()
-        self._socket.poll(1 if self._core.has_unfinished or self._grammars.has_waiting else IDLE_POLL_MS)
+        self._socket.poll(1 if self._core.has_unfinished or self._grammars.num_waiting else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
         """Send figures and drop dead front ends. Return a reason to stop, if any."""
@@ -142,7 +143,13 @@ class EngineServer:
         return must_stop()
 
     def _send_figures(self) -> None:
-        self._front_ends.broadcast(Stats(self._core.stats()))
+        self._front_ends.broadcast(Stats(self._stats()))
+
+    def _stats(self) -> EngineStats:
+        """Return figures in which requests that wait for a grammar count as waiting."""
+        stats = self._core.stats()
+        stats.num_waiting += self._grammars.num_waiting
+        return stats
 
     def _drop(self, front_end: FrontEnd, how: str) -> None:
         self._grammars.drop(front_end)
@@ -247,7 +254,7 @@ class EngineServer:
             self._is_draining = True
             self._note(is_draining=True)
             self._front_ends.broadcast(Drain())
-        self._front_ends.send(identity, Stats(self._core.stats()))
+        self._front_ends.send(identity, Stats(self._stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
         front_end.received.append(message.key)

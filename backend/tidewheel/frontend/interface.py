@@ -51,6 +51,7 @@ class Generation(NamedTuple):
     prompt_text: str | None = None  # None: token ids
     echo: bool = False
     pooling: Pooling = ""
+    is_scoring: bool = False  # nothing is generated
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):

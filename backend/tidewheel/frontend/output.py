@@ -51,7 +51,7 @@ class OutputStream:
     def push(self, delta: Delta) -> None:
         if self.finish_reason is not None:
             return
-        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+        self._take_prompt(delta)
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
         num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
         if not self._stop.is_hit:
@@ -82,6 +82,10 @@ class OutputStream:
         )
         self._text, self._token_ids, self._logprobs, self._prompt_logprobs = [], [], [], None
         return chunk
+
+    def _take_prompt(self, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
 
     def _push_text(self, token_ids: list[int]) -> int:
         """Return how many tokens are used, up to a stop string."""
@@ -123,6 +127,15 @@ class OutputStream:
         token_ids = {token_id for entry in (*self._logprobs, *of_prompt) for token_id in entry.top_ids}
         token_ids.update(self._token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
         return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids}
+
+
+class PromptStream(OutputStream):
+    """Output of a request that scores or echoes its prompt and generates nothing."""
+
+    def push(self, delta: Delta) -> None:
+        self._take_prompt(delta)
+        if delta.token_ids:
+            self.end(FinishReason.LENGTH.value)
 
 
 class EmbeddingStream(OutputStream):

@@ -16,7 +16,7 @@ from tidewheel.frontend.grammar_parameters import with_grammar
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, PROMPT_OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import EmbeddingStream, Outputs, OutputStream
+from tidewheel.frontend.output import EmbeddingStream, Outputs, OutputStream, PromptStream
 from tidewheel.frontend.prompt_options import PromptOptions
 from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
@@ -40,6 +40,7 @@ class ParsedParameters(NamedTuple):
     sampling: SamplingParams
     options: RequestOptions
     prompt: PromptOptions = PromptOptions()
+    is_scoring: bool = False  # nothing is generated
 
 
 class Urgency(NamedTuple):
@@ -124,7 +125,7 @@ class Preparer:
 
     def _open_streams(self, given: Generation) -> list[OutputStream]:
         stop = StopStrings(given.sampling.stop)
-        kind = EmbeddingStream if given.pooling else OutputStream
+        kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
         return [kind(self._tokenizer, given, stop) for _ in range(given.options.n)]
 
 
@@ -162,7 +163,10 @@ def parse_parameters(
     values: dict[str, Any] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
     if end_id is not None:
         values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), end_id.value)))
-    return ParsedParameters(SamplingParams(**values), options, prompt)
+    is_scoring = values.get("max_tokens") == 0 and (bool(prompt.echo) or "prompt_logprobs" in values)
+    if is_scoring:
+        values["max_tokens"] = 1  # is not returned: with it, all of the prompt is computed
+    return ParsedParameters(SamplingParams(**values), options, prompt, is_scoring)
 
 
 def check_task_parameters(sources: Iterable[ParameterSource], task: str) -> None:

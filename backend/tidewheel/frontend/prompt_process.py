@@ -188,7 +188,12 @@ class LocalEncoder:
 
 
 def try_out(encoder: LocalEncoder) -> Iterator[str]:
-    """Encode and render long and odd inputs. Yield what is tried next. Raise `ConfigError` where they fail."""
+    """Encode and render long and odd inputs. Yield what is tried next. Raise `ConfigError` where they fail.
+
+    A model whose vocabulary does not fit grammars is served without them.
+    """
+    yield "its vocabulary"
+    encoder.prepare_grammars()
     yield "its tokenizer"
     for run in _RUNS:
         for length in _RUN_LENGTHS:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import cast
 
 import msgspec
@@ -57,8 +57,9 @@ class PromptWorkers:
         self._is_closed = False
         self._lock = threading.Lock()
         self._workers: list[_Worker | None] = [_Worker(folder, self._limits, is_trial=True), *[None] * (count - 1)]
-        self._idle: SimpleQueue[int] = SimpleQueue()
-        for index in range(count):
+        # The first process, which has read the vocabulary of grammars, gets all jobs that come one by one.
+        self._idle: LifoQueue[int] = LifoQueue()
+        for index in reversed(range(count)):
             self._idle.put(index)
         self.compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try)
 

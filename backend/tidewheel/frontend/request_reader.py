@@ -60,13 +60,13 @@ class RequestReader:
         if request.task != "generate":
             return Prepared(None, None, False, self._answer(request))
         parameters = with_token_biases(request.parameters, self._encode_word)
-        sampling, options, prompt_options = parse_parameters(parameters, self._preparer.defaults.sampling)
+        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         sampling = self._fit(sampling, len(prompt_ids))
         echo = prompt_options.echo or (request.echo and not request.stream)
-        given = Generation(prompt_ids, sampling, options, name, text, echo)
+        given = Generation(prompt_ids, sampling, options, name, text, echo, is_scoring=is_scoring)
         prepared = self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
         return prepared
@@ -74,7 +74,7 @@ class RequestReader:
     def _embed(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
         """Ask for one token, which is not returned: with it, all of the prompt is computed."""
         check_task_parameters(request.parameters, request.task)
-        sampling, options, prompt_options = parse_parameters(request.parameters)
+        sampling, options, prompt_options, _ = parse_parameters(request.parameters)
         sampling = dataclasses.replace(sampling, max_tokens=1, temperature=0.0)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         given = Generation(prompt_ids, sampling, options, name, text, pooling=self._pooling)

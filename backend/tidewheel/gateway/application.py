@@ -292,6 +292,8 @@ async def _read_body(request: web.Request) -> bytes:
         raise Unsupported(f"Content-Type is {request.content_type}: send application/json")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Unsupported("Content-Encoding is set: send the body as it is")
+    if (request.content_length or 0) > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()

@@ -11,10 +11,10 @@ from tidewheel.gateway.upstreams import Address
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
     upstreams: Sequence[Address]
+    max_body_mb: int
     host: str = "127.0.0.1"
     port: int = 0
     api_keys: Path | None = None
-    max_body_mb: int = 16
     drain_s: float = 30.0
     reasoning: Reasoning = "tagged"
     workers: int = 1

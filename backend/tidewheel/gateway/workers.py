@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,9 +27,11 @@ from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.private_dir import run_dir
 from tidewheel.server import ServeError, processes
 from tidewheel.server.revival import Restarts
+from tidewheel.server.workdir import LOCK, is_left_over
 
 _START_S = 30.0
 _LOOK_S = 0.1
+_PREFIX = "gateway-"
 _MODULE = "tidewheel.gateway.one_worker"
 
 
@@ -36,11 +40,11 @@ def serve_workers(options: GatewayOptions) -> int:
     with (
         processes.StopSignals() as signals,
         _reserved(options.host, options.port) as port,
-        tempfile.TemporaryDirectory(prefix="gateway-", dir=run_dir()) as folder,
+        _folder(run_dir()) as folder,
     ):
-        Ledger.create(Path(folder) / "ledger")
+        Ledger.create(folder / "ledger")
         options = dataclasses.replace(options, port=port)
-        places = [WorkerPlace(Path(folder), index, options.workers) for index in range(options.workers)]
+        places = [WorkerPlace(folder, index, options.workers) for index in range(options.workers)]
         with _running([_Worker(options, place) for place in places], signals) as workers:
             _wait_listening(workers, signals)
             announce(options.host, port)
@@ -127,6 +131,16 @@ def _wait_listening(workers: Sequence[_Worker], signals: processes.StopSignals) 
         if any(worker.has_ended for worker in workers) or time.monotonic() > limit:
             raise ServeError("a worker of the gateway could not start: its error is above")
         _wait(signals)
+
+
+@contextlib.contextmanager
+def _folder(base: Path) -> Iterator[Path]:
+    """Make a folder that is locked while this process lives. Remove those of killed gateways."""
+    for left_over in filter(is_left_over, base.glob(f"{_PREFIX}*")):
+        shutil.rmtree(left_over, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base) as made, (Path(made) / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(made)
 
 
 @contextlib.contextmanager

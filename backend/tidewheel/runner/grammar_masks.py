@@ -35,7 +35,7 @@ class GrammarState:
         self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
         self._avoids_end = new.sampling.ignore_eos
         allowed = new.sampling.allowed_token_ids
-        self._allowed = _words(allowed, self.num_words) if allowed else None
+        self._allowed = packed(allowed, self.num_words) if allowed else None
         self.matcher = compiled.matcher(new.token_ids[new.num_prompt_tokens :].tolist())
         self.pool = compiled.pool
 
@@ -87,7 +87,8 @@ class Mask(NamedTuple):
         self.view[bit >> 5] |= 1 << (bit & 31)
 
 
-def _words(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
+def packed(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
+    """Return [num_words] with a bit for each token."""
     ids = np.array(token_ids, dtype=np.uint32)
     words = np.zeros(num_words, dtype=np.uint32)
     np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))

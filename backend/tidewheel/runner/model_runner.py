@@ -70,7 +70,7 @@ class ModelRunner:
         self._rows = RowTable(
             info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
         )
-        self._sampling = SamplingTable(info.max_num_seqs, accelerator)
+        self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator)
         self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
         self._model = model
         self._forward = _forward(model, self._rows, cache.kv)

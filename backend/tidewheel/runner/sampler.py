@@ -25,7 +25,6 @@ from tidewheel_kernels import (
     apply_token_mask,
     compute_logprobs,
     forbid_words,
-    keep_tokens,
     sample,
 )
 
@@ -57,7 +56,8 @@ def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history:
     logprob_rows = sent.group("logprob_rows")
     raw = logits.index_select(0, logprob_rows[0]) if logprob_rows else logits
     if plan.allowed is not None:
-        keep_tokens(logits, *sent.group("allowed"))
+        rows, words = sent.group("allowed")
+        apply_token_mask(logits, rows, words.view(len(rows), -1))
     if plan.bias is not None:
         apply_logit_bias(logits, *sent.group("bias"))
     if plan.words is not None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
 from tidewheel.runner.accelerator import Accelerator
-from tidewheel.runner.grammar_masks import GrammarRows, MaskJob
+from tidewheel.runner.grammar_masks import GrammarRows, MaskJob, packed
 from tidewheel.runner.staging import Groups
 from tidewheel.sampling import LogitBias
 
@@ -57,14 +57,14 @@ class WordEntries(NamedTuple):
 class LogitRules:
     """Allowed tokens, logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
 
-    def __init__(self, new: NewRow) -> None:
+    def __init__(self, new: NewRow, vocab_size: int) -> None:
         self._always = NO_BIASES
         if new.sampling.logit_bias:
             bias = LogitBias.of(new.sampling.logit_bias)
             self._always = BiasEntries(bias.token_ids, bias.amounts)
         # Masks of a grammar avoid stop tokens, but for a forced end, and have allowed tokens alone.
         stops, allowed = ((), ()) if new.grammar else (new.stop_token_ids, new.sampling.allowed_token_ids)
-        self.allowed = np.array(allowed, dtype=np.int32)
+        self.allowed = packed(allowed, -(-vocab_size // 32)).view(np.int32) if allowed else None
         self._at_first = BiasEntries(
             np.concatenate((self._always.token_ids, np.array(stops, dtype=np.int32))),
             np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
@@ -115,11 +115,10 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class AllowedColumns(NamedTuple):
-    """Tokens that R sampling rows may have; all others are forbidden."""
+    """Tokens that R sampling rows may have, with a bit for each; all others are forbidden."""
 
     rows: Int32Array  # [R]
-    entry_rows: Int32Array  # [N]
-    token_ids: Int32Array  # [N]
+    words: Int32Array  # [R * words]
 
 
 class BiasColumns(NamedTuple):
@@ -210,7 +209,8 @@ class PoolingPlan(NamedTuple):
 
 
 class SamplingTable:
-    def __init__(self, max_num_seqs: int, accelerator: Accelerator | None = None) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, accelerator: Accelerator | None = None) -> None:
+        self._vocab_size = vocab_size
         self.grammars = GrammarRows(accelerator)
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
@@ -267,7 +267,7 @@ class SamplingTable:
         self._rules.pop(row, None)
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
-            self._rules[row] = LogitRules(new)
+            self._rules[row] = LogitRules(new, self._vocab_size)
         self.grammars.enter(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
@@ -354,14 +354,11 @@ class SamplingTable:
 
 
 def _allowed_columns(ruled: list[tuple[int, LogitRules]]) -> AllowedColumns | None:
-    entries = [(i, rules.allowed) for i, rules in ruled if len(rules.allowed)]
+    entries = [(i, rules.allowed) for i, rules in ruled if rules.allowed is not None]
     if not entries:
         return None
-    return AllowedColumns(
-        rows=np.array([i for i, _ in entries], dtype=np.int32),
-        entry_rows=_repeated([(i, len(allowed)) for i, allowed in entries]),
-        token_ids=np.concatenate([allowed for _, allowed in entries]),
-    )
+    rows, words = zip(*entries, strict=True)
+    return AllowedColumns(np.array(rows, dtype=np.int32), np.concatenate(words))
 
 
 def _bias_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) -> BiasColumns | None:

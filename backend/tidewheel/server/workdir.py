@@ -16,7 +16,7 @@ from tidewheel.private_dir import unwritable
 from tidewheel.server import processes
 
 _PREFIX = "tidewheel-serve-"
-_LOCK = "lock"
+LOCK = "lock"
 RUN_DIR = "TIDEWHEEL_RUN_DIR"
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
@@ -63,7 +63,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
         folder = WorkDir(root)
         with _writing(base):
             folder.run.mkdir(mode=0o700)
-            lock = (root / _LOCK).open("w")
+            lock = (root / LOCK).open("w")
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.environ[RUN_DIR] = str(folder.run)
@@ -89,17 +89,18 @@ def _restore(run_dir: str | None) -> None:
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove and return what this user's killed servers left."""
-    return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and remove(root, shared_memory)]
+    return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
-def _is_left_over(root: Path) -> bool:
+def is_left_over(root: Path) -> bool:
+    """Return whether this user's process that held the folder's lock is gone."""
     try:
         info = root.lstat()
         if info.st_uid != os.getuid() or not root.is_dir() or root.is_symlink():
             return False
-        if not (root / _LOCK).exists() and time.time() - info.st_mtime < _YOUNG_S:
+        if not (root / LOCK).exists() and time.time() - info.st_mtime < _YOUNG_S:
             return False
-        with (root / _LOCK).open("w") as lock:
+        with (root / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # gone meanwhile, or its server lives
         return False

@@ -52,22 +52,6 @@ def apply_logit_bias(
         _BIAS.on(logits)(logits, rows, token_ids, values)
 
 
-def keep_tokens(
-    logits: torch.Tensor,  # [B, V]
-    rows: torch.Tensor,  # [R] int32
-    entry_rows: torch.Tensor,  # [N] int32
-    token_ids: torch.Tensor,  # [N] int32
-) -> None:
-    """Set all of `rows` in `logits` to -inf, in place, but for the tokens of the entries. All must be in range.
-
-    Three launches of PyTorch's own whatever the sizes: every device has them, and rows with this rule are few.
-    """
-    places = (entry_rows.long(), token_ids.long())
-    kept = logits[places]
-    logits.index_fill_(0, rows.long(), float("-inf"))
-    logits[places] = kept
-
-
 _PENALTIES = Op("apply_penalties", __name__, reference=apply_penalties_reference, cpu=apply_penalties_cpu)
 _WORDS = Op("forbid_words", __name__, reference=forbid_words_reference)
 _BIAS = Op("apply_logit_bias", __name__, reference=apply_logit_bias_reference)

@@ -23,6 +23,7 @@ from gpu.kernel_sweep import replaced
 from roofline import SHAPES, Shape
 from stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
+from tidewheel.models.causal_lm import KVLayer
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel_kernels import AttentionMetadata, choice
@@ -64,7 +65,7 @@ def layer_call(shape: Shape, num_decodes: int) -> Callable[[], object]:
         PROMPT_TOKENS, MAX_MODEL_LEN, num_decodes,
     )  # fmt: skip
     step = decoder.Step(ids, torch.empty(MAX_MODEL_LEN, shape.head_dim), meta)
-    kv = tuple(torch.empty(2, 16, BLOCK_SIZE, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16).unbind())
+    kv = KVLayer(*torch.empty(2, 16, BLOCK_SIZE, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16))
     hidden, residual = torch.empty(2, num_tokens, shape.hidden, dtype=torch.bfloat16)
     return lambda: layer(hidden, residual, step, kv)
 

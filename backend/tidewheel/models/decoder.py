@@ -112,10 +112,13 @@ class Attention:
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
         rope_and_cache(
-            q, k, v, step.cos_sin, step.positions, step.meta.slot_mapping, *kv,
-            q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps,
+            q, k, v, step.cos_sin, step.positions, step.meta.slot_mapping, kv.keys, kv.values,
+            q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps, scales=kv.scales,
         )  # fmt: skip
-        out = paged_attention(q, *kv, step.meta, scale=self._scale, sliding_window=self._sliding_window)
+        out = paged_attention(
+            q, kv.keys, kv.values, step.meta,
+            scale=self._scale, sliding_window=self._sliding_window, scales=kv.scales,
+        )  # fmt: skip
         return self.output(out.view(x.shape[0], -1))
 
 

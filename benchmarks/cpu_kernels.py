@@ -58,7 +58,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
     def attention(function: Callable[..., object]) -> Callable[[], object]:
         layer = cycle(layers)
-        return lambda: function(q, *next(layer), step, out, HEAD_DIM**-0.5, 0, 0.0)
+        return lambda: function(q, *next(layer), step, out, HEAD_DIM**-0.5, 0, 0.0, None)
 
     yield Case("decode attention", attention(paged_attention_native), attention(paged_attention_cpu))
 
@@ -69,7 +69,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
     def rotation(function: Callable[..., object]) -> Callable[[], object]:
         rows = queries, keys, values, table, positions, positions
-        return lambda: function(*rows, layers[0][0], layers[0][1], *weights, 1e-6)
+        return lambda: function(*rows, layers[0][0], layers[0][1], *weights, 1e-6, None)
 
     yield Case("rotation and cache write", rotation(rope_and_cache_native), rotation(rope_and_cache_cpu))
 

@@ -24,7 +24,7 @@ from gpu.kernel_sweep import replaced
 from roofline import SHAPES, Shape
 from stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
-from tidewheel.models.causal_lm import Places
+from tidewheel.models.causal_lm import KVLayer, Places
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel_kernels import AttentionMetadata, choice
@@ -73,7 +73,7 @@ def layer_calls(shape: Shape, num_decodes: int) -> Calls:
         torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32),
         PROMPT_TOKENS, MAX_MODEL_LEN, num_decodes,
     )  # fmt: skip
-    kv = tuple(torch.empty(2, 16, BLOCK_SIZE, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16).unbind())
+    kv = KVLayer(*torch.empty(2, 16, BLOCK_SIZE, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16))
     hidden, residual = torch.empty(2, num_tokens, shape.hidden, dtype=torch.bfloat16)
 
     def call() -> object:

@@ -16,6 +16,7 @@ from tidewheel.settings import coerce_setting, unknown_setting
 from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDType = Literal["auto", "fp8_e4m3"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
@@ -94,6 +95,7 @@ class EngineConfig(SchedulingSettings):
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
 
     # KV cache
+    kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3 or fp8: 8 bits, with a scale for each KV head
     block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
     num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
     kv_cache_memory_mb: int | None = None  # MiB for the cache; none: 512 on a CPU, the rest of gpu_memory_utilization

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 # Honoured: our setting by vLLM's name.
 ENTRY_ARGUMENTS = frozenset({"REPORT_CUSTOM_METRICS"})  # settings of an entry, not of its engine
 _SAME_NAME = """
-    model tokenizer dtype device load_format seed max_model_len block_size gpu_memory_utilization revision
-    download_dir enable_prefix_caching enforce_eager async_scheduling scheduling_policy swap_space preemption_mode
-    max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_logprobs generation_config
+    model tokenizer dtype kv_cache_dtype device load_format seed max_model_len block_size gpu_memory_utilization
+    revision download_dir enable_prefix_caching enforce_eager async_scheduling scheduling_policy swap_space
+    preemption_mode max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_logprobs generation_config
     override_generation_config served_model_name disable_log_stats
 """
 HONOURED: Mapping[str, str] = {
@@ -35,6 +35,7 @@ HONOURED: Mapping[str, str] = {
 # Our value by vLLM's. None: as if absent.
 _VALUES: Mapping[str, Mapping[object, object]] = {
     "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
     "scheduling_policy": {"fcfs": "fifo"},
     "load_format": dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"),
     "max_model_len": {-1: None, "auto": None},
@@ -100,6 +101,7 @@ _WITHOUT_EFFECT = {
         disable_hybrid_kv_cache_manager swa_bounded_replay kv_offloading_backend kv_cache_metrics
         kv_cache_metrics_sample
     """,
+    "scales of the KV cache are always measured at load": "calculate_kv_scales",
     "Mamba and linear attention are not served": """
         mamba_config mamba_backend mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode
         mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint enable_mamba_cache_stochastic_rounding
@@ -127,9 +129,9 @@ _WITHOUT_EFFECT = {
         fail_on_environ_validation
     """,
     "an option of a feature that is not in use": """
-        allow_deprecated_quantization calculate_kv_scales kv_cache_dtype_skip_layers cpu_offload_params
-        offload_backend offload_num_in_group offload_prefetch_step offload_params sleep_mode_backend
-        sleep_mode_offload_cudagraph sleep_preserve_parameter_names override_neuron_config
+        allow_deprecated_quantization cpu_offload_params offload_backend offload_num_in_group offload_prefetch_step
+        offload_params sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names
+        override_neuron_config
     """,
 }
 
@@ -153,7 +155,7 @@ _NOT_OFFERED = (
         "serve a model of float32, bfloat16 or float16",
         "quantization quantization_config quantization_param_path",
     ),
-    ("the KV cache has the dtype of the model", "set it to auto", "kv_cache_dtype=auto"),
+    ("all layers keep their keys and values alike", _REMOVE, "kv_cache_dtype_skip_layers"),
     (
         "speculative decoding is not offered",
         _REMOVE,

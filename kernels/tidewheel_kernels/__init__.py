@@ -14,6 +14,7 @@ from tidewheel_kernels.attention import paged_attention
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.choice import KernelUnavailable
 from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
+from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.logprobs import compute_logprobs
 from tidewheel_kernels.logprobs.reference import LogprobsOutput
 from tidewheel_kernels.norm import rms_norm
@@ -25,6 +26,7 @@ from tidewheel_kernels.sampling.reference import SamplingTensors
 from tidewheel_kernels.token_mask import apply_token_mask
 
 __all__ = [
+    "FP8",
     "AttentionMetadata",
     "KernelUnavailable",
     "LogprobsOutput",

@@ -44,6 +44,7 @@ _POINTER_TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -188,7 +189,7 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
     if not triton_installed() or interpreter_enabled():
         raise KernelUnavailable("ahead-of-time compilation needs triton-lang, and TRITON_INTERPRET unset")
     for case in cases:
-        for arch in architectures:
+        for arch in filter(case.least_arch.__le__, architectures):
             yield from compile_case(case, arch)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, WordTensors
 from tidewheel_kernels.sampling.reference import SamplingTensors
 
@@ -22,6 +23,7 @@ class Case:
     call: Callable[[], object]
     may_spill: tuple[int, ...] = ()  # architectures; elsewhere spills fail
     default: bool = True  # in the tests' default run
+    least_arch: int = 0
 
 
 def _rms_norm(hidden: int, dtype: torch.dtype, *, residual: bool) -> None:
@@ -37,24 +39,33 @@ def _silu_and_mul(size: int) -> None:
     silu_and_mul(torch.empty(2, 2 * size, dtype=BF16))
 
 
-def _rope(head_dim: int, rotary_dim: int, *, norm: bool, num_kv_heads: int = 8) -> None:
+def _rope(head_dim: int, rotary_dim: int, *, norm: bool, num_kv_heads: int = 8, fp8: bool = False) -> None:
     from tidewheel_kernels.rope.triton_kernels import rope_and_cache
 
     qkv = torch.empty(2, 4 * num_kv_heads, head_dim, dtype=BF16)
     q, k, v = qkv[:, : 2 * num_kv_heads], qkv[:, 2 * num_kv_heads : -num_kv_heads], qkv[:, -num_kv_heads:]
-    cache = torch.empty(2, 64, num_kv_heads, head_dim, dtype=BF16)
+    cache, scales = _cache(64, num_kv_heads, head_dim, BF16, fp8)
     weight = torch.empty(head_dim, dtype=BF16) if norm else None
     ids = torch.empty(2, dtype=I64)
-    rope_and_cache(q, k, v, torch.empty(8, rotary_dim), ids, ids, cache, cache.clone(), weight, weight, 1e-6)
+    rope_and_cache(q, k, v, torch.empty(8, rotary_dim), ids, ids, cache, cache.clone(), weight, weight, 1e-6, scales)
 
 
-def _kv_cache() -> None:
+def _cache(
+    block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    shape = (2, block_size, num_kv_heads, head_dim)
+    return torch.empty(shape, dtype=FP8 if fp8 else dtype), torch.empty(2, num_kv_heads) if fp8 else None
+
+
+def _kv_cache(*, fp8: bool = False) -> None:
     from tidewheel_kernels.kv_cache.triton_kernels import copy_blocks, write_kv_cache
 
-    cache, k = torch.empty(2, 64, 8, 128, dtype=BF16), torch.empty(2, 8, 128, dtype=BF16)
+    k = torch.empty(2, 8, 128, dtype=BF16)
+    cache, scales = _cache(64, 8, 128, BF16, fp8)
     ids = torch.empty(2, dtype=I64)
-    write_kv_cache(k, k.clone(), ids, cache, cache.clone())
-    copy_blocks(cache.unsqueeze(0), ids, ids.clone())
+    write_kv_cache(k, k.clone(), ids, cache, cache.clone(), scales)
+    # Bytes, as the cache is kept.
+    copy_blocks((cache.view(torch.uint8) if fp8 else cache).unsqueeze(0), ids, ids.clone())
 
 
 def _attention(
@@ -65,6 +76,7 @@ def _attention(
     group: int = 4,
     block_size: int = 64,
     dtype: torch.dtype = BF16,
+    fp8: bool = False,
     num_kv_heads: int = 8,
     max_seq_len: int = 4096,
     sliding_window: int = 0,
@@ -73,7 +85,7 @@ def _attention(
     from tidewheel_kernels.attention.triton_kernels import paged_attention
 
     q = torch.empty(num_seqs * query_len, group * num_kv_heads, head_dim, dtype=dtype)
-    cache = torch.empty(2, block_size, num_kv_heads, head_dim, dtype=dtype)
+    cache, scales = _cache(block_size, num_kv_heads, head_dim, dtype, fp8)
     meta = AttentionMetadata(
         slot_mapping=torch.empty(q.shape[0], dtype=I64),
         block_tables=torch.empty(num_seqs, max_seq_len // block_size, dtype=I32),
@@ -83,7 +95,7 @@ def _attention(
         max_seq_len=max_seq_len,
         num_decodes=num_seqs if query_len == 1 else 0,
     )
-    paged_attention(q, cache, cache.clone(), meta, torch.empty_like(q), 0.1, sliding_window, soft_cap)
+    paged_attention(q, cache, cache.clone(), meta, torch.empty_like(q), 0.1, sliding_window, soft_cap, scales)
 
 
 _prefill = partial(_attention, query_len=256)
@@ -122,10 +134,12 @@ CASES = (
     Case("rms_norm-8192-float32", partial(_rms_norm, 8192, F32, residual=True), default=False),
     Case("silu_and_mul-3072", partial(_silu_and_mul, 3072)),
     Case("rope-128-norm", partial(_rope, 128, 128, norm=True)),
+    Case("rope-128-norm-fp8", partial(_rope, 128, 128, norm=True, fp8=True), least_arch=89),
     Case("rope-64", partial(_rope, 64, 64, norm=False), default=False),
     Case("rope-80-partial", partial(_rope, 80, 32, norm=False), default=False),
     Case("rope-128-norm-one-head", partial(_rope, 128, 128, norm=True, num_kv_heads=1), default=False),
     Case("kv_cache", _kv_cache),
+    Case("kv_cache-fp8", partial(_kv_cache, fp8=True), least_arch=89),
     Case("prefill-128", partial(_prefill, 128)),
     Case("prefill-128-one-of-each", partial(_prefill, 128, num_seqs=1, group=1, num_kv_heads=1), default=False),
     Case("prefill-64", partial(_prefill, 64), default=False),
@@ -140,10 +154,22 @@ CASES = (
     Case("prefill-128-block-128", partial(_prefill, 128, block_size=128), default=False),
     Case("prefill-256", partial(_prefill, 256), default=False),
     Case("prefill-256-window-cap", partial(_prefill, 256, sliding_window=1024, soft_cap=50.0), default=False),
+    Case("prefill-128-fp8", partial(_prefill, 128, fp8=True), least_arch=89),
+    Case("prefill-64-fp8", partial(_prefill, 64, fp8=True), least_arch=89, default=False),
+    Case("prefill-128-fp8-16", partial(_prefill, 128, block_size=16, fp8=True), least_arch=89, default=False),
     Case("prefill-64-float32", partial(_prefill, 64, dtype=F32), default=False),
     Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), may_spill=(80, 90, 100), default=False),
     Case("decode-128", partial(_plain_decode, 128)),
     Case("decode-128-split", partial(_split_decode, 128)),
+    Case("decode-128-fp8", partial(_plain_decode, 128, fp8=True), least_arch=89),
+    Case("decode-128-split-fp8", partial(_split_decode, 128, fp8=True), least_arch=89),
+    Case("decode-64-split-fp8", partial(_split_decode, 64, fp8=True), least_arch=89, default=False),
+    Case(
+        "decode-128-split-fp8-16",
+        partial(_split_decode, 128, block_size=16, fp8=True),
+        least_arch=89,
+        default=False,
+    ),
     Case("decode-128-one-of-each", partial(_split_decode, 128, num_seqs=1, group=1), default=False),
     Case("decode-64-split", partial(_split_decode, 64), default=False),
     Case("decode-80-split", partial(_split_decode, 80), default=False),

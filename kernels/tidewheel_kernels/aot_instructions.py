@@ -55,6 +55,8 @@ def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str,
     """Return the fields of `Instructions` that must not be zero."""
     if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
         return ()  # less than 16 bytes for each of 64 threads
+    if kernel == "write_kv_cache_kernel" and arguments["k_cache_ptr"].itemsize == 1:
+        return ("wide_loads",)  # as many elements are half the bytes
     if kernel in _STREAMING:
         return "wide_loads", "wide_stores"
     q = arguments.get("q_ptr")

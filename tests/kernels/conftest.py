@@ -12,8 +12,10 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +38,28 @@ def _import_interpreted() -> str:
     from triton import knobs
 
     knobs.runtime.interpret = True  # asked again at every launch, when the variable has its old value
+    _mend_conversions()
     return ""
+
+
+def _mend_conversions() -> None:
+    """Let torch convert from and to float8_e4m3fn: the interpreter rounds small numbers to 0, and NaN to numbers."""
+    from triton.language import float8e4nv, float32
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float  # returns bits
+
+    def mended(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == float8e4nv:
+            wide = torch.from_numpy(np.ascontiguousarray(values)).view(torch.float8_e4m3fn).float().numpy()
+            return wide if target == float32 else convert(wide, float32, target, rounding)
+        if target == float8e4nv:
+            assert source == float32
+            narrow = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
+            return narrow.view(torch.uint8).numpy()
+        return convert(values, source, target, rounding)
+
+    interpreter._convert_float = mended
 
 
 OBSTACLE = "" if ON_GPU else _import_interpreted()

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from support.kernels.kernel_harness import NAN, RATIO, PagedBatch, assert_close, needs_compiler, paged_batch
+from support.kernels.kernel_harness import (
+    NAN,
+    RATIO,
+    PagedBatch,
+    assert_close,
+    needs_compiler,
+    paged_batch,
+    quantised,
+)
 from tidewheel_kernels import AttentionMetadata, paged_attention
 from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
 from tidewheel_kernels.attention.reference import paged_attention_reference
@@ -47,12 +55,18 @@ def where(implementation: Implementation, device: str) -> str:
 
 
 def check(
-    implementation: Implementation, batch: PagedBatch, *, window: int = 0, cap: float = 0.0, slack: float = 2.0
+    implementation: Implementation,
+    batch: PagedBatch,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+    slack: float = 2.0,
+    scales: torch.Tensor | None = None,
 ) -> None:
     ours, reference = torch.full_like(batch.q, NAN), torch.full_like(batch.q, NAN)
     arguments = (batch.q, batch.k_cache, batch.v_cache, batch.meta)
-    implementation(*arguments, ours, SCALE, window, cap)
-    paged_attention_reference(*arguments, reference, SCALE, window, cap)
+    implementation(*arguments, ours, SCALE, window, cap, scales)
+    paged_attention_reference(*arguments, reference, SCALE, window, cap, scales)
     assert_close("attention", reference, ours, slack * RATIO[batch.q.dtype])
 
 
@@ -107,6 +121,32 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[int]:
     token = compile_target.set(request.param)
     yield request.param
     compile_target.reset(token)
+
+
+class TestCacheOf8Bits:
+    """Against the reference on the same bytes, so nothing but arithmetic differs."""
+
+    @pytest.mark.parametrize("batch", [DECODES, LONG_DECODE, MIXED], ids=str)
+    @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (10, 1.5)], ids=str)
+    def test_batches(self, implementation: Implementation, where: str, batch: Batch, window: int, cap: float) -> None:
+        made, scales = quantised(paged_batch(batch.lengths, num_kv_heads=3, device=where))
+        check(implementation, made, window=window, cap=cap, scales=scales)
+
+    @pytest.mark.usefixtures("architecture")
+    @pytest.mark.parametrize("head_dim", [64, 80])
+    def test_both_ways_to_load_keys(self, device: str, head_dim: int) -> None:
+        batch = half_batch([(1, 5), (3, 9), (20, 20), (70, 150)], device, head_dim=head_dim)
+        made, scales = quantised(batch)
+        check(paged_attention_triton, made, scales=scales)
+
+    def test_scales_and_caches_belong_together(self) -> None:
+        batch = paged_batch([(1, 3)])
+        made, scales = quantised(batch)
+        with pytest.raises(TypeError, match="with scales"):
+            paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.meta, scale=SCALE, scales=scales)
+        with pytest.raises(TypeError, match="with scales"):
+            paged_attention(made.q, made.k_cache, made.v_cache, made.meta, scale=SCALE)
+        paged_attention(made.q, made.k_cache, made.v_cache, made.meta, scale=SCALE, scales=scales)
 
 
 class TestBothWaysToLoadKeys:
@@ -225,7 +265,7 @@ def test_reference_against_dense_attention() -> None:
     blocks = batch.meta.block_tables[0, :3].long()
     batch.k_cache[blocks], batch.v_cache[blocks] = k.view(3, 16, 2, 16), v.view(3, 16, 2, 16)
     out = torch.empty_like(batch.q)
-    paged_attention_reference(batch.q, batch.k_cache, batch.v_cache, batch.meta, out, SCALE, 0, 0.0)
+    paged_attention_reference(batch.q, batch.k_cache, batch.v_cache, batch.meta, out, SCALE, 0, 0.0, None)
     dense = scaled_dot_product_attention(
         *(t.transpose(0, 1) for t in (batch.q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))),
         is_causal=True,

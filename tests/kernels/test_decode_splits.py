@@ -84,8 +84,8 @@ def test_splits_of_many_are_merged(device: str) -> None:
     assert limits == DecodeSplits(6, 1024)
     ours, expected = torch.empty_like(batch.q), torch.empty_like(batch.q)
     arguments = batch.q, batch.k_cache, batch.v_cache, batch.meta
-    paged_attention(*arguments, ours, 0.2, 0, 0.0)
-    paged_attention_reference(*arguments, expected, 0.2, 0, 0.0)
+    paged_attention(*arguments, ours, 0.2, 0, 0.0, None)
+    paged_attention_reference(*arguments, expected, 0.2, 0, 0.0, None)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 

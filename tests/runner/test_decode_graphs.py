@@ -142,7 +142,7 @@ def test_a_step_with_a_prompt_runs_eagerly(graphed: ModelRunner) -> None:
 
 
 def test_a_capture_fills_no_row_and_no_block(graphed: ModelRunner) -> None:
-    assert all(cache.isnan().all() for layer in graphed.kv.layers for cache in layer)
+    assert all(cache.isnan().all() for layer in graphed.kv.layers for cache in layer[:2])
     info = graphed.info
     indices = torch.arange(info.max_num_seqs * (info.max_model_len + 1))
     assert not graphed._rows.tokens_at(indices).any()

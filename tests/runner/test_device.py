@@ -11,8 +11,9 @@ from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import device
-from tidewheel.runner.device import cpu_has_bf16, resolve_device, resolve_dtype
+from tidewheel.runner.device import cpu_has_bf16, resolve_cache_dtype, resolve_device, resolve_dtype
 from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
+from tidewheel_kernels import FP8
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -122,6 +123,20 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, wanted:
         "use a newer GPU, or set device to 'cpu'"
     )
     assert resolve_device(EngineConfig(model="m", device="cpu")) == CPU
+
+
+def test_a_gpu_without_8_bit_floats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, capability=(8, 6))
+    with pytest.raises(ConfigError) as caught:
+        resolve_cache_dtype("fp8_e4m3", torch.bfloat16, CUDA)
+    assert str(caught.value) == (
+        "kv_cache_dtype is fp8_e4m3: NVIDIA X1 has compute capability 8.6, and 8-bit floats need at least 8.9; "
+        "set it to auto"
+    )
+    assert resolve_cache_dtype("auto", torch.bfloat16, CUDA) == torch.bfloat16
+    assert resolve_cache_dtype("fp8_e4m3", torch.bfloat16, CPU) == FP8
+    gpu(monkeypatch, capability=(8, 9))
+    assert resolve_cache_dtype("fp8_e4m3", torch.bfloat16, CUDA) == FP8
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

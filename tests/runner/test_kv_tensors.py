@@ -97,10 +97,10 @@ def test_cpu_default() -> None:
 
 def test_copies_reach_keys_and_values_of_every_layer() -> None:
     kv = KVTensors(LAYOUT, 6, CPU)
-    for i, (keys, values) in enumerate(kv.layers):
+    for i, (keys, values, _) in enumerate(kv.layers):
         keys.copy_(torch.arange(6.0).view(6, 1, 1, 1) + 100 * i)
         values.copy_(-torch.arange(6.0).view(6, 1, 1, 1) - 100 * i)
     kv.copy(np.array([4, 0], dtype=np.int32), np.array([1, 3], dtype=np.int32))
-    for i, (keys, values) in enumerate(kv.layers):
+    for i, (keys, values, _) in enumerate(kv.layers):
         assert keys[:, 0, 0, 0].tolist() == [100 * i + block for block in (0, 4, 2, 0, 4, 5)]
         assert values[:, 15, 2, 7].tolist() == [-100 * i - block for block in (0, 4, 2, 0, 4, 5)]

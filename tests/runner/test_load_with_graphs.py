@@ -14,7 +14,7 @@ from support.runner import capturable
 from support.runner.decode_workloads import KINDS, workload
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
-from tidewheel.config import EngineConfig
+from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import model_runner
 from tidewheel.runner.decode_graphs import DecodeGraphs
@@ -75,7 +75,11 @@ def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
     assert reserved[0].graphs >= final.num_bytes > 0
 
 
-def test_what_was_loaded_computes_as_without_graphs(small: EngineConfig, accelerator: RecordingAccelerator) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_what_was_loaded_computes_as_without_graphs(
+    small: EngineConfig, accelerator: RecordingAccelerator, kv_cache_dtype: CacheDType
+) -> None:
+    small = dataclasses.replace(small, kv_cache_dtype=kv_cache_dtype)
     runner = ModelRunner.load(small)
     assert accelerator.pools[-1].graphs[0].num_replays == 1
     tokens = StepLoop(runner, token_budget=64).run(workload(KINDS["filtered"], 8))

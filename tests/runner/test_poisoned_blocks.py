@@ -38,7 +38,7 @@ class PoisoningRunner:
         empty = ~self._content(batch)
         self.num_poisoned += int(empty.sum())
         for layer in self._runner.kv.layers:
-            for cache in layer:
+            for cache in layer[:2]:
                 cache.view(-1, *cache.shape[2:])[empty] = float("nan")
         return self._runner.run(batch)
 

@@ -89,7 +89,7 @@ def test_every_native_architecture_can_be_cut(
 
 def test_a_capture_fills_no_row_and_no_block(plain: ModelRunner) -> None:
     graphed = with_graphs(plain, SIZES)
-    assert all(cache.isnan().all() for layer in graphed.kv.layers for cache in layer)
+    assert all(cache.isnan().all() for layer in graphed.kv.layers for cache in layer[:2])
     info = graphed.info
     assert not graphed._rows.tokens_at(torch.arange(info.max_num_seqs * (info.max_model_len + 1))).any()
 

@@ -72,7 +72,7 @@ def test_decode_attention_equals_the_reference(sliding_window: int, soft_cap: fl
     caches = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 2, 8)
     meta = metadata([1, 33, 0, 16, 64], 64)
     expected, actual = torch.empty_like(q), torch.empty_like(q)
-    arguments = {"scale": 0.3, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    arguments = {"scale": 0.3, "sliding_window": sliding_window, "soft_cap": soft_cap, "scales": None}
     paged_attention_reference(q, caches[0], caches[1], meta, expected, **arguments)
     capturable.paged_attention(q, caches[0], caches[1], meta, actual, **arguments)
     torch.testing.assert_close(actual, expected)
@@ -85,7 +85,7 @@ def test_decode_attention_reads_no_key_that_is_not_there() -> None:
     meta = metadata([5, 0], 64)
     meta.block_tables[0, 0] = 3
     out = torch.empty(2, 2, 8)
-    capturable.paged_attention(torch.ones(2, 2, 8), caches[0], caches[1], meta, out, 1.0, 0, 0.0)
+    capturable.paged_attention(torch.ones(2, 2, 8), caches[0], caches[1], meta, out, 1.0, 0, 0.0, None)
     torch.testing.assert_close(out, torch.tensor([1.0, 0.0])[:, None, None].expand(2, 2, 8))
     assert not out[1].any()
 
@@ -101,7 +101,7 @@ def test_rope_and_cache_equals_the_reference(slots: list[int], has_norm: bool) -
     results = []
     for function in (rope_and_cache_reference, capturable.rope_and_cache):
         tensors = [tensor.clone() for tensor in (q, k, v, caches[0], caches[1])]
-        function(*tensors[:3], *shared, *tensors[3:], *weights, 1e-6)
+        function(*tensors[:3], *shared, *tensors[3:], *weights, 1e-6, None)
         results.append(tensors)
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)

@@ -47,7 +47,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "enable_prefix_caching": "maybe"}, "true or false"),
     ({"model": "m", "trust_remote_code": "true"}, "never run"),
     ({"model": "m", "tensor_parallel_size": "2"}, "tensor_parallel_size is '2': one device serves one engine"),
-    ({"model": "m", "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ({"model": "m", "kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
     ({"model": "m", "num_blocks": 4, "kv_cache_memory_mb": 4}, "set one"),
     ({"model": "m", "scheduling_policy": "best"}, "choose one of"),
     ({"model": "m", "scheduling_strategy": "best"}, "choose one of continuous, static"),

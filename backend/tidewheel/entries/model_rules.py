@@ -25,7 +25,7 @@ from tidewheel.models.loader import resolve_max_model_len
 from tidewheel.models.model_folder import MAX_INT, Fields, cached_folder, checkpoint_dtype, read_config
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
-from tidewheel.runner.device import resolve_device, resolve_dtype
+from tidewheel.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
 from tidewheel.runner.loading import BLOCK_SIZES
@@ -150,7 +150,8 @@ def _needs(
 def _cache_bytes(
     decoder: Decoder, max_model_len: int, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], dtype)
+    of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+    layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
     budget = _budget(decoder.weights_bytes, decoder.shape, config, dtype, device)
     return decide_num_blocks(config.num_blocks, budget, layout, max_model_len) * layout.block_bytes
 

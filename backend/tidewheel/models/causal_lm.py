@@ -9,7 +9,6 @@ import torch
 
 from tidewheel_kernels import AttentionMetadata
 
-KVLayer = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]
 Progress = Callable[[str, float], None]  # stage name, fraction done in [0, 1]
 
 DTYPES: dict[str, torch.dtype] = {
@@ -17,6 +16,12 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+class KVLayer(NamedTuple):
+    keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    values: torch.Tensor  # like keys
+    scales: torch.Tensor | None = None  # [2, num_kv_heads] float32, of keys and values of 8 bits
 
 
 class ModelShape(NamedTuple):

@@ -107,15 +107,18 @@ class Attention:
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
         rope_and_cache(
-            q, k, v, self._cos_sin, *places, *kv, q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps
-        )
+            q, k, v, self._cos_sin, *places, kv.keys, kv.values,
+            q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps, scales=kv.scales,
+        )  # fmt: skip
         return q
 
     def __call__(
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None
     ) -> torch.Tensor:
-        window = self._sliding_window
-        return paged_attention(queries, *kv, meta, scale=self._scale, sliding_window=window, out=out)
+        return paged_attention(
+            queries, kv.keys, kv.values, meta,
+            scale=self._scale, sliding_window=self._sliding_window, scales=kv.scales, out=out,
+        )  # fmt: skip
 
 
 class GatedMLP:

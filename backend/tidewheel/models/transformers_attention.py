@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from transformers import AttentionInterface
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import KVLayer
 from tidewheel.models.model_folder import one_line
+from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"  # name in transformers of `attention_forward`
@@ -114,12 +114,12 @@ class PagedAttention:
         self._kv_layers = kv_layers
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        k_cache, v_cache = self._kv_layers[call.layer]
+        kv = self._kv_layers[call.layer]
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
-        write_kv_cache(key, value, self._meta.slot_mapping, k_cache, v_cache)
+        write_kv_cache(key, value, self._meta.slot_mapping, kv.keys, kv.values, scales=kv.scales)
         return paged_attention(
-            query, k_cache, v_cache, self._meta,
-            scale=call.scale, sliding_window=call.sliding_window, soft_cap=call.soft_cap,
+            query, kv.keys, kv.values, self._meta,
+            scale=call.scale, sliding_window=call.sliding_window, soft_cap=call.soft_cap, scales=kv.scales,
         )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ class Probe(PagedAttention):
     def __init__(self, config: Any, device: torch.device) -> None:
         self.caches: dict[int, KVLayer] = {}
         self._config = config
-        super().__init__(_one_sequence(device), self.caches)  # type: ignore[arg-type]
+        super().__init__(one_sequence(NUM_TOKENS, NUM_TOKENS, device), self.caches)  # type: ignore[arg-type]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.layer in self.caches:
@@ -137,7 +137,7 @@ class Probe(PagedAttention):
         _check_call(call, _expected_window(self._config, call.layer))
         num_kv_heads, head_dim = call.key.shape[1], call.key.shape[3]
         shape = (1, NUM_TOKENS, num_kv_heads, head_dim)  # one block
-        self.caches[call.layer] = (call.key.new_zeros(shape), call.key.new_zeros(shape))
+        self.caches[call.layer] = KVLayer(call.key.new_zeros(shape), call.key.new_zeros(shape))
         return super().attend(call)
 
 
@@ -150,21 +150,6 @@ def _expected_window(config: Any, layer: int) -> int | None:
     if hasattr(config, "use_sliding_window"):
         return window if config.use_sliding_window else None
     return window
-
-
-def _one_sequence(device: torch.device) -> AttentionMetadata:
-    bounds, length = np.array([0, NUM_TOKENS], dtype=np.int32), np.array([NUM_TOKENS], dtype=np.int32)
-    return AttentionMetadata(
-        slot_mapping=torch.arange(NUM_TOKENS, device=device),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.from_numpy(bounds).to(device),
-        seq_lens=torch.from_numpy(length).to(device),
-        max_seqlen_q=NUM_TOKENS,
-        max_seq_len=NUM_TOKENS,
-        num_decodes=0,
-        cu_seqlens_q_cpu=bounds,
-        seq_lens_cpu=length,
-    )
 
 
 def _check_call(call: AttentionCall, window: int | None) -> None:
@@ -191,10 +176,8 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> P
 
     This finds biases, sinks and masks that do not arrive as arguments.
     """
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, model.config.vocab_size, (1, NUM_TOKENS), generator=generator).to(device)
     inputs = {
-        "input_ids": token_ids,
+        "input_ids": random_tokens(NUM_TOKENS, model.config.vocab_size, device).unsqueeze(0),
         "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
         "use_cache": False,
     }

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
-from tidewheel.config import DType, EngineConfig
+from tidewheel.config import CacheDType, DType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES
+from tidewheel_kernels import FP8
 
 logger = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 64 << 20
 LEAST_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
 
 CPU_INFO = Path("/proc/cpuinfo")
 # Flags of bfloat16 matrix products: x86 AVX-512 BF16 and AMX, and Arm's BF16 extension.
@@ -87,6 +89,18 @@ def resolve_dtype(wanted: DType, checkpoint: str | None, device: torch.device) -
         "dtype %s (setting %s, checkpoint %s, %s)", name, wanted, checkpoint or "unknown", device_name(device)
     )
     return DTYPES[name]
+
+
+def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of keys and values. Raise `ConfigError` on a GPU that does not convert 8-bit floats."""
+    if wanted == "auto":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype is {wanted}: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{_dotted(capability)}, and 8-bit floats need at least {_dotted(FP8_CAPABILITY)}; set it to auto"
+        )
+    return FP8
 
 
 def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:

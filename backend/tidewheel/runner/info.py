@@ -10,6 +10,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     device: str  # "cpu (2 threads)", "NVIDIA H200"
     dtype: str
+    kv_cache_dtype: str = ""  # empty: dtype
     vocab_size: int  # model's output width
     max_model_len: int
     max_num_seqs: int

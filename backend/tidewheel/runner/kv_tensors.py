@@ -13,7 +13,7 @@ from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import KVLayer, ModelShape
-from tidewheel_kernels import copy_blocks
+from tidewheel_kernels import FP8, copy_blocks
 
 DEFAULT_CPU_MB = 512
 MOST_OF_A_GPU = 0.98  # highest recommendation
@@ -23,6 +23,7 @@ class CacheLayout(NamedTuple):
     shape: ModelShape
     block_size: int
     dtype: torch.dtype
+    scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of keys and values of 8 bits
 
     @property
     def block_bytes(self) -> int:
@@ -78,15 +79,17 @@ def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: Cach
 
 
 class KVTensors:
-    """All layers in one tensor, so that copying blocks takes one launch."""
+    """All layers in one tensor, so that copying blocks takes one launch. 8-bit floats are bytes in it."""
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape
         self._tensor = torch.zeros(
             shape.num_layers, 2, num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim,
-            dtype=layout.dtype, device=device,
+            dtype=torch.uint8 if layout.dtype == FP8 else layout.dtype, device=device,
         )  # fmt: skip
-        self.layers: list[KVLayer] = [(layer[0], layer[1]) for layer in self._tensor]
+        scales = [None] * shape.num_layers if layout.scales is None else layout.scales
+        layers = zip(self._tensor.view(layout.dtype), scales, strict=True)
+        self.layers = [KVLayer(layer[0], layer[1], of_heads) for layer, of_heads in layers]
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +103,10 @@ class KVTensors:
     def blocks(self) -> torch.Tensor:
         """View [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim]; blocks are not contiguous."""
         return self._tensor.flatten(0, 1).transpose(0, 1)
+
+    def largest(self) -> torch.Tensor:
+        """Return the largest magnitude [num_layers, 2, num_kv_heads]."""
+        return self._tensor.abs().amax(dim=(2, 3, 5))
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
         if len(sources):

@@ -18,8 +18,9 @@ from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
+from tidewheel.runner.cache_scales import with_scales
 from tidewheel.runner.decode_graphs import decode_sizes
-from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
+from tidewheel.runner.device import device_name, limit_threads, resolve_cache_dtype, resolve_device, resolve_dtype
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
@@ -28,6 +29,7 @@ from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, MemoryBudget, cp
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.prompt_graphs import prompt_sizes
 from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel_kernels import FP8
 
 FIRST = "start"
 logger = logging.getLogger(__name__)
@@ -79,11 +81,15 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
+    of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     loaded = load_model(folder, fields, config, dtype, device, stages)
     if device.type == "cpu" and config.num_threads is None:
         limit_threads(loaded.model.weights_bytes)
     info = _draft_info(config, folder, loaded, dtype, device)
-    layout = CacheLayout(loaded.model.shape, info.block_size, dtype)
+    layout = CacheLayout(loaded.model.shape, info.block_size, of_cache)
+    if of_cache == FP8:
+        layout = with_scales(layout, loaded.model, dtype, device, loaded.max_model_len)
+        info = msgspec.structs.replace(info, kv_cache_dtype=str(of_cache).removeprefix("torch."))
     return RunnerParts(loaded.model, layout, info, device, stages, compile_log)
 
 

@@ -8,7 +8,7 @@ import torch
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress, no_progress
+from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, no_progress
 from tidewheel.runner.accelerator import Accelerator, accelerator_of
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import DecodeGraph, Forward
@@ -105,7 +105,7 @@ class ModelRunner:
 
         if accelerator is None:
             run(smallest_step(parts.info))
-            return StepMemory(estimated_activation_bytes(largest, layout.shape, layout.dtype), 0)
+            return StepMemory(estimated_activation_bytes(largest, layout.shape, DTYPES[parts.info.dtype]), 0)
         runner, activation_bytes = measured_activation_bytes(run, largest, device)
         taken = runner.capture(sizes.largest(NUM_TRIAL_GRAPHS), no_progress)
         graph_bytes = sum(estimated_graph_bytes(*pair) for pair in zip(taken, map(len, sizes), strict=True))

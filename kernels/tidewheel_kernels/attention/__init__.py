@@ -8,6 +8,7 @@ from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.choice import Op
+from tidewheel_kernels.kv_cache.reference import FP8
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -23,6 +24,7 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     out: torch.Tensor | None = None,  # like q, contiguous
+    scales: torch.Tensor | None = None,  # as `kv_cache` says
 ) -> torch.Tensor:
     """Return the attention output [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
 
@@ -30,11 +32,11 @@ def paged_attention(
     ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h //
     (num_q_heads // num_kv_heads)``. Cache slots past `seq_lens` may hold anything.
     """
-    _check(q, k_cache, v_cache, scale, sliding_window, soft_cap)
+    _check(q, k_cache, v_cache, scale, sliding_window, soft_cap, scales)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.shape[0]:
-        _OP.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
+        _OP.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
     return out
 
 
@@ -45,6 +47,7 @@ def _check(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
 ) -> None:
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -52,9 +55,11 @@ def _check(
         raise ValueError(
             f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit"
         )
-    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+    expected = q.dtype if scales is None else FP8
+    if expected != k_cache.dtype or expected != v_cache.dtype:
         raise TypeError(
-            f"q is {q.dtype}, k_cache {k_cache.dtype} and v_cache {v_cache.dtype}; they must be of one dtype"
+            f"q is {q.dtype}, k_cache {k_cache.dtype} and v_cache {v_cache.dtype}; they must be of one dtype, "
+            f"or the caches {FP8} with scales"
         )
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads {num_q_heads} is not a multiple of num_kv_heads {num_kv_heads}")

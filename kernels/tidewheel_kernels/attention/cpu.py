@@ -22,6 +22,7 @@ def paged_attention_cpu(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
     *,
     first_seq: int = 0,  # earlier ones are left alone
 ) -> None:
@@ -30,6 +31,9 @@ def paged_attention_cpu(
     The plan is made once per `AttentionMetadata` object, whose tensors must not change meanwhile.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
+    if scales is not None:
+        by_head = scales.to(q.dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1).unsqueeze(-1)
+        q = q * by_head[0]
     plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype, first_seq))
     for group in plan.groups:
         attend = _attend_decodes if group.query_len == 1 else _attend_chunks
@@ -37,6 +41,8 @@ def paged_attention_cpu(
         out.index_copy_(0, group.rows, attended)
     if plan.empty_rows.numel():
         out.index_fill_(0, plan.empty_rows, 0.0)
+    if scales is not None:
+        out.mul_(by_head[1])
 
 
 def _planned(meta: AttentionMetadata, key: PlanKey) -> Plan:
@@ -58,6 +64,7 @@ def _attend_decodes(
     k, v = (
         cache.view(-1, num_kv_heads * head_dim)
         .index_select(0, group.gather)
+        .to(queries.dtype)
         .view(group.num_seqs, -1, num_kv_heads, head_dim)
         .transpose(1, 2)
         for cache in (k_cache, v_cache)
@@ -76,7 +83,10 @@ def _attend_chunks(
 ) -> torch.Tensor:
     num_q_heads, head_dim = queries.shape[1:]
     k, v = (
-        cache.view(-1, head_dim).index_select(0, group.gather).view(group.num_seqs, num_q_heads, -1, head_dim)
+        cache.view(-1, head_dim)
+        .index_select(0, group.gather)
+        .to(queries.dtype)
+        .view(group.num_seqs, num_q_heads, -1, head_dim)
         for cache in (k_cache, v_cache)
     )
     by_head = queries.view(group.num_seqs, group.query_len, num_q_heads, head_dim).transpose(1, 2)
@@ -104,17 +114,18 @@ def paged_attention_native(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
 ) -> None:
-    """Run decodes in C and prompts, which are large products, in torch."""
+    """Run decodes in C, and prompts, which are large products, in torch; with scales everything there."""
     _, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
-    if meta.num_decodes:
+    first = meta.num_decodes if scales is None else 0
+    if first:
         _decode_attention.of(q.dtype)(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
             meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, num_kv_heads, num_q_heads // num_kv_heads,
             head_dim, block_size, *q.stride()[:2], k_cache.stride(0), v_cache.stride(0),
             meta.block_tables.stride(0), sliding_window, scale, soft_cap, torch.get_num_threads(),
         )  # fmt: skip
-    first = meta.num_decodes
     if first < meta.num_seqs:
-        paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, first_seq=first)
+        paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales, first_seq=first)

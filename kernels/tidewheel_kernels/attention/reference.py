@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.kv_cache.reference import scales_of
 
 
 def paged_attention_reference(
@@ -14,13 +15,16 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
 ) -> None:
     starts = meta.host_cu_seqlens_q().tolist()
     group = q.shape[1] // k_cache.shape[2]
     for i, seq_len in enumerate(meta.host_seq_lens().tolist()):
         queries = q[starts[i] : starts[i + 1]].float()
-        keys = _gathered(k_cache, meta.block_tables[i], seq_len).repeat_interleave(group, dim=1)
-        values = _gathered(v_cache, meta.block_tables[i], seq_len).repeat_interleave(group, dim=1)
+        keys, values = (
+            _gathered(cache, meta.block_tables[i], seq_len, of_heads).repeat_interleave(group, dim=1)
+            for cache, of_heads in zip((k_cache, v_cache), scales_of(scales), strict=True)
+        )
         logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         if soft_cap > 0:
             logits = soft_cap * torch.tanh(logits / soft_cap)
@@ -39,8 +43,11 @@ def visible_keys(query_len: int, seq_len: int, sliding_window: int, *, device: t
     return visible & (key > position - sliding_window) if sliding_window > 0 else visible
 
 
-def _gathered(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+def _gathered(
+    cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, scales: torch.Tensor | None
+) -> torch.Tensor:
     """Return [seq_len, num_kv_heads, head_dim] float32."""
     block_size = cache.shape[1]
     blocks = block_table[: -(-seq_len // block_size)].long()
-    return cache[blocks].flatten(0, 1)[:seq_len].float()
+    rows = cache[blocks].flatten(0, 1)[:seq_len].float()
+    return rows if scales is None else rows * scales.unsqueeze(-1)

@@ -9,11 +9,12 @@ import triton.language as tl
 from tidewheel_kernels.attention.call_shape import CallShape
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.triton_splits import FIELDS, split_plan, visible_tiles
-from tidewheel_kernels.attention.triton_tiles import attend_tiles, empty_softmax, store_rows
+from tidewheel_kernels.attention.triton_tiles import attend_tiles, cache_scales, empty_softmax, store_rows
 from tidewheel_kernels.launch_config import AttentionConfig, decode_splits, multiprocessors, next_power_of_2
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 _INDEX_TENSORS = ["plan_ptr", "block_tables_ptr", "seq_lens_ptr"]
+_SMALL_TENSORS = [*_INDEX_TENSORS, "scales_ptr"]
 # All splits of one sequence with eight KV heads.
 MERGE_BLOCK_SPLITS = 64
 
@@ -42,7 +43,7 @@ def _keys_of_program(
     return seq.to(tl.int64), seq_len, begin, end, num_splits
 
 
-@triton.jit(do_not_specialize=["num_partials"], do_not_specialize_on_alignment=_INDEX_TENSORS)
+@triton.jit(do_not_specialize=["num_partials"], do_not_specialize_on_alignment=_SMALL_TENSORS)
 def decode_attention_kernel(
     q_ptr,  # [num_seqs, num_q_heads, head_dim]
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
@@ -52,6 +53,7 @@ def decode_attention_kernel(
     plan_ptr,  # [programs, FIELDS], with SPLIT
     block_tables_ptr,  # [num_seqs, max_blocks]
     seq_lens_ptr,  # [num_seqs]
+    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
     num_partials,
     SPLIT: tl.constexpr,
     logit_scale,
@@ -83,26 +85,25 @@ def decode_attention_kernel(
     )
     if num_splits == 0:
         return
-    row = tl.arange(0, BLOCK_M)
-    head = kv_head * GROUP + row
-    column = tl.arange(0, BLOCK_D)[None, :]
-    mask = (row < GROUP)[:, None] & (column < HEAD_DIM)
+    row, column, num_heads = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :], tl.num_programs(0) * GROUP
+    head, mask = kv_head * GROUP + row, (row < GROUP)[:, None] & (column < HEAD_DIM)
     q = tl.load(q_ptr + seq * q_token_stride + head[:, None] * q_head_stride + column, mask=mask, other=0.0)
+    k_scale, v_scale = cache_scales(scales_ptr, kv_head, tl.num_programs(0), k_cache_ptr.dtype.element_ty)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
     acc, row_max, row_sum = attend_tiles(
         q, acc, row_max, row_sum, tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1), seq_len, begin_tile, end_tile,
         block_tables_ptr + seq * block_table_stride,
         k_cache_ptr + kv_head * k_head_stride, v_cache_ptr + kv_head * v_head_stride,
-        k_block_stride, k_offset_stride, v_block_stride, v_offset_stride, logit_scale, soft_cap_log2, sliding_window,
-        True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        k_block_stride, k_offset_stride, v_block_stride, v_offset_stride, logit_scale * k_scale, soft_cap_log2,
+        sliding_window, True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if SPLIT and num_splits > 1:
-        num_heads = tl.num_programs(0) * GROUP
         place = tl.program_id(1) * num_heads + head
         tl.store(partial_ptr + num_partials * num_heads * HEAD_DIM + place, row_max + tl.log2(row_sum), row < GROUP)
-        store_rows(partial_ptr + place[:, None] * HEAD_DIM + column, acc, row_sum, mask)
+        store_rows(partial_ptr + place[:, None] * HEAD_DIM + column, acc, row_sum, v_scale, mask)
     else:
-        store_rows(out_ptr + seq * out_token_stride + head[:, None] * out_head_stride + column, acc, row_sum, mask)
+        row_ptr = out_ptr + seq * out_token_stride + head[:, None] * out_head_stride + column
+        store_rows(row_ptr, acc, row_sum, v_scale, mask)
 
 
 @triton.jit(do_not_specialize=["num_partials"], do_not_specialize_on_alignment=_INDEX_TENSORS)
@@ -179,17 +180,19 @@ def launch_decode(
     out: torch.Tensor,
     shape: CallShape,
     config: AttentionConfig,
+    scales: torch.Tensor | None,
 ) -> None:
     num_seqs, num_kv_heads = meta.num_decodes, shape.num_kv_heads
+    scales = out if scales is None else scales
     limits = decode_splits(num_seqs, num_kv_heads, meta.max_seq_len, multiprocessors(q.device))
     if limits.extra == 0:
-        tensors = (q, k_cache, v_cache, out, out, meta.seq_lens, meta.block_tables, meta.seq_lens)
+        tensors = (q, k_cache, v_cache, out, out, meta.seq_lens, meta.block_tables, meta.seq_lens, scales)
         _decode(shape, config, False)((num_kv_heads, num_seqs, 1), tensors, 0)
         return
     plan = split_plan(meta, limits, config.block_n, shape.sliding_window)
     num_partials = 2 * limits.extra
     size = num_partials * shape.num_q_heads * (shape.head_dim + 1)
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
-    tensors = (q, k_cache, v_cache, out, partial, plan.programs, meta.block_tables, meta.seq_lens)
+    tensors = (q, k_cache, v_cache, out, partial, plan.programs, meta.block_tables, meta.seq_lens, scales)
     _decode(shape, config, True)((num_kv_heads, num_seqs + limits.extra, 1), tensors, num_partials)
     _merge(shape)((shape.num_q_heads, limits.extra, 1), (partial, out, plan.merges), num_partials)

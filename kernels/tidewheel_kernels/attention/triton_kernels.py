@@ -18,6 +18,7 @@ from tidewheel_kernels.attention.triton_decode import launch_decode
 from tidewheel_kernels.attention.triton_tiles import (
     attend_boxes,
     attend_tiles,
+    cache_scales,
     empty_softmax,
     first_logits,
     store_rows,
@@ -27,7 +28,7 @@ from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 # These change with every batch.
 _VARYING = ["first_seq", "num_seqs"]
-_INDEX_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr"]
+_SMALL_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "scales_ptr"]
 # Making one takes microseconds.
 _descriptors = WeakIdKeyDictionary()
 
@@ -129,13 +130,14 @@ def _attend(
     return acc, row_sum
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDEX_TENSORS)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SMALL_TENSORS)
 def prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
     out_ptr,  # [num_tokens, num_q_heads, head_dim]
     block_tables_ptr,  # [first_seq + num_seqs, max_blocks]
     cu_seqlens_ptr,  # [first_seq + num_seqs + 1]
     seq_lens_ptr,  # [first_seq + num_seqs]
+    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]; with TMA its descriptor
     v_cache,  # like k_cache
     first_seq,
@@ -179,14 +181,16 @@ def prefill_attention_kernel(
     token = (start + query).to(tl.int64)[:, None]
     q = tl.load(q_ptr + token * q_token_stride + head * q_head_stride + column, mask=mask, other=0.0)
     context_len = seq_len - query_len
+    stored: tl.constexpr = k_cache.dtype if TMA else k_cache.dtype.element_ty
+    k_scale, v_scale = cache_scales(scales_ptr, kv_head, tl.num_programs(1), stored)
     acc, row_sum = _attend(
         q, context_len + query, context_len + first_query, seq_len,
         block_tables_ptr + seq.to(tl.int64) * block_table_stride, k_cache, v_cache, kv_head,
-        logit_scale, soft_cap_log2, sliding_window,
+        logit_scale * k_scale, soft_cap_log2, sliding_window,
         k_block_stride, k_offset_stride, k_head_stride, v_block_stride, v_offset_stride, v_head_stride,
         TMA, HAS_SOFT_CAP, HAS_WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    store_rows(out_ptr + token * out_token_stride + head * out_head_stride + column, acc, row_sum, mask)
+    store_rows(out_ptr + token * out_token_stride + head * out_head_stride + column, acc, row_sum, v_scale, mask)
 
 
 @lru_cache(MAX_LAUNCHES)
@@ -203,12 +207,13 @@ def launch_prefill(
     out: torch.Tensor,
     shape: CallShape,
     config: AttentionConfig,
+    scales: torch.Tensor | None,
 ) -> None:
     first = meta.num_decodes
     num_seqs = meta.num_seqs - first
     grid = ((q.shape[0] - first) // (config.block_m // shape.group) + num_seqs, shape.num_kv_heads, 1)
     launch = _prefill(shape, config)
-    tensors = (q, out, meta.block_tables, meta.cu_seqlens_q, meta.seq_lens)
+    tensors = (q, out, meta.block_tables, meta.cu_seqlens_q, meta.seq_lens, out if scales is None else scales)
     if config.tma:
         box = (1, config.block_n, 1, config.block_d)
         launch(grid, tensors, box_descriptor(k_cache, box), box_descriptor(v_cache, box), first, num_seqs)
@@ -245,10 +250,12 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
 ) -> None:
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     tile = (shape.head_dim, shape.group, shape.block_size, q.element_size())
     if meta.num_decodes:
-        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile))
+        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile), scales)
     if meta.num_seqs > meta.num_decodes:
-        launch_prefill(q, k_cache, v_cache, meta, out, shape, prefill_config(*tile, architecture(q.device)))
+        config = prefill_config(*tile, architecture(q.device))
+        launch_prefill(q, k_cache, v_cache, meta, out, shape, config, scales)

@@ -17,6 +17,17 @@ def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def cache_scales(scales_ptr, kv_head, num_kv_heads, stored: tl.constexpr):
+    """Return the scales of a head's keys and values; 1 unless these have 8 bits."""
+    k_scale = 1.0
+    v_scale = 1.0
+    if stored == tl.float8e4nv:
+        k_scale = tl.load(scales_ptr + kv_head)
+        v_scale = tl.load(scales_ptr + num_kv_heads + kv_head)
+    return k_scale, v_scale
+
+
+@triton.jit
 def attend_tiles(
     q,  # [BLOCK_M, BLOCK_D]
     acc,
@@ -59,8 +70,8 @@ def attend_tiles(
         key = first_key + tl.arange(0, BLOCK_N)
         k_tile_ptr = k_ptr + block * k_block_stride + offset * k_offset_stride + column
         v_tile_ptr = v_ptr + block * v_block_stride + offset * v_offset_stride + column
-        k = _load_tile(k_tile_ptr, key, column, seq_len, MASKED, HEAD_DIM, BLOCK_D)
-        v = _load_tile(v_tile_ptr, key, column, seq_len, MASKED, HEAD_DIM, BLOCK_D)
+        k = _load_tile(k_tile_ptr, key, column, seq_len, MASKED, HEAD_DIM, BLOCK_D).to(q.dtype)
+        v = _load_tile(v_tile_ptr, key, column, seq_len, MASKED, HEAD_DIM, BLOCK_D).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         acc, row_max, row_sum = _attend(
             logits, v, acc, row_max, row_sum, key, query_position, logit_scale, soft_cap_log2, sliding_window,
@@ -82,9 +93,9 @@ def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: t
 
 
 @triton.jit
-def store_rows(row_ptr, acc, row_sum, mask):
+def store_rows(row_ptr, acc, row_sum, v_scale, mask):
     """Store weighted means; a row without keys becomes zero."""
-    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    result = acc * v_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(row_ptr, result.to(row_ptr.dtype.element_ty), mask=mask)
 
 
@@ -101,7 +112,7 @@ def first_logits(
 ):
     first_key = first_tile * BLOCK_N
     block = tl.load(block_table_ptr + first_key // BLOCK_SIZE)
-    k = k_cache.load([block, first_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+    k = k_cache.load([block, first_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D).to(q.dtype)
     return tl.dot(q, tl.trans(k))
 
 
@@ -136,8 +147,8 @@ def attend_boxes(
     v_block = tl.load(block_table_ptr + tl.minimum(first_tile, last_tile) * BLOCK_N // BLOCK_SIZE)
     for tile in range(first_tile, end_tile):
         next_key = tl.minimum(tile + 1, last_tile) * BLOCK_N
-        k = k_cache.load([k_block, next_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
-        v = v_cache.load([v_block, tile * BLOCK_N % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+        k = k_cache.load([k_block, next_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D).to(q.dtype)
+        v = v_cache.load([v_block, tile * BLOCK_N % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D).to(q.dtype)
         # Two loads: the pipeliner refuses loops that carry a value over two iterations.
         k_block = tl.load(block_table_ptr + tl.minimum(tile + 2, last_tile) * BLOCK_N // BLOCK_SIZE)
         v_block = tl.load(block_table_ptr + next_key // BLOCK_SIZE)

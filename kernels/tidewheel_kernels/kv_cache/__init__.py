@@ -1,6 +1,9 @@
 """Writes to, and copies inside, a paged KV cache [num_blocks, block_size, num_kv_heads, head_dim].
 
 Its last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``.
+
+A cache of `FP8` (float8_e4m3fn) comes with `scales` [2, num_kv_heads] float32, of keys and of values. It holds each
+value divided by the scale of its head, and at most 448. Scales that are powers of two lose nothing but in that step.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 
 from tidewheel_kernels.choice import Op
 from tidewheel_kernels.kv_cache.cpu import write_kv_cache_cpu
-from tidewheel_kernels.kv_cache.reference import copy_blocks_reference, write_kv_cache_reference
+from tidewheel_kernels.kv_cache.reference import FP8, copy_blocks_reference, write_kv_cache_reference
 
 
 def write_kv_cache(
@@ -20,9 +23,20 @@ def write_kv_cache(
     slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 = skip
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    *,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Store each token's keys and values in its slot. Slots of one call are distinct."""
-    _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache)
+    check_scales(k_cache, scales)
+    _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache, scales)
+
+
+def check_scales(k_cache: torch.Tensor, scales: torch.Tensor | None) -> None:
+    if (scales is not None) != (k_cache.dtype == FP8):
+        given = "none" if scales is None else tuple(scales.shape)
+        raise TypeError(
+            f"the cache is {k_cache.dtype} and its scales are {given}: {FP8} has scales, others have none"
+        )
 
 
 def copy_blocks(

@@ -4,19 +4,28 @@ import triton.language as tl
 
 from tidewheel_kernels.launch_config import cdiv, copy_config, elementwise_config
 
+LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
+
+
+@triton.jit
+def scaled(values, scale):
+    """Divide by the scale, within what the cache can hold; NaN stays."""
+    return tl.clamp(tl.div_rn(values.to(tl.float32), scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
 
 @triton.jit
 def slot_ptr(cache_ptr, slot, block_size, block_stride, offset_stride):
     return cache_ptr + slot // block_size * block_stride + slot % block_size * offset_stride
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr", "scales_ptr"])
 def write_kv_cache_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
     v_ptr,  # like k_ptr
     slot_mapping_ptr,  # [num_tokens]
     k_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]
     v_cache_ptr,  # like k_cache_ptr
+    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
     k_token_stride,
     k_head_stride,
     v_token_stride,
@@ -44,6 +53,9 @@ def write_kv_cache_kernel(
         v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + column, mask=mask, other=0.0)
         k_slot_ptr = slot_ptr(k_cache_ptr, slot, block_size, k_cache_block_stride, k_cache_offset_stride)
         v_slot_ptr = slot_ptr(v_cache_ptr, slot, block_size, v_cache_block_stride, v_cache_offset_stride)
+        if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
+            k = scaled(k, tl.load(scales_ptr + head, mask=mask, other=1.0))
+            v = scaled(v, tl.load(scales_ptr + size // head_dim + head, mask=mask, other=1.0))
         k = k.to(k_cache_ptr.dtype.element_ty)
         v = v.to(v_cache_ptr.dtype.element_ty)
         tl.store(k_slot_ptr + head * k_cache_head_stride + column, k, mask=mask)
@@ -75,7 +87,12 @@ def copy_blocks_kernel(
 
 
 def write_kv_cache(
-    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: torch.Tensor | None,
 ) -> None:
     num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens == 0:
@@ -88,6 +105,7 @@ def write_kv_cache(
         slot_mapping_ptr=slot_mapping,
         k_cache_ptr=k_cache,
         v_cache_ptr=v_cache,
+        scales_ptr=k if scales is None else scales,
         k_token_stride=k.stride(0),
         k_head_stride=k.stride(1),
         v_token_stride=v.stride(0),

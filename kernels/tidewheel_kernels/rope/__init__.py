@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tidewheel_kernels.choice import Op
+from tidewheel_kernels.kv_cache import check_scales
 from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
 
@@ -22,6 +23,7 @@ def rope_and_cache(
     q_norm_weight: torch.Tensor | None = None,  # [head_dim]
     k_norm_weight: torch.Tensor | None = None,  # [head_dim]
     eps: float = 1e-6,
+    scales: torch.Tensor | None = None,  # as `kv_cache` says
 ) -> None:
     """Rotate q and k in place, and store the rotated k, and v, in the cache.
 
@@ -34,7 +36,9 @@ def rope_and_cache(
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > q.shape[-1]:
         raise ValueError(f"rotary_dim must be even and at most head_dim {q.shape[-1]}, got {rotary_dim}")
-    _OP.on(q)(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, eps)
+    check_scales(k_cache, scales)
+    weights = (q_norm_weight, k_norm_weight)
+    _OP.on(q)(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
 
 
 _OP = Op(

@@ -20,6 +20,7 @@ def rope_and_cache_cpu(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     eps: float,
+    scales: torch.Tensor | None,
 ) -> None:
     """Rotate queries and keys as one tensor, without a copy if they are float32 and side by side."""
     num_q_heads, head_dim = q.shape[1:]
@@ -35,7 +36,7 @@ def rope_and_cache_cpu(
     if values is not heads:
         q.copy_(values[:, :num_q_heads])
         k.copy_(values[:, num_q_heads:])
-    write_kv_cache_cpu(k, v, slot_mapping, k_cache, v_cache)
+    write_kv_cache_cpu(k, v, slot_mapping, k_cache, v_cache, scales)
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
@@ -67,7 +68,12 @@ def rope_and_cache_native(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     eps: float,
+    scales: torch.Tensor | None,
 ) -> None:
+    if scales is not None:
+        weights = (q_norm_weight, k_norm_weight)
+        rope_and_cache_cpu(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
+        return
     num_tokens, num_q_heads, head_dim = q.shape
     positions = positions.long()
     _rope_and_cache.of(q.dtype)(

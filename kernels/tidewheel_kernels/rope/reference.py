@@ -18,12 +18,13 @@ def rope_and_cache_reference(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     eps: float,
+    scales: torch.Tensor | None,
 ) -> None:
     cos, sin = cos_sin_cache.float()[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         values = heads.float() if weight is None else normalized(heads.float(), weight, eps)
         heads.copy_(rotate_neox(values, cos, sin))
-    write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache)
+    write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache, scales)
 
 
 def rotate_neox(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

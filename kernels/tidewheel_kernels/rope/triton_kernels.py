@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.kv_cache.triton_kernels import slot_ptr
+from tidewheel_kernels.kv_cache.triton_kernels import scaled, slot_ptr
 from tidewheel_kernels.launch_config import LaunchConfig, cdiv, next_power_of_2, rope_config
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
@@ -74,6 +74,8 @@ def _rotate_and_cache(
     v_row_ptr,
     v_slot_ptr,
     has_slot,
+    k_scale_ptr,  # like k_row_ptr, of a cache of 8 bits
+    v_scale_ptr,
     weight_ptr,
     cos_ptr,
     head_mask,  # [BLOCK_HEADS, 1]
@@ -94,12 +96,20 @@ def _rotate_and_cache(
         k_row_ptr, weight_ptr, cos_ptr, head_mask, eps, half, head_dim, HAS_NORM, BLOCK_HALF, BLOCK_REST
     )
     _store_head(k_row_ptr, first, second, rest, head_mask, half, head_dim, BLOCK_HALF, BLOCK_REST)
+    if k_slot_ptr.dtype.element_ty == tl.float8e4nv:
+        # What is cached is rounded to the row's dtype first, as in the reference.
+        dtype = k_row_ptr.dtype.element_ty
+        scale = tl.load(k_scale_ptr, mask=head_mask, other=1.0)
+        first = scaled(first.to(dtype), scale)
+        second = scaled(second.to(dtype), scale)
+        rest = scaled(rest.to(dtype), scale)
+        v = scaled(v, tl.load(v_scale_ptr, mask=head_mask, other=1.0))
     if has_slot:
         _store_head(k_slot_ptr, first, second, rest, head_mask, half, head_dim, BLOCK_HALF, BLOCK_REST)
         tl.store(v_slot_ptr + column, v.to(v_slot_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr", "scales_ptr"])
 def rope_and_cache_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
@@ -111,6 +121,7 @@ def rope_and_cache_kernel(
     v_cache_ptr,  # like k_cache_ptr
     q_weight_ptr,  # [head_dim]
     k_weight_ptr,  # [head_dim]
+    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
     eps,
     q_token_stride,
     q_head_stride,
@@ -138,8 +149,7 @@ def rope_and_cache_kernel(
 ):
     # grid: [num_tokens, cdiv(num_q_heads, BLOCK_HEADS) + cdiv(num_kv_heads, BLOCK_HEADS)]
     token = tl.program_id(0).to(tl.int64)
-    num_q_tiles = tl.cdiv(num_q_heads, BLOCK_HEADS)
-    tile = tl.program_id(1)
+    tile, num_q_tiles = tl.program_id(1), tl.cdiv(num_q_heads, BLOCK_HEADS)
     cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * cos_sin_stride
     if tile < num_q_tiles:
         head = (tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
@@ -157,8 +167,8 @@ def rope_and_cache_kernel(
         _rotate_and_cache(
             k_ptr + token * k_token_stride + head * k_head_stride, k_slot_ptr + head * k_cache_head_stride,
             v_ptr + token * v_token_stride + head * v_head_stride, v_slot_ptr + head * v_cache_head_stride,
-            slot >= 0, k_weight_ptr, cos_ptr, head < num_kv_heads, eps, half, head_dim,
-            HAS_NORM, BLOCK_HALF, BLOCK_REST, BLOCK_D,
+            slot >= 0, scales_ptr + head, scales_ptr + num_kv_heads + head, k_weight_ptr, cos_ptr,
+            head < num_kv_heads, eps, half, head_dim, HAS_NORM, BLOCK_HALF, BLOCK_REST, BLOCK_D,
         )  # fmt: skip
 
 
@@ -219,6 +229,7 @@ def rope_and_cache(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     eps: float,
+    scales: torch.Tensor | None,
 ) -> None:
     num_tokens, num_q_heads, head_dim = q.shape
     if num_tokens == 0:
@@ -226,6 +237,7 @@ def rope_and_cache(
     num_kv_heads, half = k.shape[1], cos_sin_cache.shape[1] // 2
     config = rope_config(num_q_heads)
     weights = (cos_sin_cache, cos_sin_cache)
+    scales = cos_sin_cache if scales is None else scales
     if has_norm := q_norm_weight is not None and k_norm_weight is not None:
         weights = (q_norm_weight, k_norm_weight)
     launch = _launch(
@@ -234,5 +246,5 @@ def rope_and_cache(
     )  # fmt: skip
     launch(
         (num_tokens, cdiv(num_q_heads, config.block) + cdiv(num_kv_heads, config.block), 1),
-        (q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights),
+        (q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, scales),
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.kv_cache.reference import FP8, stored
 
 NAN = float("nan")
 needs_compiler = pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="needs a C compiler")
@@ -28,6 +29,12 @@ def assert_close(name: str, ref: torch.Tensor, tri: torch.Tensor, ratio: float) 
     expected, got = ref.double(), tri.double()
     error = (expected - got).square().sum().sqrt() / expected.square().sum().sqrt().clamp(min=1e-12)
     assert error < ratio, f"{name}: relative RMS error {error:.2e}, allowed {ratio:.0e}"
+
+
+def drawn_scales(num_kv_heads: int, device: str = "cpu") -> torch.Tensor:
+    """Return scales [2, num_kv_heads] of which no two heads have the same."""
+    order = torch.randperm(2 * num_kv_heads, generator=torch.Generator().manual_seed(1))
+    return (2.0 ** -order.view(2, num_kv_heads)).to(device)
 
 
 class PagedBatch(NamedTuple):
@@ -78,6 +85,13 @@ def paged_batch(
         num_decodes=_leading_ones(query_lens),
     )
     return PagedBatch(q, caches[0], caches[1], meta)
+
+
+def quantised(batch: PagedBatch) -> tuple[PagedBatch, torch.Tensor]:
+    """Return the batch with caches of 8 bits, and their scales."""
+    scales = drawn_scales(batch.k_cache.shape[2], str(batch.q.device))
+    k_cache, v_cache = (stored(cache, FP8, s) for cache, s in zip(batch[1:3], scales, strict=True))
+    return batch._replace(k_cache=k_cache, v_cache=v_cache), scales
 
 
 def _leading_ones(query_lens: Sequence[int]) -> int:

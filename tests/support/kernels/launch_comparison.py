@@ -28,6 +28,7 @@ METADATA = object()  # for hooks
 ALIGNMENT = 16
 LEAST_ADDRESS = 1 << 40  # no other number comes near
 I32, I64, F32 = torch.int32, torch.int64, torch.float32
+FP8 = torch.float8_e4m3fn
 Call = partial[object]
 
 
@@ -121,6 +122,10 @@ def tensor(draw: random.Random, *shape: int, dtype: torch.dtype = torch.bfloat16
     return memory.view(*rest, last + apart)[..., :last]
 
 
+def drawn_scales(draw: random.Random, num_kv_heads: int) -> torch.Tensor | None:
+    return tensor(draw, 2, num_kv_heads, dtype=F32) if draw.random() < 0.3 else None
+
+
 def norm(draw: random.Random) -> Call:
     from tidewheel_kernels.norm.triton_kernels import rms_norm
 
@@ -147,7 +152,10 @@ def rope(draw: random.Random) -> Call:
     positions, slots = tensor(draw, num_tokens, dtype=draw.choice((I32, I64))), tensor(draw, num_tokens, dtype=I64)
     cos_sin = tensor(draw, 16, draw.choice((32, head_dim)), dtype=F32)
     weights = draw.choice(([None, None], [tensor(draw, head_dim), tensor(draw, head_dim)]))
-    return partial(rope_and_cache, q, k, v, cos_sin, positions, slots, k_cache, v_cache, *weights, 1e-6)
+    scales = drawn_scales(draw, num_kv_heads)
+    if scales is not None:
+        k_cache, v_cache = k_cache.to(FP8), v_cache.to(FP8)
+    return partial(rope_and_cache, q, k, v, cos_sin, positions, slots, k_cache, v_cache, *weights, 1e-6, scales)
 
 
 def attention(draw: random.Random) -> Call:
@@ -158,7 +166,9 @@ def attention(draw: random.Random) -> Call:
     dtype = draw.choice((torch.bfloat16, torch.bfloat16, F32))
     num_seqs = num_decodes + num_prompts
     q = tensor(draw, num_decodes + 7 * num_prompts, num_kv_heads * draw.choice((1, 2)), head_dim, dtype=dtype)
-    k_cache, v_cache = torch.empty(2, 4, block_size, num_kv_heads, head_dim, dtype=dtype)
+    scales = drawn_scales(draw, num_kv_heads)
+    of_cache = dtype if scales is None else FP8
+    k_cache, v_cache = torch.empty(2, 4, block_size, num_kv_heads, head_dim, dtype=of_cache)
     max_seq_len = draw.choice((64, 4096))
     meta = AttentionMetadata(
         tensor(draw, q.shape[0], dtype=I64), tensor(draw, num_seqs, max_seq_len // block_size, dtype=I32),
@@ -166,7 +176,7 @@ def attention(draw: random.Random) -> Call:
     )  # fmt: skip
     window, cap = draw.choice((0, 1, 512)), draw.choice((0.0, 30.0))
     out = tensor(draw, *q.shape, dtype=dtype)
-    return partial(paged_attention, q, k_cache, v_cache, meta, out, 0.1, window, cap)
+    return partial(paged_attention, q, k_cache, v_cache, meta, out, 0.1, window, cap, scales)
 
 
 OPERATIONS = {"norm": norm, "activation": activation, "rope": rope, "attention": attention}

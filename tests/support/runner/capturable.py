@@ -15,6 +15,7 @@ import torch
 from tidewheel_kernels import AttentionMetadata, activation, attention, norm, rope, sampling
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.attention.cpu import paged_attention_cpu
+from tidewheel_kernels.kv_cache.reference import scales_of, stored
 from tidewheel_kernels.norm.cpu import rms_norm_cpu
 from tidewheel_kernels.norm.reference import normalized
 from tidewheel_kernels.rope.reference import rotate_neox
@@ -45,11 +46,12 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
 ) -> None:
     """Attend; steps with prompts belong to no graph and run as always."""
     if meta.num_decodes < meta.num_seqs:
-        return paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
-    out.copy_(decode_attention(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap))
+        return paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
+    out.copy_(decode_attention(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, scales))
     return None
 
 
@@ -61,6 +63,7 @@ def decode_attention(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """Gather the keys of `max_seq_len` positions of every row, then mask the absent ones."""
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
@@ -73,11 +76,12 @@ def decode_attention(
     slots = (blocks * block_size + positions % block_size).flatten()
     keys, values = (
         torch.where(
-            visible[..., None, None], cache.flatten(0, 1).index_select(0, slots).unflatten(0, (len(q), -1)), 0
-        )
-        .repeat_interleave(group, dim=2)
-        .float()
-        for cache in (k_cache, v_cache)
+            visible[..., None, None],
+            cache.flatten(0, 1).index_select(0, slots).float().unflatten(0, (len(q), -1))
+            * (1.0 if of_heads is None else of_heads[:, None]),
+            0,
+        ).repeat_interleave(group, dim=2)
+        for cache, of_heads in zip((k_cache, v_cache), scales_of(scales), strict=True)
     )
     logits = torch.einsum("bhd,bkhd->bhk", q.float(), keys) * scale
     if soft_cap:
@@ -99,13 +103,17 @@ def rope_and_cache(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     eps: float,
+    scales: torch.Tensor | None,
 ) -> None:
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         normed = heads.float() if weight is None else normalized(heads.float(), weight, eps)
         heads.copy_(rotate_neox(normed, cos, sin))
-    write_cache(k, slot_mapping, k_cache)
-    write_cache(v, slot_mapping, v_cache)
+    for cache, values, of_heads in zip((k_cache, v_cache), (k, v), scales_of(scales), strict=True):
+        # torch copies no rows of 8-bit floats.
+        is_scaled = of_heads is not None
+        kept, bits = stored(values, cache.dtype, of_heads), torch.uint8 if is_scaled else cache.dtype
+        write_cache(kept.view(bits), slot_mapping, cache.view(bits))
 
 
 def write_cache(values: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor) -> None:

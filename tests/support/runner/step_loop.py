@@ -24,7 +24,7 @@ def request(
 
 def poison(runner: ModelRunner) -> None:
     """Put NaN in every slot of the cache, so that a read of an unwritten slot shows in the tokens."""
-    for keys, values in runner.kv.layers:
+    for keys, values, _ in runner.kv.layers:
         keys.fill_(float("nan"))
         values.fill_(float("nan"))
 

@@ -1,0 +1,29 @@
+"""A prompt to try a model with: always the same, as it has to be before the first request."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tidewheel_kernels import AttentionMetadata
+
+
+def random_tokens(count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Return [count] int64, the same each time."""
+    return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def one_sequence(num_tokens: int, block_size: int, device: torch.device) -> AttentionMetadata:
+    """Return the layout of one prompt in the first blocks of a cache."""
+    bounds, length = np.array([0, num_tokens], dtype=np.int32), np.array([num_tokens], dtype=np.int32)
+    return AttentionMetadata(
+        slot_mapping=torch.arange(num_tokens, device=device),
+        block_tables=torch.arange(-(-num_tokens // block_size), dtype=torch.int32, device=device).unsqueeze(0),
+        cu_seqlens_q=torch.from_numpy(bounds).to(device),
+        seq_lens=torch.from_numpy(length).to(device),
+        max_seqlen_q=num_tokens,
+        max_seq_len=num_tokens,
+        num_decodes=0,
+        cu_seqlens_q_cpu=bounds,
+        seq_lens_cpu=length,
+    )

@@ -67,6 +67,13 @@ def test_as_in_this_process(workers: PromptWorkers, folder: Folder) -> None:
     assert workers.render(Conversation([{"role": "user", "content": "Grüße\n"}])) == "<user>Grüße\n"
 
 
+def test_no_request_waits_for_the_start_of_a_process(folder: Folder) -> None:
+    workers = PromptWorkers(folder, 3, LIMITS)
+    workers.wait_tried()
+    assert [worker is not None for worker in workers._workers] == [True] * 3
+    workers.close()
+
+
 def test_refusals_arrive_as_they_are(workers: PromptWorkers) -> None:
     with pytest.raises(PromptTooLarge, match="max_prompt_bytes"):
         workers.render(Conversation([{"role": "user", "content": "x" * 5000}]))
@@ -79,9 +86,9 @@ def test_a_template_that_takes_all_memory_for_one_conversation(workers: PromptWo
 
 
 def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
-    for _ in range(3):
-        workers.encode("x", add_special_tokens=False)
-    (worker,) = filter(None, workers._workers)  # one does what comes one by one
+    workers.encode("x", add_special_tokens=False)
+    worker = workers._workers[0]  # does what comes one by one
+    assert worker is not None
     os.kill(worker._process.pid, signal.SIGKILL)
     assert workers.encode("Hello", add_special_tokens=False).size
 

@@ -64,10 +64,10 @@ class PromptWorkers:
         self.compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try)
 
     def wait_tried(self) -> None:
-        """Raise `ConfigError` if the folder cannot be served within the limits."""
-        worker = self._workers[0]
-        assert worker is not None
-        worker.wait_started()
+        """Start the other processes. Raise `ConfigError` if the folder cannot be served within the limits."""
+        self._worker(0).wait_started()
+        for index in range(1, len(self._workers)):
+            self._worker(index)
 
     def render(self, conversation: Conversation) -> str:
         return cast(Rendered, self._ask(Render(conversation))).text

@@ -71,7 +71,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(case.step_ms / 1e3)}
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "benchmarks")]))  # of the engine
+    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(case.step_ms / 1e3), "PYTHONPATH": paths}
     settings = {"max_num_seqs": case.streams, "max_num_batched_tokens": 8192, "default_max_tokens": "context"}
     for setting in options.set:
         key, _, settings[key] = setting.partition("=")

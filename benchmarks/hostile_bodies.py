@@ -5,8 +5,9 @@
 
 Each body is sent again and again, 50 ms after its answer: a flood of requests is what limits of API keys are for. In
 turn with it, an ordinary body is sent at the same pace. The goal is that no token comes more than 50 ms later than
-beside ordinary bodies, by the latest token of the median turn. The largest bodies are as large as the gateway takes by default. With `--flood`, eight clients
-send so many grammars, all different, as fast as they are answered, in turn with the same requests without grammars.
+beside ordinary bodies, by the latest token of the median turn. The largest bodies are as large as the gateway takes
+by default. With `--flood`, eight clients send so many grammars, all different, as fast as they are answered, in turn
+with the same requests without grammars.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 
 Each body is sent again and again, 50 ms after its answer: a flood of requests is what limits of API keys are for. In
 turn with it, an ordinary body is sent at the same pace. The goal is that no token comes more than 50 ms later than
-beside ordinary bodies, by the latest token of the median turn. The largest bodies are as large as the gateway takes by default. With `--flood`, eight clients
-send so many grammars, all different, as fast as they are answered, in turn with the same requests without grammars.
+beside ordinary bodies, by the latest token of the median turn. The largest bodies are as large as the gateway takes
+by default. With `--flood`, eight clients send so many grammars, all different, as fast as they are answered, in turn
+with the same requests without grammars.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 GOAL_MS = 50.0
 NUM_STREAMS = 16
 PAUSE_S = 0.05
+TURN_S = 0.6
 NUM_FLOODING = 8  # clients
 PER_TURN = {"ordinary": 500, "hostile": 2000}  # requests of a flood
 CAP = MAX_BODY_MB << 20
@@ -93,7 +95,7 @@ def _asking(parameters: dict[str, Any]) -> Body:
 
 def main() -> None:
     study = Study("hostile_bodies", __doc__, "aiohttp", "msgspec", "tritonclient", "llguidance")
-    study.add_argument("--seconds", type=float, default=0.6, help="of a turn (default: %(default)g)")
+    study.add_argument("--seconds", type=float, default=TURN_S, help="of a turn (default: %(default)g)")
     study.add_argument("--turns", type=int, default=5, help="of each case (default: %(default)s)")
     study.add_argument("--flood", type=int, metavar="N", help="send N grammars instead (default: send bodies)")
     study.add_argument("--only", default="", metavar="TEXT", help="cases whose name has the text")
@@ -107,7 +109,7 @@ def main() -> None:
         else:
             made = {name: each for name, each in cases().items() if options.only in name}
             result = {"cap_bytes": CAP, "rows": list(_each_case(streams, port, made, options))}
-    show({**row, "turns": ""} for row in result["rows"])
+    show({**row, "range": ""} for row in result["rows"])
     worst = max(row["later"] for row in result["rows"])
     print(f"at most {worst:g} ms later; the goal is {GOAL_MS:g} ms")
     name = "distinct_grammars" if options.flood else ""
@@ -138,7 +140,7 @@ def _row(name: str, turns: dict[str, list[Turn]]) -> dict[str, Any]:
         "answers": " ".join(f"{count} x {status}" for status, count in sorted(answers.items())),
         **median,
         "later": round(median["hostile"] - median["ordinary"], 1),
-        "turns": latest,
+        "range": {kind: [min(each), max(each)] for kind, each in latest.items()},
     }
 
 
@@ -150,21 +152,25 @@ def _beside(streams: list[socket.socket], port: int, each: Iterable[Body], secon
 
 
 def _floods(streams: list[socket.socket], port: int, count: int) -> dict[str, Any]:
-    """Send so many grammars, all different, in turns."""
+    """Send so many grammars, all different, in turns. Compare windows as long as the turns of other cases."""
     numbers = itertools.count()
 
-    def flood(kind: str) -> Turn:
+    def flood(kind: str) -> list[Turn]:
         made = range(PER_TURN[kind])
         each = [_asking({"guided_regex": f"[a-f]{{1,9}}-{next(numbers)}"} if kind == "hostile" else {}) for _ in made]
         with contextlib.ExitStack() as held:
             shares = [each[i::NUM_FLOODING] for i in range(NUM_FLOODING)]
             attacks = [held.enter_context(_attack(port, share, pause_s=0.0)) for share in shares]
-            gaps = _gaps(streams, over=lambda: all(attack.poll() for attack in attacks))
-            return gaps, sum((attack.recv() for attack in attacks), Counter[int]())
+            windows = []
+            while not all(attack.poll() for attack in attacks):
+                windows.append(_gaps(streams, TURN_S))
+            answers = sum((attack.recv() for attack in attacks), Counter[int]())
+            return [(gaps, Counter[int]()) for gaps in windows[:-1]] + [(windows[-1], answers)]
 
     runs = {"ordinary": lambda: flood("ordinary"), "hostile": lambda: flood("hostile")}
     before = _memory()
-    turns = in_turns(runs, count // PER_TURN["hostile"], warm_up=0)
+    floods = in_turns(runs, count // PER_TURN["hostile"], warm_up=0)
+    turns = {kind: list(itertools.chain.from_iterable(each)) for kind, each in floods.items()}
     return {"rows": [_row("different grammars", turns)], "memory_mb": {"before": before, "after": _memory()}}
 
 
@@ -199,14 +205,12 @@ def _streams(port: int) -> Iterator[list[socket.socket]]:
         yield streams
 
 
-def _gaps(
-    streams: list[socket.socket], seconds: float = 600.0, over: Callable[[], bool] = lambda: False
-) -> list[float]:
+def _gaps(streams: list[socket.socket], seconds: float) -> list[float]:
     """Return milliseconds between the arrivals of each stream. One that ends begins again."""
     request, gaps = _request(PATH, json.dumps(STREAM).encode()), []
     last: dict[socket.socket, float] = {}
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not over():
+    while time.monotonic() < end:
         ready, _, _ = select.select(streams, [], [], 1.0)
         for stream in ready:
             now, data = time.monotonic(), stream.recv(1 << 16)

@@ -92,6 +92,9 @@ class FakeFrontend:
     def on_room(self, room: Room) -> None:
         pass
 
+    def on_drain(self) -> None:
+        pass
+
     def stats(self) -> FrontendStats:
         return StatsRecorder(128).snapshot()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.client
+import json
 import os
 import random
 import signal
@@ -20,6 +23,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from support.triton.serving import WEIGHTS, Server, free_ports, wait_for
+from tidewheel.server import processes
 from tidewheel_client import Client, Completion
 
 pytestmark = pytest.mark.e2e
@@ -273,6 +277,28 @@ def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> N
 
     wait_for(lambda: "tidewheel_gateway_hang_ups_total 2" in metrics(), 10, "counts of both workers")
     assert "vllm:num_requests_running" in metrics()
+
+
+def test_idle_and_unread_connections_keep_no_other_from_its_answer(server: Server, client: openai.OpenAI) -> None:
+    def answer() -> str:
+        return client.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0).choices[0].text
+
+    def num_running() -> float:
+        return server.metric("vllm:num_requests_running", model_name="demo")
+
+    expected = answer()
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 900, "ignore_eos": True})
+    processes.raise_descriptor_limit()
+    with contextlib.ExitStack() as held:
+        for number in range(1064):
+            connection = http.client.HTTPConnection("127.0.0.1", server.openai_port)
+            held.callback(connection.close)
+            connection.connect()
+            if number < 64:  # whose answers are never read
+                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_for(lambda: num_running() > 0, 20, "first streams")
+        assert answer() == expected
+    wait_for(lambda: num_running() == 0, 20, "blocks of streams whose clients are gone")
 
 
 def test_a_gateway_of_its_own(server: Server, tmp_path: Path) -> None:

@@ -318,7 +318,8 @@ def test_drain_refuses_new_requests_and_lets_the_others_end(connect: Connect, fo
     client.recorder.wait_ended(1, 2)
     assert client.recorder.endings == {1: "length", 2: "TW-DRAINING"}
     assert client.status.is_draining
-    wait_for(lambda: client.readiness.state == "draining", LIMIT_S, "the front end hears of it")
+    client.recorder.wait(lambda: client.recorder.num_drains == 1, "the front end hears of it")
+    assert client.readiness.state == "draining"
 
 
 def test_a_drained_engine_is_not_started_again(connect: Connect, folder: Path) -> None:

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.engine.fake_engine import RecordingSink
+from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
+from tidewheel.batch import Int32Array
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend import request_reader, threads
@@ -557,6 +558,31 @@ def test_close(harness: FrontendHarness) -> None:
     assert harness.refuse(text="late") == "[TW-DRAINING] the server is shutting down"
     assert ledger(harness) == (6, 6)
     harness.close()
+
+
+def test_a_drain_ends_what_the_engine_does_not_have(
+    harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = harness.submit()
+    encoder, may_go_on = harness.frontend._reader._encoder, threading.Event()
+    encode = encoder.encode
+
+    def slowly(text: str, **options: bool) -> Int32Array:
+        assert may_go_on.wait(TIMEOUT_S)
+        return encode(text, **options)
+
+    monkeypatch.setattr(encoder, "encode", slowly)
+    waiting = [harness.submit_at_now() for _ in range(4)]
+    harness.frontend.on_drain()
+    for sink in waiting:
+        sink.wait_end()
+        assert str(sink.error) == "[TW-DRAINING] the server is shutting down"
+    assert harness.refuse(text="late") == "[TW-DRAINING] the server is shutting down"
+    may_go_on.set()
+    assert harness.finish(submitted, "x").finish_reason == "length"
+    harness.frontend.on_lost([], EngineDead("the engine is gone"))
+    assert harness.finish(harness.submit(), "x").finish_reason == "length"
+    assert len(harness.engine.added) == 2
 
 
 def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:

@@ -80,7 +80,7 @@ def workers_of(port: int) -> list[psutil.Process]:
         for one in psutil.net_connections("tcp")
         if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN
     }
-    return [psutil.Process(pid) for pid in listening if pid]
+    return [process for process in psutil.process_iter() if process.pid in listening]
 
 
 def test_counts_are_those_of_all(port: int) -> None:

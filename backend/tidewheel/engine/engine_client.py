@@ -63,6 +63,9 @@ class EngineListener(Protocol):
 
     def on_room(self, room: Room) -> None: ...
 
+    def on_drain(self) -> None:
+        """Note that the engine refuses new requests, until it is lost."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
@@ -287,6 +290,7 @@ class EngineClient:
                 self._settled.set()
             case Drain():
                 self._is_draining = True
+                self._notify(self._listener.on_drain)
             case Dropped():
                 self._disconnect(message.error.to_error())
             case Failed():

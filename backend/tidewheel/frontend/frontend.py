@@ -35,11 +35,12 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between steps
 _CLOSE_TIMEOUT_S = 5.0
+_SHUTTING_DOWN = "the server is shutting down"
 NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """One thread calls `on_tokens`, `on_deltas`, `on_lost` and `on_room`, which never block."""
+    """One thread calls `on_tokens`, `on_deltas`, `on_lost`, `on_room` and `on_drain`, which never block."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Frontend:
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
+        self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
         self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
         self._turns = Turns(
             num_senders,
@@ -95,7 +97,7 @@ class Frontend:
         live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
         self._recorder.received()
         with self._lock:
-            refusal = self._closed_by or self._prompts.refusal(request.prompt_bytes)
+            refusal = self._closed_by or self._drained_by or self._prompts.refusal(request.prompt_bytes)
             if refusal is None:
                 self._live[live.key] = live
                 self._door.enter(live.key)
@@ -113,7 +115,7 @@ class Frontend:
         with self._lock:
             if self._closed_by is not None:
                 return
-            self._closed_by = error = error or Draining("the server is shutting down")
+            self._closed_by = error = error or Draining(_SHUTTING_DOWN)
             live = list(self._live.values())
         self._watcher.close()
         self._door.close()
@@ -211,6 +213,7 @@ class Frontend:
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._door.hear(None)
+        self._drained_by = None
         for request in self._known(keys):
             self._end(request, Ending(error=error), is_at_engine=False)
         self._send_held()
@@ -220,6 +223,14 @@ class Frontend:
             request.is_known_to_engine = True
         self._door.hear(room)
         self._send_held()
+
+    def on_drain(self) -> None:
+        """End the requests that the engine does not have: it would refuse them, and the server ends without it."""
+        with self._lock:
+            self._drained_by = error = Draining(_SHUTTING_DOWN)
+            left = [request for request in self._live.values() if not request.is_at_engine]
+        for request in left:
+            self._end(request, Ending(error=error), is_at_engine=False)
 
     def _known(self, keys: list[int]) -> Iterator[LiveRequest]:
         return (request for key in keys if (request := self._live.get(key)) is not None)
@@ -291,6 +302,10 @@ class EngineRelay:
             self.frontend.on_room(room)
         else:
             self._door.hear(room)
+
+    def on_drain(self) -> None:
+        if self.frontend is not None:
+            self.frontend.on_drain()
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats

@@ -59,6 +59,10 @@ class LiveRequest:
     def is_over(self) -> bool:
         return self._ending is not None
 
+    @property
+    def is_at_engine(self) -> bool:
+        return self._is_at_engine
+
     def attach(self, prepared: Prepared) -> None:
         """Set the message. Without streaming and stop strings, the only turn is at the end."""
         with self._lock:

@@ -40,7 +40,7 @@ class Recorder:
         self.num_endings: dict[Key, int] = {}
         self.stats = [EngineStats()]
         self.rooms: list[Room] = []
-        self.num_losses = 0
+        self.num_losses = self.num_drains = 0
 
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
         self.on_deltas([Delta(key, [token]) for key, token in zip(keys.tolist(), token_ids.tolist(), strict=True)])
@@ -72,6 +72,11 @@ class Recorder:
     def on_room(self, room: Room) -> None:
         with self.changed:
             self.rooms.append(room)
+            self.changed.notify_all()
+
+    def on_drain(self) -> None:
+        with self.changed:
+            self.num_drains += 1
             self.changed.notify_all()
 
     def _end(self, key: Key, how: str, message: str) -> None:

@@ -20,6 +20,8 @@ RESIDENT_PROGRAMS_PER_SM = 3
 # One-warp programs that read logits; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 MIN_DOT_SIZE = 16  # of tl.dot
+# Of a thread of four warps, so that three programs are resident; to convert 8-bit floats ten more would be taken.
+FP8_REGISTERS = 168
 # Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
 # Architecture for tensors off the GPU.
@@ -39,6 +41,7 @@ class AttentionConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False  # copy keys and values with the tensor memory accelerator
+    max_registers: int | None = None  # of a thread
 
 
 def next_power_of_2(n: int) -> int:
@@ -135,13 +138,17 @@ def prefill_config(
 
 
 @lru_cache
-def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
+def decode_config(
+    head_dim: int, group: int, block_size: int, element_size: int, *, fp8: bool = False
+) -> AttentionConfig:
     """Return small tiles, with the next in flight, for a kernel that waits for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
         return AttentionConfig(block_m, min(32, block_size), block_d, num_warps=8, num_stages=2)
-    return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=3)
+    block_n = min(32 if block_d > 128 else 64, block_size)
+    limit = FP8_REGISTERS if fp8 and block_d == 128 and block_m == MIN_DOT_SIZE and block_n == 64 else None
+    return AttentionConfig(block_m, block_n, block_d, num_warps=4, num_stages=3, max_registers=limit)
 
 
 class DecodeSplits(NamedTuple):

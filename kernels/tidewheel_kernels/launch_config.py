@@ -115,12 +115,12 @@ def rope_config(num_heads: int) -> LaunchConfig:
 
 @lru_cache
 def prefill_config(
-    head_dim: int, group: int, block_size: int, element_size: int, architecture: int
+    head_dim: int, group: int, block_size: int, element_size: int, architecture: int, *, fp8: bool = False
 ) -> AttentionConfig:
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     # Heads of 256 spill on sm_100.
     boxes = architecture == 90 or (block_d <= 128 and architecture in WARPGROUP_ARCHITECTURES)
-    tma = boxes and element_size == 2 and block_size >= 64
+    tma = boxes and element_size == 2 and block_size >= 64 and (head_dim % 16 == 0 or not fp8)  # strides in 16 bytes
     if element_size > 2:
         block_m, block_n, num_warps, num_stages = 32, 32, 8, 1
     elif block_d > 128:
@@ -147,7 +147,8 @@ def decode_config(
     if element_size > 2:
         return AttentionConfig(block_m, min(32, block_size), block_d, num_warps=8, num_stages=2)
     block_n = min(32 if block_d > 128 else 64, block_size)
-    limit = FP8_REGISTERS if fp8 and block_d == 128 and block_m == MIN_DOT_SIZE and block_n == 64 else None
+    is_limited = fp8 and head_dim % 16 == 0 and (block_m, block_n, block_d) == (MIN_DOT_SIZE, 64, 128)
+    limit = FP8_REGISTERS if is_limited else None
     return AttentionConfig(block_m, block_n, block_d, num_warps=4, num_stages=3, max_registers=limit)
 
 

@@ -133,7 +133,7 @@ class TestCacheOf8Bits:
         check(implementation, made, window=window, cap=cap, scales=scales)
 
     @pytest.mark.usefixtures("architecture")
-    @pytest.mark.parametrize("head_dim", [64, 80])
+    @pytest.mark.parametrize("head_dim", [64, 72, 80])
     def test_both_ways_to_load_keys(self, device: str, head_dim: int) -> None:
         batch = half_batch([(1, 5), (3, 9), (20, 20), (70, 150)], device, head_dim=head_dim)
         made, scales = quantised(batch)

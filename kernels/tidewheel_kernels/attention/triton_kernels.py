@@ -253,9 +253,9 @@ def paged_attention(
     scales: torch.Tensor | None,
 ) -> None:
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
-    tile = (shape.head_dim, shape.group, shape.block_size, q.element_size())
+    tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None
     if meta.num_decodes:
-        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile, fp8=scales is not None), scales)
+        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile, fp8=fp8), scales)
     if meta.num_seqs > meta.num_decodes:
-        config = prefill_config(*tile, architecture(q.device))
+        config = prefill_config(*tile, architecture(q.device), fp8=fp8)
         launch_prefill(q, k_cache, v_cache, meta, out, shape, config, scales)

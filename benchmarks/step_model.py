@@ -47,6 +47,10 @@ FACTORS = {
         0.82, 0.92, "of bandwidth", "estimate",
         "two of three buffers in flight hide the latency; nine barriers for each tile of 32 KB cost the rest",
     ),
+    "decode attention, 8 bits": Factor(
+        0.6, 0.9, "of bandwidth", "estimate",
+        "half the bytes are in flight, all are converted, and values come out of shared memory byte by byte",
+    ),
     "prompt attention": Factor(
         330e12, 450e12, "FLOP/s", "estimate",
         "triton-lang's tutorial kernel reaches 329 to 477 TFLOP/s on an H100 (pytorch/benchmark ff65cb6)",
@@ -105,8 +109,10 @@ class Step(NamedTuple):
 class Model:
     """Step times of a decoder, with all factors at their slow or their fast end."""
 
-    def __init__(self, shape: Shape, host: Host, end: str) -> None:
+    def __init__(self, shape: Shape, host: Host, end: str, *, fp8_cache: bool = False) -> None:
         self._shape = shape
+        self._attention = "decode attention, 8 bits" if fp8_cache else "decode attention"
+        self._kv_bytes = 2 if fp8_cache else 4  # of a key and a value
         self._host = host
         self._at = {name: float(getattr(factor, end)) for name, factor in FACTORS.items()}
 
@@ -134,7 +140,7 @@ class Model:
         return (
             sum(self._product(tokens, *sizes) for sizes in products)
             + moved / (at["small kernels"] * at["bandwidth"])
-            + work.decodes * work.context * 4 * kv / (at["decode attention"] * at["bandwidth"])
+            + work.decodes * work.context * self._kv_bytes * kv / (at[self._attention] * at["bandwidth"])
             + -(-work.decodes * shape.kv_heads // RESIDENT_PROGRAMS) * at["start of a decode"]
             + 4 * queries * work.prompt_keys / at["prompt attention"]
             + KERNELS_PER_LAYER * at["kernel boundary"]
@@ -205,6 +211,16 @@ def predict(name: str, host: Host) -> dict[str, Any]:
             "ms": [round(1e3 * model.step(Work(batch, CONTEXT)).seconds, 2) for model in (fast, slow)],
         },
         "served": [served_load(slow, fast, running) for running in RUNNING],
+        "fp8_e4m3": fp8_cache(shape, host, lengths, batch),
+    }
+
+
+def fp8_cache(shape: Shape, host: Host, lengths: Sequence[tuple[int, int]], batch: int) -> dict[str, Any]:
+    """Predict the same with a KV cache of 8 bits."""
+    slow, fast = (Model(shape, host, end, fp8_cache=True) for end in ("slow", "fast"))
+    return {
+        "tokens_per_s": [round(model.workload_tokens_per_s(lengths)) for model in (slow, fast)],
+        "decode_step_ms": [round(1e3 * model.step(Work(batch, CONTEXT)).seconds, 2) for model in (fast, slow)],
     }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu.timing import Call, KernelCase
-from tidewheel_kernels import AttentionMetadata, paged_attention
+from tidewheel_kernels import FP8, AttentionMetadata, paged_attention
 
 ELEMENT_BYTES = 2  # bfloat16
 
@@ -29,15 +29,17 @@ class AttentionCase:
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 64
+    fp8: bool = False  # keys and values of 8 bits, for Tidewheel alone
 
     @property
     def label(self) -> str:
-        return f"{self.heads}:{self.kv_heads} heads, batch {self.batch}, context {self.context}"
+        shape = f"{self.heads}:{self.kv_heads} heads, batch {self.batch}, context {self.context}"
+        return f"{shape}, 8 bits" if self.fp8 else shape
 
     @property
     def num_bytes(self) -> int:
-        kv = 2 * self.context * self.kv_heads
-        return ELEMENT_BYTES * self.batch * self.head_dim * (kv + 2 * self.query * self.heads)
+        kv = 2 * self.context * self.kv_heads * (1 if self.fp8 else ELEMENT_BYTES)
+        return self.batch * self.head_dim * (kv + ELEMENT_BYTES * 2 * self.query * self.heads)
 
     @property
     def flops(self) -> float:
@@ -58,8 +60,11 @@ def ours(case: AttentionCase, device: torch.device) -> Call:
     k_cache, v_cache, tables = _paged(case, device)
     q = torch.randn(case.batch * case.query, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     out, meta, scale = torch.empty_like(q), _metadata(case, tables, device), case.head_dim**-0.5
+    scales = None
+    if case.fp8:
+        k_cache, v_cache, scales = k_cache.to(FP8), v_cache.to(FP8), torch.ones(2, case.kv_heads, device=device)
 
-    return lambda: paged_attention(q, k_cache, v_cache, meta, scale=scale, out=out)
+    return lambda: paged_attention(q, k_cache, v_cache, meta, scale=scale, out=out, scales=scales)
 
 
 def _paged(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

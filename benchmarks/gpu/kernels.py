@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,6 +99,7 @@ def body(stage: Stage) -> None:
     beside = decodes if is_dry else beside
     fa3 = attention.flash_attention_3() if stage.is_cuda else None
     run_all(case.by(OURS, attention.ours) for case in decodes[:2] + prompts)
+    run_all(replace(case, fp8=True).by(OURS, attention.ours) for case in decodes[:2] + prompts[:1])
     if fa3 is None:
         stage.skip("FlashAttention-3", "no flash_attn_interface here; a bundle of peers brings one")
     else:

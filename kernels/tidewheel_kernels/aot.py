@@ -113,11 +113,12 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
     arguments = dict(launch.arguments)
     wanted = expected(launch.kernel.fn.__name__, arguments, arch)
     options = {"num_warps": arguments.pop("num_warps", 4), "num_stages": arguments.pop("num_stages", 3)}
+    limit = {"maxnreg": arguments.pop("maxnreg")} if "maxnreg" in arguments else {}
     signature, constants, attributes = _specialise(launch.kernel, arguments)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     name = launch.kernel.fn.__name__
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | limit)
     except Exception as error:  # the compiler raises many types
         return Report(case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}")
     registers, stack = _resource_usage(compiled.asm["cubin"])

@@ -20,6 +20,8 @@ RESIDENT_PROGRAMS_PER_SM = 3
 # One-warp programs that read logits; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 MIN_DOT_SIZE = 16  # of tl.dot
+# Of a thread of four warps, so that three programs are resident; to convert 8-bit floats ten more would be taken.
+FP8_REGISTERS = 168
 # Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
 # Architecture for tensors off the GPU.
@@ -39,6 +41,7 @@ class AttentionConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False  # copy keys and values with the tensor memory accelerator
+    max_registers: int | None = None  # of a thread
 
 
 def next_power_of_2(n: int) -> int:
@@ -112,12 +115,12 @@ def rope_config(num_heads: int) -> LaunchConfig:
 
 @lru_cache
 def prefill_config(
-    head_dim: int, group: int, block_size: int, element_size: int, architecture: int
+    head_dim: int, group: int, block_size: int, element_size: int, architecture: int, *, fp8: bool = False
 ) -> AttentionConfig:
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     # Heads of 256 spill on sm_100.
     boxes = architecture == 90 or (block_d <= 128 and architecture in WARPGROUP_ARCHITECTURES)
-    tma = boxes and element_size == 2 and block_size >= 64
+    tma = boxes and element_size == 2 and block_size >= 64 and (head_dim % 16 == 0 or not fp8)  # strides in 16 bytes
     if element_size > 2:
         block_m, block_n, num_warps, num_stages = 32, 32, 8, 1
     elif block_d > 128:
@@ -135,13 +138,18 @@ def prefill_config(
 
 
 @lru_cache
-def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
+def decode_config(
+    head_dim: int, group: int, block_size: int, element_size: int, *, fp8: bool = False
+) -> AttentionConfig:
     """Return small tiles, with the next in flight, for a kernel that waits for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
         return AttentionConfig(block_m, min(32, block_size), block_d, num_warps=8, num_stages=2)
-    return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=3)
+    block_n = min(32 if block_d > 128 else 64, block_size)
+    is_limited = fp8 and head_dim % 16 == 0 and (block_m, block_n, block_d) == (MIN_DOT_SIZE, 64, 128)
+    limit = FP8_REGISTERS if is_limited else None
+    return AttentionConfig(block_m, block_n, block_d, num_warps=4, num_stages=3, max_registers=limit)
 
 
 class DecodeSplits(NamedTuple):

@@ -56,6 +56,9 @@ def test_predictions_keep_to_the_limits(name: str) -> None:
     assert low < high < predicted["tokens_per_s_limit"]
     fast, slow = predicted["decode_step"]["ms"]
     assert 1e3 * decode_seconds(SHAPES[name], BATCHES[name], 512) < fast < slow
+    eight_bits = predicted["fp8_e4m3"]
+    assert all(a < b for a, b in zip(predicted["tokens_per_s"], eight_bits["tokens_per_s"], strict=True))
+    assert eight_bits["decode_step_ms"][0] < fast and eight_bits["decode_step_ms"][1] < slow
     for row in predicted["served"]:
         assert row["host_bound"] or row["lost_percent"] == [0.0, 0.0]
 

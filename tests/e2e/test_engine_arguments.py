@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.triton.serving import ROOT, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel import LLM, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +25,8 @@ HARMLESS = {
     "hf_overrides": {}, "limit_mm_per_prompt": {"image": 2}, "speculative_config": None, "max_logprobs": 30,
     "kv_cache_memory_bytes": 64 << 20, "trust_remote_code": False, "disable_custom_all_reduce": True,
 }  # fmt: skip
+
+NARROW = {"kv_cache_dtype": "fp8", "dtype": "float32", "kv_cache_memory_mb": 8, "swap_space": 0.01}
 
 
 def write_entry(repository: Path, name: str, arguments: dict[str, Any], **parameters: str) -> None:
@@ -50,6 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ENABLE_VLLM_HEALTH_CHECK="true",
     )
     write_entry(folder / "models", "quiet", {"disable_log_stats": True}, kv_cache_memory_bytes="67108864")
+    write_entry(folder / "models", "narrow", NARROW)
     write_api_dump(folder / "models" / "api")
     running = wait_ready(start_server("--model-repository", str(folder / "models"), "-v", log=folder / "serve.log"))
     yield running
@@ -89,6 +94,28 @@ def test_the_limit_of_logprobs(server: Server) -> None:
     assert len(entries[0]) in (25, 26)
     refused = server.post("quiet/generate", {"text_input": "A", **wanted})
     assert "logprobs is 25: it must be 0 to 20 (max_logprobs)" in refused.text
+
+
+def test_a_cache_of_8_bits(server: Server) -> None:
+    """The tokens are those of `LLM` with the same settings: computed, from the cache, and as turns of a session."""
+    prompts = ["A tuple is", "The index of a table is a list of rows, and the rows of a table are"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=24)
+    with LLM(str(WEIGHTS), **NARROW) as llm:
+        expected = [llm.generate([prompt], sampling, use_tqdm=False)[0].text for prompt in prompts]
+    wanted = {"max_tokens": 24, "temperature": 0, "exclude_input_in_output": True}
+    for _ in range(2):
+        answers = [ask(server, "narrow", text_input=prompt, **wanted)["text_output"] for prompt in prompts]
+        assert answers == expected
+    session = {**wanted, "session_id": "s"}
+    turns = [ask(server, "narrow", text_input=text, **session)["text_output"] for text in prompts[:1] * 2]
+    assert turns == expected[:1] * 2
+    body = {"text_input": "A tuple is", "task": "embed"}
+    exact, narrow = (
+        np.array(server.post(f"{name}/generate", body).json()["embedding"]) for name in ("named", "narrow")
+    )
+    likeness = float(exact @ narrow) / float(np.linalg.norm(exact) * np.linalg.norm(narrow))
+    assert 0.99 < likeness < 1.0 and not np.array_equal(exact, narrow)
+    assert "tokens, in float8_e4m3fn" in server.log.read_text()
 
 
 def test_metrics_are_of_the_served_name_and_can_be_off(server: Server) -> None:

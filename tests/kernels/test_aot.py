@@ -83,9 +83,7 @@ def test_instructions_are_told_apart() -> None:
 def test_every_kernel_is_compiled_by_default(compiled: Compiled) -> None:
     _, reports, _ = compiled
     decodes = [r for r in reports if r["kernel"] == "decode_attention_kernel" and r["arch"] != 80]
-    # Conversion takes ten registers more on sm_100 than three programs have.
-    few = {(r["case"], r["arch"]): r["resident"] for r in decodes if r["resident"] < RESIDENT_PROGRAMS_PER_SM}
-    assert few == {("decode-128-fp8", 100): 2, ("decode-128-split-fp8", 100): 2}
+    assert all(report["resident"] >= RESIDENT_PROGRAMS_PER_SM for report in decodes), decodes
     prompts = {
         r["arch"]: r["instructions"]["tma_loads"] for r in reports if r["kernel"] == "prefill_attention_kernel"
     }

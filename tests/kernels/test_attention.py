@@ -133,11 +133,21 @@ class TestCacheOf8Bits:
         check(implementation, made, window=window, cap=cap, scales=scales)
 
     @pytest.mark.usefixtures("architecture")
-    @pytest.mark.parametrize("head_dim", [64, 80])
+    @pytest.mark.parametrize("head_dim", [64, 72, 80])
     def test_both_ways_to_load_keys(self, device: str, head_dim: int) -> None:
         batch = half_batch([(1, 5), (3, 9), (20, 20), (70, 150)], device, head_dim=head_dim)
         made, scales = quantised(batch)
         check(paged_attention_triton, made, scales=scales)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("block_size", [16, 64])
+    def test_bfloat16_on_a_gpu(self, device: str, head_dim: int, block_size: int) -> None:
+        shape = {"num_kv_heads": 2, "group": 4, "head_dim": head_dim, "block_size": block_size}
+        for lengths in ([(1, 5000), (1, 1), (1, 777)], [(1, 300), (777, 3001), (1, 4097)]):
+            made, scales = quantised(paged_batch(lengths, dtype=torch.bfloat16, device=device, **shape))
+            check(paged_attention_triton, made, scales=scales)
 
     def test_scales_and_caches_belong_together(self) -> None:
         batch = paged_batch([(1, 3)])

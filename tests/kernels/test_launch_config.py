@@ -91,3 +91,11 @@ def test_architecture_off_the_gpu_is_the_compile_target() -> None:
     assert architecture(torch.device("cpu")) == 80
     compile_target.reset(token)
     assert architecture(torch.device("cpu")) == 90
+
+
+def test_rows_of_8_bits_that_are_no_multiple_of_16_bytes_go_through_pointers() -> None:
+    for head_dim, expected in {64: True, 72: False, 80: True, 128: True}.items():
+        assert prefill_config(head_dim, 2, 64, 2, 90, fp8=True).tma is expected
+        assert prefill_config(head_dim, 2, 64, 2, 90).tma
+    assert decode_config(128, 4, 64, 2, fp8=True).max_registers == 168
+    assert decode_config(120, 4, 64, 2, fp8=True).max_registers is decode_config(128, 4, 64, 2).max_registers is None

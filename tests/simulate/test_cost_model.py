@@ -57,6 +57,16 @@ def test_more_tokens_never_take_less_time(a: int, b: int) -> None:
     assert H200_8B.step_seconds(step(low)) <= H200_8B.step_seconds(step(high))
 
 
+def test_a_cache_of_8_bits_halves_what_is_read_and_doubles_the_blocks() -> None:
+    narrow = H200_8B.with_cache("fp8_e4m3")
+    assert H200_8B.with_cache("auto") is H200_8B
+    assert narrow.num_blocks == 2 * H200_8B.num_blocks
+    overhead = H200_8B.step_seconds(step(1))
+    seconds = [model.step_seconds(step(1, kv_tokens=10_000)) - overhead for model in (H200_8B, narrow)]
+    assert seconds[1] == pytest.approx(seconds[0] / 2)
+    assert narrow.with_cache("fp8_e4m3") == narrow  # measured on such an engine
+
+
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     H200_8B.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == H200_8B

@@ -22,6 +22,12 @@ def test_settings_round_trip() -> None:
     assert EngineConfig.from_settings(config.to_settings()) == config
 
 
+def test_a_cache_of_8_bits_needs_another_engine() -> None:
+    one, other = (EngineConfig.from_settings({"model": "m", "kv_cache_dtype": name}) for name in ("auto", "fp8"))
+    assert other.kv_cache_dtype == "fp8_e4m3" and one == EngineConfig.from_settings({"model": "m"})
+    assert not one.can_become(other) and other.can_become(other)
+
+
 def test_model_folder_is_found_beside_the_entry(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     assert EngineConfig.from_settings({"model": "weights"}, base_dir=tmp_path).model == str(tmp_path / "weights")
@@ -47,7 +53,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "enable_prefix_caching": "maybe"}, "true or false"),
     ({"model": "m", "trust_remote_code": "true"}, "never run"),
     ({"model": "m", "tensor_parallel_size": "2"}, "tensor_parallel_size is '2': one device serves one engine"),
-    ({"model": "m", "kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+    ({"model": "m", "kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype is 'fp8_e5m2': choose one of auto, fp8_e4m3"),
+    ({"model": "m", "kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers is ['0']: all layers"),
     ({"model": "m", "num_blocks": 4, "kv_cache_memory_mb": 4}, "set one"),
     ({"model": "m", "scheduling_policy": "best"}, "choose one of"),
     ({"model": "m", "scheduling_strategy": "best"}, "choose one of continuous, static"),

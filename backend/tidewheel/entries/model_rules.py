@@ -141,19 +141,15 @@ def _needs(
     decoder = plan.native
     weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
     check_weights_fit(weights, dtype, device)
-    cache = _cache_bytes(decoder, plan.max_model_len, config, dtype, device) if decoder else cpu_budget(config).bytes
+    of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+    cache = cpu_budget(config).bytes
+    if decoder is not None:
+        layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
+        budget = _budget(decoder.weights_bytes, decoder.shape, config, dtype, device)
+        cache = decide_num_blocks(config.num_blocks, budget, layout, plan.max_model_len) * layout.block_bytes
     needs = Needs(device.type, weights, cache, int(config.swap_space * GIB))
     _check_host_memory(needs)
     return needs
-
-
-def _cache_bytes(
-    decoder: Decoder, max_model_len: int, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> int:
-    of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
-    layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
-    budget = _budget(decoder.weights_bytes, decoder.shape, config, dtype, device)
-    return decide_num_blocks(config.num_blocks, budget, layout, max_model_len) * layout.block_bytes
 
 
 def _budget(

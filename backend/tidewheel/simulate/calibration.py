@@ -44,6 +44,7 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
         "device": info.device,
         "weights_bytes": info.weights_bytes,
         "kv_bytes_per_token": info.kv_cache_bytes / info.num_cache_tokens,
+        "kv_element_bytes": 1 if info.kv_cache_dtype else 4 if info.dtype == "float32" else 2,
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,
     }

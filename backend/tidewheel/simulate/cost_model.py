@@ -9,6 +9,7 @@ reading the cache.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from tidewheel.config import CacheDType
 from tidewheel.errors import ConfigError
 from tidewheel.record.recorded_events import StepFeatures
 
@@ -31,6 +33,7 @@ class CostModel:
     device: str = ""
     weights_bytes: float = 0.0  # their time is in `overhead_s`
     kv_bytes_per_token: float = 1.0
+    kv_element_bytes: int = 2
     block_size: int = 64
     num_blocks: int = 8192
     overhead_s: float
@@ -60,8 +63,8 @@ class CostModel:
             yield f"{num_knots} knots need {num_knots + 1} slopes in seconds_per_token, not {num_slopes}"
         if list(self.knots) != sorted(set(self.knots)):
             yield f"knots are {list(self.knots)}: they must rise"
-        if self.block_size < 1 or self.num_blocks < 1:
-            yield "block_size and num_blocks must be at least 1"
+        if min(self.block_size, self.num_blocks, self.kv_element_bytes) < 1:
+            yield "block_size, num_blocks and kv_element_bytes must be at least 1"
         if self.overhead_s + sum(self.seconds_per_token) <= 0:
             yield "overhead_s and seconds_per_token are 0: steps take no time"
 
@@ -90,6 +93,18 @@ class CostModel:
             seconds_per_token=(0.0, token_s),
             seconds_per_kv_byte=1 / bytes_per_s,
             **facts,  # type: ignore[arg-type]
+        )
+
+    def with_cache(self, kv_cache_dtype: CacheDType) -> CostModel:
+        """Return the model with keys and values of 8 bits, if they are to be: less to read, and more blocks."""
+        if kv_cache_dtype == "auto":
+            return self
+        factor = self.kv_element_bytes
+        return dataclasses.replace(
+            self,
+            kv_bytes_per_token=self.kv_bytes_per_token / factor,
+            kv_element_bytes=1,
+            num_blocks=self.num_blocks * factor,
         )
 
     def gemm_seconds(self, num_tokens: int) -> float:

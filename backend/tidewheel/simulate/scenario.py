@@ -99,9 +99,10 @@ class Scenario:
                 yield Result(policy, load, simulator.summary())
 
     def simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
-        info = simulated_info(config, self.cost, max_model_len=max(trace.max_num_tokens, 2))
+        cost = self.cost.with_cache(config.kv_cache_dtype)
+        info = simulated_info(config, cost, max_model_len=max(trace.max_num_tokens, 2))
         deployment = {"num_replicas": num_replicas, "router": self.router, "max_tokens": self.max_tokens}
-        return simulator_of(config, info, trace, self.cost, **deployment)
+        return simulator_of(config, info, trace, cost, **deployment)
 
 
 def simulator_of(

@@ -9,7 +9,7 @@ import triton.language as tl
 from tidewheel_kernels.attention.call_shape import CallShape
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.triton_splits import FIELDS, split_plan, visible_tiles
-from tidewheel_kernels.attention.triton_tiles import attend_tiles, cache_scales, empty_softmax, store_rows
+from tidewheel_kernels.attention.triton_tiles import attend_tiles, empty_softmax, for_cache, store_rows
 from tidewheel_kernels.launch_config import AttentionConfig, decode_splits, multiprocessors, next_power_of_2
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
@@ -88,7 +88,7 @@ def decode_attention_kernel(
     row, column, num_heads = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :], tl.num_programs(0) * GROUP
     head, mask = kv_head * GROUP + row, (row < GROUP)[:, None] & (column < HEAD_DIM)
     q = tl.load(q_ptr + seq * q_token_stride + head[:, None] * q_head_stride + column, mask=mask, other=0.0)
-    k_scale, v_scale = cache_scales(scales_ptr, kv_head, tl.num_programs(0), k_cache_ptr.dtype.element_ty)
+    q, k_scale, v_scale = for_cache(q, scales_ptr, kv_head, tl.num_programs(0), k_cache_ptr.dtype.element_ty)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
     acc, row_max, row_sum = attend_tiles(
         q, acc, row_max, row_sum, tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1), seq_len, begin_tile, end_tile,
@@ -157,7 +157,10 @@ def merge_splits_kernel(
 @lru_cache(MAX_LAUNCHES)
 def _decode(shape: CallShape, config: AttentionConfig, is_split: bool) -> Launch:
     constants = {"SPLIT": is_split, **shape.constants(config)}
-    return Launch(decode_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
+    return Launch(decode_attention_kernel, constants, **options)
 
 
 @lru_cache(MAX_LAUNCHES)

@@ -18,9 +18,9 @@ from tidewheel_kernels.attention.triton_decode import launch_decode
 from tidewheel_kernels.attention.triton_tiles import (
     attend_boxes,
     attend_tiles,
-    cache_scales,
     empty_softmax,
     first_logits,
+    for_cache,
     store_rows,
 )
 from tidewheel_kernels.launch_config import AttentionConfig, architecture, decode_config, prefill_config
@@ -182,7 +182,7 @@ def prefill_attention_kernel(
     q = tl.load(q_ptr + token * q_token_stride + head * q_head_stride + column, mask=mask, other=0.0)
     context_len = seq_len - query_len
     stored: tl.constexpr = k_cache.dtype if TMA else k_cache.dtype.element_ty
-    k_scale, v_scale = cache_scales(scales_ptr, kv_head, tl.num_programs(1), stored)
+    q, k_scale, v_scale = for_cache(q, scales_ptr, kv_head, tl.num_programs(1), stored)
     acc, row_sum = _attend(
         q, context_len + query, context_len + first_query, seq_len,
         block_tables_ptr + seq.to(tl.int64) * block_table_stride, k_cache, v_cache, kv_head,
@@ -253,9 +253,9 @@ def paged_attention(
     scales: torch.Tensor | None,
 ) -> None:
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
-    tile = (shape.head_dim, shape.group, shape.block_size, q.element_size())
+    tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None
     if meta.num_decodes:
-        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile), scales)
+        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile, fp8=fp8), scales)
     if meta.num_seqs > meta.num_decodes:
-        config = prefill_config(*tile, architecture(q.device))
+        config = prefill_config(*tile, architecture(q.device), fp8=fp8)
         launch_prefill(q, k_cache, v_cache, meta, out, shape, config, scales)

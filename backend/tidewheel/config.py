@@ -17,6 +17,7 @@ from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "fp8_e4m3"]
+Quantization = Literal["none", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
@@ -84,6 +85,7 @@ class EngineConfig(SchedulingSettings):
     download_dir: str = ""  # folder where models of a Hugging Face id are kept; empty: Hugging Face's cache
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
+    quantization: Quantization = "none"  # fp8: 8-bit weights and products, made at load; not of the output matrix
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
     seed: int = 0  # start of the random draws of requests that bring none

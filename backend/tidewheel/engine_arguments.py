@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 # Honoured: our setting by vLLM's name.
 ENTRY_ARGUMENTS = frozenset({"REPORT_CUSTOM_METRICS"})  # settings of an entry, not of its engine
 _SAME_NAME = """
-    model tokenizer dtype kv_cache_dtype device load_format seed max_model_len block_size gpu_memory_utilization
-    revision download_dir enable_prefix_caching enforce_eager async_scheduling scheduling_policy swap_space
-    preemption_mode max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_logprobs generation_config
-    override_generation_config served_model_name disable_log_stats
+    model tokenizer dtype quantization kv_cache_dtype device load_format seed max_model_len block_size
+    gpu_memory_utilization revision download_dir enable_prefix_caching enforce_eager async_scheduling
+    scheduling_policy swap_space preemption_mode max_num_seqs max_num_batched_tokens long_prefill_token_threshold
+    max_logprobs generation_config override_generation_config served_model_name disable_log_stats
 """
 HONOURED: Mapping[str, str] = {
     **{name: name for name in (*_SAME_NAME.split(), *ENTRY_ARGUMENTS)},
@@ -151,9 +151,9 @@ _NOT_OFFERED = (
     ),
     ("the device is not chosen here", "set CUDA_VISIBLE_DEVICES for the server", "device_ids GPU_DEVICE_IDS"),
     (
-        "quantisation is not offered",
-        "serve a model of float32, bfloat16 or float16",
-        "quantization quantization_config quantization_param_path",
+        "quantised files are not served",
+        "serve a model of float32, bfloat16 or float16, with quantization fp8 if it shall have 8 bits",
+        "quantization_config quantization_param_path",
     ),
     ("all layers keep their keys and values alike", _REMOVE, "kv_cache_dtype_skip_layers"),
     (

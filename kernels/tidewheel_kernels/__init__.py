@@ -23,6 +23,7 @@ from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, 
 from tidewheel_kernels.rope import rope_and_cache
 from tidewheel_kernels.sampling import SampleOutput, sample
 from tidewheel_kernels.sampling.reference import SamplingTensors
+from tidewheel_kernels.scaled_linear import quantize_rows, scaled_linear
 from tidewheel_kernels.token_mask import apply_token_mask
 
 __all__ = [
@@ -42,9 +43,11 @@ __all__ = [
     "copy_blocks",
     "forbid_words",
     "paged_attention",
+    "quantize_rows",
     "rms_norm",
     "rope_and_cache",
     "sample",
+    "scaled_linear",
     "silu_and_mul",
     "write_kv_cache",
 ]

@@ -68,6 +68,12 @@ def _kv_cache(*, fp8: bool = False) -> None:
     copy_blocks((cache.view(torch.uint8) if fp8 else cache).unsqueeze(0), ids, ids.clone())
 
 
+def _quantize_rows(width: int) -> None:
+    from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows
+
+    quantize_rows(torch.empty(2, width, dtype=BF16))
+
+
 def _attention(
     head_dim: int,
     *,
@@ -140,6 +146,8 @@ CASES = (
     Case("rope-128-norm-one-head", partial(_rope, 128, 128, norm=True, num_kv_heads=1), default=False),
     Case("kv_cache", _kv_cache),
     Case("kv_cache-fp8", partial(_kv_cache, fp8=True), least_arch=89),
+    Case("quantize_rows-1024", partial(_quantize_rows, 1024), least_arch=89),
+    Case("quantize_rows-14336", partial(_quantize_rows, 14336), least_arch=89, default=False),
     Case("prefill-128", partial(_prefill, 128)),
     Case("prefill-128-one-of-each", partial(_prefill, 128, num_seqs=1, group=1, num_kv_heads=1), default=False),
     Case("prefill-64", partial(_prefill, 64), default=False),

@@ -11,7 +11,13 @@ from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import device
-from tidewheel.runner.device import cpu_has_bf16, resolve_cache_dtype, resolve_device, resolve_dtype
+from tidewheel.runner.device import (
+    check_quantization,
+    cpu_has_bf16,
+    resolve_cache_dtype,
+    resolve_device,
+    resolve_dtype,
+)
 from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
 from tidewheel_kernels import FP8
 
@@ -123,6 +129,18 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, wanted:
         "use a newer GPU, or set device to 'cpu'"
     )
     assert resolve_device(EngineConfig(model="m", device="cpu")) == CPU
+
+
+def test_a_gpu_that_cannot_multiply_8_bit_floats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_quantization("fp8", torch.float32, CPU)
+    gpu(monkeypatch, capability=(8, 6))
+    check_quantization("none", torch.float16, CUDA)
+    with pytest.raises(ConfigError, match=r"quantization is fp8: NVIDIA X1 has compute .* 8.9; set it to none"):
+        check_quantization("fp8", torch.bfloat16, CUDA)
+    gpu(monkeypatch, capability=(9, 0))
+    check_quantization("fp8", torch.bfloat16, CUDA)
+    with pytest.raises(ConfigError, match="quantization is fp8, and dtype is float16: set dtype to bfloat16"):
+        check_quantization("fp8", torch.float16, CUDA)
 
 
 def test_a_gpu_without_8_bit_floats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn.functional import embedding, linear, pad
 
+from tidewheel.config import Quantization
+from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Cut, KVLayer, ModelShape, Places
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import cos_sin_table
-from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from tidewheel_kernels import (
+    AttentionMetadata,
+    paged_attention,
+    quantize_rows,
+    rms_norm,
+    rope_and_cache,
+    scaled_linear,
+    silu_and_mul,
+)
+from tidewheel_kernels.scaled_linear import MULTIPLE as QUANTIZED_MULTIPLE
 
 # Rows that oneDNN optimises its layout for: the layout for 16 and more is also better for fewer.
 PACKED_ROWS = 64
@@ -27,13 +38,22 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self._packed: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None  # [out_features, 1], of 8-bit weights
+
+    def quantize(self) -> int:
+        """Round the weights to 8 bits, with a scale for each output. Return the bytes that this saves."""
+        before = self.weight.nbytes
+        self.weight, self._scales = quantize_rows(self.weight)
+        return before - self.weight.nbytes - self._scales.nbytes
 
     def pack(self) -> None:
-        if self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
+        if self._scales is None and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
             self.weight = torch.empty(0, dtype=self.weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._scales is not None:
+            return scaled_linear(x, self.weight, self._scales, self.bias)
         if self._packed is None:
             return linear(x, self.weight, self.bias)
         num_rows = x.shape[0]
@@ -198,6 +218,20 @@ class Decoder:
     def ignores(self, name: str) -> bool:
         """Return whether this is a table of an old export, or the copy of a tied matrix."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+
+    def check_quantization(self, wanted: Quantization) -> None:
+        """Raise `ConfigError` if a matrix has no size that products of 8 bits can have."""
+        for rows, columns in (layer.weight.shape for layer in self._linears if layer is not self.lm_head):
+            if wanted != "none" and (rows % QUANTIZED_MULTIPLE or columns % QUANTIZED_MULTIPLE):
+                raise ConfigError(
+                    f"quantization is {wanted}: the model has a matrix of {rows} x {columns}, and products of 8 bits "
+                    f"need multiples of {QUANTIZED_MULTIPLE}; set it to none"
+                )
+
+    def quantize(self) -> None:
+        """Round the matrices of all layers to 8 bits; forget `destinations`. Embedding and output stay."""
+        self.destinations.clear()
+        self.weights_bytes -= sum(layer.quantize() for layer in self._linears if layer is not self.lm_head)
 
     def pack(self) -> None:
         """Lay weights out for computation; forget `destinations`, whose memory is freed matrix by matrix."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tidewheel.config import EngineConfig
+from tidewheel.config import EngineConfig, Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NativeTraits, native_traits
 from tidewheel.models.causal_lm import CausalLM, Progress
@@ -44,6 +44,7 @@ def _load_through_transformers(
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
     name = architecture(fields)
+    check_unquantized(config.quantization, name)
     cls, hf_config = transformers_config(fields)
     context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
     if context is None:
@@ -69,6 +70,7 @@ def _load_native(
     max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
     files = [] if config.load_format == "dummy" else checkpoint_files(folder)
     planned = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
+    planned.check_quantization(config.quantization)
     check_weights_fit(planned.weights_bytes, dtype, device)
     try:
         decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
@@ -78,8 +80,19 @@ def _load_native(
         fill_random(decoder.destinations, config.seed, progress)
     else:
         load_weights(files, decoder.destinations, progress, ignored=decoder.ignores)
+    if config.quantization == "fp8":
+        decoder.quantize()
     decoder.pack()
     return LoadedModel(decoder, shape.architecture, max_model_len)
+
+
+def check_unquantized(wanted: Quantization, architecture: str) -> None:
+    """Raise `ConfigError` for a model that runs through transformers."""
+    if wanted != "none":
+        raise ConfigError(
+            f"quantization is {wanted}: {architecture} runs through transformers, whose weights stay as they are; "
+            "set it to none"
+        )
 
 
 def resolve_max_model_len(wanted: int | None, context: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tidewheel.config import CacheDType, DType, EngineConfig
+from tidewheel.config import CacheDType, DType, EngineConfig, Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES
 from tidewheel_kernels import FP8
@@ -95,12 +95,28 @@ def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.de
     """Return the dtype of keys and values. Raise `ConfigError` on a GPU that does not convert 8-bit floats."""
     if wanted == "auto":
         return dtype
+    _check_converts(f"kv_cache_dtype is {wanted}", "auto", device)
+    return FP8
+
+
+def check_quantization(wanted: Quantization, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` on a GPU that does not multiply 8-bit floats, or not to `dtype`."""
+    if wanted == "none" or device.type == "cpu":
+        return
+    _check_converts(f"quantization is {wanted}", "none", device)
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"quantization is {wanted}, and dtype is {name}: set dtype to bfloat16, the result of products of 8 bits"
+        )
+
+
+def _check_converts(setting: str, other: str, device: torch.device) -> None:
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         raise ConfigError(
-            f"kv_cache_dtype is {wanted}: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{_dotted(capability)}, and 8-bit floats need at least {_dotted(FP8_CAPABILITY)}; set it to auto"
+            f"{setting}: {torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}, and "
+            f"8-bit floats need at least {_dotted(FP8_CAPABILITY)}; set it to {other}"
         )
-    return FP8
 
 
 def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:

@@ -20,7 +20,14 @@ from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.cache_scales import with_scales
 from tidewheel.runner.decode_graphs import decode_sizes
-from tidewheel.runner.device import device_name, limit_threads, resolve_cache_dtype, resolve_device, resolve_dtype
+from tidewheel.runner.device import (
+    check_quantization,
+    device_name,
+    limit_threads,
+    resolve_cache_dtype,
+    resolve_device,
+    resolve_dtype,
+)
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
@@ -82,6 +89,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+    check_quantization(config.quantization, dtype, device)
     loaded = load_model(folder, fields, config, dtype, device, stages)
     if device.type == "cpu" and config.num_threads is None:
         limit_threads(loaded.model.weights_bytes)

@@ -136,6 +136,13 @@ def norm(draw: random.Random) -> Call:
     return partial(rms_norm, x, weight, draw.choice((1e-5, 1e-6)), residual, draw.choice((0.0, 1.0)))
 
 
+def rounding(draw: random.Random) -> Call:
+    from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows
+
+    dtype = draw.choice((torch.bfloat16, F32))
+    return partial(quantize_rows, tensor(draw, draw.choice((1, 3, 16)), draw.choice((16, 64, 1024)), dtype=dtype))
+
+
 def activation(draw: random.Random) -> Call:
     from tidewheel_kernels.activation.triton_kernels import silu_and_mul
 
@@ -179,7 +186,7 @@ def attention(draw: random.Random) -> Call:
     return partial(paged_attention, q, k_cache, v_cache, meta, out, 0.1, window, cap, scales)
 
 
-OPERATIONS = {"norm": norm, "activation": activation, "rope": rope, "attention": attention}
+OPERATIONS = {"norm": norm, "rounding": rounding, "activation": activation, "rope": rope, "attention": attention}
 
 
 def compare(name: str, seed: int, num_calls: int = 40) -> tuple[int, int]:

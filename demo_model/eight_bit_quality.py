@@ -1,9 +1,9 @@
-"""Perplexity of the demo model on held-out text with keys and values of 8 bits, and how far its logits move.
+"""Perplexity of the demo model on held-out text with keys and values, or weights, of 8 bits; how far its logits move.
 
     apt-get install python3.11-doc postgresql-doc-15
-    python demo_model/cache_quality.py --save
+    python demo_model/eight_bit_quality.py --save
 
-Windows of 1,024 tokens in float32 on a CPU, so nothing but the cache differs. `--root` is where the packages lie
+Windows of 1,024 tokens in float32 on a CPU, so nothing else differs. `--root` is where the packages lie
 unpacked, if they are not installed.
 """
 
@@ -30,7 +30,8 @@ from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
 from train_demo_model import OUT, ROOT, Corpus, Recipe, encode, training_texts, validation_rows
 
-RECORD = ROOT / "benchmarks" / "results" / "cache_quality.json"
+RECORD = ROOT / "benchmarks" / "results" / "eight_bit_quality.json"
+EXACT, CACHE, WEIGHTS = "as the files", "kv_cache_dtype fp8_e4m3", "quantization fp8"
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,18 +54,22 @@ def logits_with(parts: RunnerParts, layout: CacheLayout) -> Logits:
     return logits
 
 
-def caches(folder: Path) -> dict[str, Logits]:
+def ways(folder: Path) -> dict[str, Logits]:
+    """Return the model by its settings."""
     config = {"model": str(folder), "dtype": "float32", "device": "cpu"}
-    exact, eight_bits = (
-        load_parts(EngineConfig.from_settings({**config, "kv_cache_dtype": name}), no_progress)
-        for name in ("auto", "fp8")
+    cache, weights = {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}
+    exact, of_cache, of_weights, of_both = (
+        load_parts(EngineConfig.from_settings({**config, **settings}), no_progress)
+        for settings in ({}, cache, weights, {**cache, **weights})
     )
-    assert eight_bits.layout.scales is not None
-    ones = eight_bits.layout._replace(scales=torch.ones_like(eight_bits.layout.scales))
+    assert of_cache.layout.scales is not None
+    ones = of_cache.layout._replace(scales=torch.ones_like(of_cache.layout.scales))
     return {
-        "auto": logits_with(exact, exact.layout),
-        "fp8_e4m3": logits_with(eight_bits, eight_bits.layout),
-        "fp8_e4m3, scales of 1": logits_with(eight_bits, ones),
+        EXACT: logits_with(exact, exact.layout),
+        CACHE: logits_with(of_cache, of_cache.layout),
+        f"{CACHE}, scales of 1": logits_with(of_cache, ones),
+        WEIGHTS: logits_with(of_weights, of_weights.layout),
+        "both": logits_with(of_both, of_both.layout),
     }
 
 
@@ -78,12 +83,12 @@ def moved(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> M
     )
 
 
-def compare(rows: torch.Tensor, ways: dict[str, Logits]) -> dict[str, Moved]:
+def compare(rows: torch.Tensor, logits_by: dict[str, Logits]) -> dict[str, Moved]:
     """Return means over `rows` [windows, length + 1]."""
-    found: dict[str, list[Moved]] = {name: [] for name in ways}
+    found: dict[str, list[Moved]] = {name: [] for name in logits_by}
     for row in rows:
-        exact = ways["auto"](row[:-1])
-        for name, logits in ways.items():
+        exact = logits_by[EXACT](row[:-1])
+        for name, logits in logits_by.items():
             found[name].append(moved(logits(row[:-1]), exact, row[1:]))
     means = {
         name: [sum(column) / len(rows) for column in zip(*of_name, strict=True)] for name, of_name in found.items()
@@ -100,7 +105,7 @@ def held_out(folder: Path, root: Path) -> Corpus:
 
 def lines(result: dict[str, Moved]) -> Iterator[dict[str, Any]]:
     for name, values in result.items():
-        yield {"kv_cache_dtype": name, "perplexity": math.exp(values.loss), **values._asdict()}
+        yield {"settings": name, "perplexity": math.exp(values.loss), **values._asdict()}
 
 
 def main() -> None:
@@ -111,13 +116,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = validation_rows(held_out(OUT, options.root), CONTEXT, options.windows)
     with torch.inference_mode():
-        result = list(lines(compare(rows, caches(OUT))))
+        result = list(lines(compare(rows, ways(OUT))))
     for line in result:
         print(json.dumps(line))
     if options.save:
         facts = {**environment(("torch",)), "command": command_line("python", sys.argv)}
         shape = {"windows": len(rows), "tokens": rows[:, 1:].numel()}
-        RECORD.write_text(json.dumps({**facts, **shape, "caches": result}, indent=1) + "\n")
+        RECORD.write_text(json.dumps({**facts, **shape, "ways": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

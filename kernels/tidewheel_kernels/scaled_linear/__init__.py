@@ -1,0 +1,34 @@
+"""Product with a matrix of 8-bit floats, whose rows have a scale each; so have the rows of activations."""
+
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.kv_cache.reference import FP8
+from tidewheel_kernels.scaled_linear.reference import quantize_rows, scaled_linear_reference
+
+MULTIPLE = 16  # of both sizes of a matrix, for the products of a GPU
+
+
+def scaled_linear(
+    x: torch.Tensor,  # [num_tokens, in_features], last dimension contiguous
+    weight: torch.Tensor,  # [out_features, in_features] float8_e4m3fn, as from `quantize_rows`
+    scales: torch.Tensor,  # [out_features, 1] float32
+    bias: torch.Tensor | None = None,  # [out_features] in x's dtype
+) -> torch.Tensor:
+    """Return ``x @ (weight * scales).T + bias`` in x's dtype, with each row of x rounded to 8 bits first.
+
+    Products and sums are float32. A row with NaN or infinity gives NaN, and changes no other.
+    """
+    if weight.dtype != FP8 or x.shape[1] != weight.shape[1] or scales.shape != (weight.shape[0], 1):
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} in {weight.dtype} and scales {tuple(scales.shape)} "
+            "do not fit"
+        )
+    return _OP.on(x)(x, weight, scales, bias)
+
+
+_OP = Op("scaled_linear", __name__, reference=scaled_linear_reference)
+
+__all__ = ["MULTIPLE", "quantize_rows", "scaled_linear"]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tidewheel_kernels import quantize_rows, scaled_linear
+from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows as quantize_triton
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def rows(num_rows: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(width)
+    values = torch.randn(num_rows, width, generator=generator) * torch.logspace(-6, 4, num_rows).unsqueeze(1)
+    return values.to(dtype).to(device)
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compare bits, which NaN has many of."""
+    ours, theirs = ours.float(), theirs.float()
+    return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (5, 80), (3, 1024), (2, 3000)])
+def test_rows_are_rounded_as_by_the_reference(device: str, dtype: torch.dtype, num_rows: int, width: int) -> None:
+    x = rows(num_rows, width, dtype, device)
+    ours, theirs = quantize_triton(x), quantize_rows(x)
+    assert same(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_rows_that_lie_apart(device: str) -> None:
+    x = rows(4, 96, torch.float32, device)[:, :64]
+    assert same(quantize_triton(x)[0], quantize_rows(x.contiguous())[0])
+
+
+def test_no_rows(device: str) -> None:
+    narrow, scales = quantize_triton(torch.empty(0, 32, device=device))
+    assert (narrow.shape, scales.shape) == ((0, 32), (0, 1))
+
+
+@pytest.mark.parametrize("quantize", [quantize_triton, quantize_rows], ids=["triton", "reference"])
+def test_odd_rows_keep_to_themselves(device: str, quantize: object) -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")], [448.0, -1e-30]], device=device)
+    assert callable(quantize)
+    narrow, scales = (part.float().cpu() for part in quantize(x))
+    assert torch.equal(narrow[0], torch.zeros(2))
+    assert narrow[1].isnan().any()
+    assert narrow[2].isnan().any()
+    assert narrow[3].tolist() == [448.0, 0.0]
+    assert scales[3].item() == 1.0
+
+
+def test_the_error_is_that_of_eight_bits() -> None:
+    """Half a step of three bits for each factor, in the mean over many products."""
+    x, weight = rows(6, 512, torch.float32, "cpu"), torch.randn(48, 512, generator=torch.Generator().manual_seed(1))
+    bias = torch.linspace(-1, 1, 48)
+    exact = torch.nn.functional.linear(x, weight)
+    found = scaled_linear(x, *quantize_rows(weight))
+    error = (found - exact).square().mean(1).sqrt() / exact.square().mean(1).sqrt()
+    assert 0.005 < error.min() <= error.max() < 0.06
+    assert torch.equal(scaled_linear(x, *quantize_rows(weight), bias), found + bias)
+
+
+def test_a_row_that_is_no_number_changes_no_other() -> None:
+    x, weight = rows(3, 32, torch.float32, "cpu"), quantize_rows(rows(16, 32, torch.float32, "cpu"))
+    expected = scaled_linear(x, *weight)
+    x[1, 4] = float("nan")
+    found = scaled_linear(x, *weight)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight, scales = quantize_rows(torch.ones(16, 32))
+    with pytest.raises(ValueError, match=r"x \(1, 16\), weight \(16, 32\) .* do not fit"):
+        scaled_linear(torch.ones(1, 16), weight, scales)
+    with pytest.raises(ValueError, match="float32"):
+        scaled_linear(torch.ones(1, 32), weight.float(), scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 130])
+def test_products_of_a_gpu(num_rows: int) -> None:
+    x, weight = rows(num_rows, 512, torch.bfloat16, "cpu"), quantize_rows(rows(96, 512, torch.float32, "cpu"))
+    bias = torch.linspace(-1, 1, 96).to(torch.bfloat16)
+    expected = scaled_linear(x, *weight, bias)
+    found = scaled_linear(x.cuda(), *(part.cuda() for part in weight), bias.cuda())
+    torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,76 @@
+"""Weights of 8 bits, made at load: less memory, and logits close to those of the files' weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support.models import tiny_models
+from support.runner.decode_workloads import KINDS, workload
+from support.runner.graphed_runner import graphed_tokens, with_model
+from support.runner.step_loop import StepLoop
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.trial_prompt import one_sequence, random_tokens
+from tidewheel.runner.kv_tensors import KVTensors
+from tidewheel.runner.loading import RunnerParts, load_parts
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel_kernels import FP8
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 60
+
+
+def parts_of(folder: Path, **settings: object) -> RunnerParts:
+    given = {"model": str(folder), "dtype": "float32", "device": "cpu", "num_threads": 1, **settings}
+    return load_parts(EngineConfig.from_settings(given), lambda stage, fraction: None)
+
+
+def logits_of(parts: RunnerParts) -> torch.Tensor:
+    kv = KVTensors(parts.layout, 4, CPU)
+    tokens, positions = random_tokens(NUM_TOKENS, tiny_models.VOCAB_SIZE, CPU), torch.arange(NUM_TOKENS)
+    with torch.inference_mode():
+        return parts.model.forward(tokens, positions, one_sequence(NUM_TOKENS, 16, CPU), kv.layers, positions)
+
+
+@pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.qwen2, tiny_models.qwen3])
+def test_logits_are_close_and_weights_smaller(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
+    tiny_models.save(make, tmp_path)
+    exact, rounded = parts_of(tmp_path), parts_of(tmp_path, quantization="fp8")
+    difference = logits_of(rounded) - logits_of(exact)
+    assert 0 < (difference.square().mean() / logits_of(exact).square().mean()).sqrt() < 0.2
+    assert rounded.model.weights_bytes < 0.7 * exact.model.weights_bytes
+    assert rounded.info.weights_bytes == rounded.model.weights_bytes
+    matrices = [layer for layer in rounded.model._linears if layer is not rounded.model.lm_head]
+    assert {layer.weight.dtype for layer in matrices} == {FP8}
+    assert rounded.model.lm_head.weight.dtype != FP8
+
+
+def test_together_with_a_cache_of_8_bits_and_graphs(checkpoint: Path) -> None:
+    config = EngineConfig(
+        model=str(checkpoint), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
+        num_threads=1, quantization="fp8",
+    )  # fmt: skip
+    plain = ModelRunner.load(config)
+    assert all(len(tokens) > 3 for tokens in StepLoop(plain).run(workload(KINDS["greedy"], 6)))
+    narrow = ModelRunner.load(dataclasses.replace(config, kv_cache_dtype="fp8_e4m3"))
+    assert all(len(tokens) > 3 for tokens in StepLoop(narrow).run(workload(KINDS["greedy"], 6)))
+    graphed = with_model(plain, plain._model)
+    assert all(len(tokens) > 3 for tokens in graphed_tokens(graphed, workload(KINDS["greedy"], 6)))
+
+
+def test_a_matrix_that_has_no_such_size_is_named(tmp_path: Path) -> None:
+    tiny_models.save(lambda: tiny_models.llama(intermediate_size=100), tmp_path)
+    with pytest.raises(ConfigError, match="a matrix of 200 x 64, and products of 8 bits need multiples of 16"):
+        parts_of(tmp_path, quantization="fp8")
+
+
+def test_models_that_run_through_transformers_are_refused(tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.gpt2, tmp_path)
+    with pytest.raises(ConfigError, match="quantization is fp8: GPT2LMHeadModel runs through transformers"):
+        parts_of(tmp_path, quantization="fp8")

@@ -59,6 +59,10 @@ FACTORS = {
         0.85, 0.97, "of the least time of full waves of tiles", "estimate",
         "cuBLAS; few rows give fewer tiles than there are multiprocessors, unless it splits the inner dimension",
     ),
+    "products of 8 bits": Factor(
+        1.4, 1.9, "times the arithmetic", "estimate",
+        "twice the tensor instructions; CUTLASS with a scale for each row and column, sums in float32 outside of it",
+    ),
     "start of a product": Factor(4e-6, 2e-6, "s", "estimate", "fill and drain of its pipeline, which nothing hides"),
     "start of a decode": Factor(
         2e-6, 1e-6, "s for each round of resident programs", "estimate",
@@ -109,8 +113,11 @@ class Step(NamedTuple):
 class Model:
     """Step times of a decoder, with all factors at their slow or their fast end."""
 
-    def __init__(self, shape: Shape, host: Host, end: str, *, fp8_cache: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, host: Host, end: str, *, fp8_cache: bool = False, fp8_weights: bool = False
+    ) -> None:
         self._shape = shape
+        self._fp8_weights = fp8_weights
         self._attention = "decode attention, 8 bits" if fp8_cache else "decode attention"
         self._kv_bytes = 2 if fp8_cache else 4  # of a key and a value
         self._host = host
@@ -137,8 +144,13 @@ class Model:
                     (shape.intermediate, shape.hidden))  # fmt: skip
         # Two norms read two rows and write two; rotation reads and writes; SiLU reads two rows and writes one.
         moved = 2 * tokens * (2 * 4 * shape.hidden + 2 * (queries + 2 * kv) + 3 * shape.intermediate)
+        roundings = 0.0
+        if self._fp8_weights:  # of activations: two bytes read, one written
+            roundings = 3 * tokens * sum(inputs for inputs, _ in products) / (at["small kernels"] * at["bandwidth"])
+            roundings += len(products) * at["kernel boundary"]
         return (
-            sum(self._product(tokens, *sizes) for sizes in products)
+            sum(self._product(tokens, *sizes, narrow=self._fp8_weights) for sizes in products)
+            + roundings
             + moved / (at["small kernels"] * at["bandwidth"])
             + work.decodes * work.context * self._kv_bytes * kv / (at[self._attention] * at["bandwidth"])
             + -(-work.decodes * shape.kv_heads // RESIDENT_PROGRAMS) * at["start of a decode"]
@@ -146,12 +158,13 @@ class Model:
             + KERNELS_PER_LAYER * at["kernel boundary"]
         )
 
-    def _product(self, rows: int, inputs: int, outputs: int) -> float:
+    def _product(self, rows: int, inputs: int, outputs: int, *, narrow: bool = False) -> float:
         """Return the longer of streaming the operands and computing full waves of the best tile."""
-        at = self._at
-        streamed = 2 * (inputs * outputs + rows * (inputs + outputs)) / at["bandwidth"]
+        at, size = self._at, 1 if narrow else 2  # bytes of an operand
+        streamed = (size * (inputs * outputs + rows * inputs) + 2 * rows * outputs) / at["bandwidth"]
         waves = min(m * n * -(-(-(-rows // m) * -(-outputs // n)) // NUM_MULTIPROCESSORS) for m, n in TILES)
-        computed = 2 * inputs * waves * NUM_MULTIPROCESSORS / at["arithmetic"]
+        arithmetic = at["arithmetic"] * (at["products of 8 bits"] if narrow else 1.0)
+        computed = 2 * inputs * waves * NUM_MULTIPROCESSORS / arithmetic
         return max(streamed, computed) / at["products"] + at["start of a product"]
 
     def workload_tokens_per_s(self, lengths: Sequence[tuple[int, int]]) -> float:
@@ -211,13 +224,17 @@ def predict(name: str, host: Host) -> dict[str, Any]:
             "ms": [round(1e3 * model.step(Work(batch, CONTEXT)).seconds, 2) for model in (fast, slow)],
         },
         "served": [served_load(slow, fast, running) for running in RUNNING],
-        "fp8_e4m3": fp8_cache(shape, host, lengths, batch),
+        "fp8_cache": in_8_bits(shape, host, lengths, batch, fp8_cache=True),
+        "fp8_weights": in_8_bits(shape, host, lengths, batch, fp8_weights=True),
+        "fp8_both": in_8_bits(shape, host, lengths, batch, fp8_cache=True, fp8_weights=True),
     }
 
 
-def fp8_cache(shape: Shape, host: Host, lengths: Sequence[tuple[int, int]], batch: int) -> dict[str, Any]:
-    """Predict the same with a KV cache of 8 bits."""
-    slow, fast = (Model(shape, host, end, fp8_cache=True) for end in ("slow", "fast"))
+def in_8_bits(
+    shape: Shape, host: Host, lengths: Sequence[tuple[int, int]], batch: int, **settings: bool
+) -> dict[str, Any]:
+    """Predict the same with a KV cache or weights of 8 bits."""
+    slow, fast = (Model(shape, host, end, **settings) for end in ("slow", "fast"))
     return {
         "tokens_per_s": [round(model.workload_tokens_per_s(lengths)) for model in (slow, fast)],
         "decode_step_ms": [round(1e3 * model.step(Work(batch, CONTEXT)).seconds, 2) for model in (fast, slow)],

@@ -56,9 +56,11 @@ def test_predictions_keep_to_the_limits(name: str) -> None:
     assert low < high < predicted["tokens_per_s_limit"]
     fast, slow = predicted["decode_step"]["ms"]
     assert 1e3 * decode_seconds(SHAPES[name], BATCHES[name], 512) < fast < slow
-    eight_bits = predicted["fp8_e4m3"]
-    assert all(a < b for a, b in zip(predicted["tokens_per_s"], eight_bits["tokens_per_s"], strict=True))
-    assert eight_bits["decode_step_ms"][0] < fast and eight_bits["decode_step_ms"][1] < slow
+    cache, weights, both = (predicted[f"fp8_{kind}"]["tokens_per_s"] for kind in ("cache", "weights", "both"))
+    assert all(wide < narrow for wide, narrow in zip(predicted["tokens_per_s"], cache, strict=True))
+    if name == "llama-3.1-8b":  # the small model gains no more than roundings take
+        assert all(max(pair) < of_both for *pair, of_both in zip(cache, weights, both, strict=True))
+    assert predicted["fp8_cache"]["decode_step_ms"][0] < fast and predicted["fp8_cache"]["decode_step_ms"][1] < slow
     for row in predicted["served"]:
         assert row["host_bound"] or row["lost_percent"] == [0.0, 0.0]
 

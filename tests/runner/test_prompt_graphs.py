@@ -12,7 +12,7 @@ import torch
 from support.models import tiny_models
 from support.runner import capturable
 from support.runner.decode_workloads import KINDS, LOOPS, workload
-from support.runner.graphed_runner import graphed_tokens, graphs_of, loaded, with_graphs
+from support.runner.graphed_runner import as_new, graphed_tokens, graphs_of, loaded, with_graphs
 from support.runner.recorded_graphs import NotCapturable
 from support.runner.step_loop import StepLoop, request
 from tidewheel.models.decoder import DecoderLayer
@@ -40,6 +40,16 @@ def plain(checkpoint: Path) -> ModelRunner:
 
 
 @pytest.fixture(scope="module")
+def captured(plain: ModelRunner) -> ModelRunner:
+    return with_graphs(plain, SIZES)
+
+
+@pytest.fixture
+def graphed(captured: ModelRunner) -> ModelRunner:
+    return as_new(captured)
+
+
+@pytest.fixture(scope="module")
 def expected(plain: ModelRunner) -> list[list[int]]:
     return StepLoop(plain, token_budget=64).run(workload(KIND))
 
@@ -61,11 +71,11 @@ def used() -> Iterator[list[tuple[int, int]]]:
 @loops
 @pytest.mark.parametrize("kinds", ["filtered", "everything"])
 def test_tokens_are_those_of_a_runner_without_graphs(
-    plain: ModelRunner, used: list[tuple[int, int]], kinds: str, loop: type[StepLoop]
+    plain: ModelRunner, graphed: ModelRunner, used: list[tuple[int, int]], kinds: str, loop: type[StepLoop]
 ) -> None:
     """Prompts alone, in chunks, behind cached blocks and beside decodes, of at most 64 tokens a step."""
     eager = StepLoop(plain, token_budget=64).run(workload(KINDS[kinds]))
-    assert graphed_tokens(with_graphs(plain, SIZES), workload(KINDS[kinds]), loop, token_budget=64) == eager
+    assert graphed_tokens(graphed, workload(KINDS[kinds]), loop, token_budget=64) == eager
     assert len({size for size, _ in used}) > 1
     assert all(size - 16 < num_tokens <= size for size, num_tokens in used)
 
@@ -106,10 +116,11 @@ def test_progress_and_memory_are_told(plain: ModelRunner) -> None:
     assert len(graphs_of(runner)) == 3 * 2 + (plain._model.shape.num_layers + 1) * 2
 
 
-def test_scored_prompts_are_computed_as_without_graphs(plain: ModelRunner, used: list[tuple[int, int]]) -> None:
+def test_scored_prompts_are_computed_as_without_graphs(
+    plain: ModelRunner, graphed: ModelRunner, used: list[tuple[int, int]]
+) -> None:
     prompt = tiny_models.prompts(1, 20, 20)[0]
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    graphed = with_graphs(plain, SIZES)
     found = graphed_tokens(graphed, [request("r", prompt, 4, sampling)])
     assert found == StepLoop(plain).run([request("r", prompt, 4, sampling)])
     assert not used
@@ -118,28 +129,28 @@ def test_scored_prompts_are_computed_as_without_graphs(plain: ModelRunner, used:
 # --- the proof can fail ---------------------------------------------------------------------------------------------
 
 
-def faulty_tokens(plain: ModelRunner, fault: mock._patch[object]) -> list[list[int]]:
+def faulty_tokens(runner: ModelRunner, fault: mock._patch[object]) -> list[list[int]]:
     with fault:
-        return graphed_tokens(with_graphs(plain, SIZES), workload(KIND), token_budget=64)
+        return graphed_tokens(runner, workload(KIND), token_budget=64)
 
 
-def test_padding_that_writes_a_block_is_found(plain: ModelRunner, expected: list[list[int]]) -> None:
+def test_padding_that_writes_a_block_is_found(graphed: ModelRunner, expected: list[list[int]]) -> None:
     pad = RowTable.padded_tokens
 
     def written(rows: RowTable, host: HostInputs, num_tokens: int) -> HostInputs:
         padded = pad(rows, host, num_tokens)
         return padded._replace(slot_mapping=padded.slot_mapping.clip(min=0))
 
-    assert faulty_tokens(plain, mock.patch.object(RowTable, "padded_tokens", written)) != expected
+    assert faulty_tokens(graphed, mock.patch.object(RowTable, "padded_tokens", written)) != expected
 
 
-def test_an_attention_that_goes_elsewhere_is_found(plain: ModelRunner, expected: list[list[int]]) -> None:
+def test_an_attention_that_goes_elsewhere_is_found(graphed: ModelRunner, expected: list[list[int]]) -> None:
     attend = DecoderLayer.attend
 
     def elsewhere(layer: DecoderLayer, queries: torch.Tensor, meta: object, kv: object, out: object = None) -> object:
         return attend(layer, queries, meta, kv)
 
-    assert faulty_tokens(plain, mock.patch.object(DecoderLayer, "attend", elsewhere)) != expected
+    assert faulty_tokens(graphed, mock.patch.object(DecoderLayer, "attend", elsewhere)) != expected
 
 
 def test_a_read_in_a_piece_is_found(plain: ModelRunner) -> None:
@@ -149,5 +160,5 @@ def test_a_read_in_a_piece_is_found(plain: ModelRunner) -> None:
         attended.sum().item()
         return end(layer, attended, residual)
 
-    with pytest.raises(NotCapturable):
-        faulty_tokens(plain, mock.patch.object(DecoderLayer, "end", reading))
+    with mock.patch.object(DecoderLayer, "end", reading), pytest.raises(NotCapturable):
+        with_graphs(plain, SIZES)

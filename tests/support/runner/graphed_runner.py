@@ -58,6 +58,14 @@ def with_model(plain: ModelRunner, model: CausalLM, sizes: GraphSizes | None = D
     return runner
 
 
+def as_new(runner: ModelRunner) -> ModelRunner:
+    """Forget its replays, and poison its cache."""
+    poison(runner)
+    for graph in graphs_of(runner):
+        graph.num_replays = 1
+    return runner
+
+
 def graphs_of(runner: ModelRunner) -> list[RecordedGraph]:
     return runner._accelerator.pools[-1].graphs
 

@@ -38,6 +38,18 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written ({reason}): make room, or set TIDEWHEEL_RUN_DIR to another folder")
 
 
+def check_room(folder: Path) -> None:
+    """Raise `ConfigError` if no further file can be written into the folder."""
+    path = folder / f"room.{os.getpid()}"
+    try:
+        path.write_bytes(bytes(os.sysconf("SC_PAGESIZE")))
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def close_shared_memory() -> None:
     """Give this process's shared memory mode 0600: Triton makes it readable for all, whatever the umask says."""
     for path in set(_SHARED_MEMORY.findall(Path("/proc/self/maps").read_text())):

@@ -114,6 +114,21 @@ def test_a_run_directory_that_is_full_when_the_engine_dies(
     wait_serves(client)
 
 
+def test_an_engine_that_has_no_room_to_say_that_it_is_ready(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path
+) -> None:
+    client = connect(config=reading(model), hold_s=HELD_S)
+    model.write_text(LOADS_FOREVER)
+    old = kill(client)
+    poll(lambda: client.status.pid != old.pid and client.status.stage == "weights", "another start")
+
+    def fail(*_: object) -> None:
+        raise FULL
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    next_error(client, 1, f"{folder} cannot be written (No space left on device): make room")
+
+
 def test_an_engine_whose_first_status_cannot_be_written_is_ended(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,11 +31,12 @@ from tidewheel.engine.folder import (
 )
 from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import ConfigError, Draining, PermanentError
-from tidewheel.private_dir import private_dir, unwritable
+from tidewheel.private_dir import check_room, private_dir, unwritable
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 3.0
+ROOM_CHECK_S = 1.0
 LATE = "loading for too long"
 MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
 FAULTS = "TIDEWHEEL_FAULTS"  # module to run in place of the engine's, which fails on purpose
@@ -80,6 +81,7 @@ class EngineLauncher:
         self._loads_since = 0.0  # monotonic seconds, or when this became the owner
         self._num_failed_starts = 0  # since an engine was ready
         self._next_start = 0.0  # monotonic seconds
+        self._next_room_check = 0.0  # likewise
 
     @property
     def is_owner(self) -> bool:
@@ -127,9 +129,16 @@ class EngineLauncher:
             raise unwritable(self._engine_dir, error) from None
         status = read_status(self._engine_dir)
         if status is None or status.state != "ready" or not status.is_alive or status.identity != self._identity:
+            self._check_room(status)
             return None
         self._num_failed_starts = 0
         return status
+
+    def _check_room(self, status: Status | None) -> None:
+        """Raise `ConfigError` where an engine that loads could not say that it is ready."""
+        if self.is_owner and status is not None and status.is_alive and time.monotonic() >= self._next_room_check:
+            self._next_room_check = time.monotonic() + ROOM_CHECK_S
+            check_room(self._engine_dir)
 
     def give_up(self, message: str) -> None:
         """Tell others that the owner does not start the engine again."""

@@ -65,6 +65,19 @@ def test_chat(client: openai.OpenAI, grpc_client: Client) -> None:
     assert again.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("more", [{"prompt": [""] * 20}, {"prompt": ["x"] * 20, "extra_body": {"deadline_ms": 1}}])
+def test_many_prompts_that_fail_at_once_end_alone(
+    server: Server, client: openai.OpenAI, more: dict[str, Any]
+) -> None:
+    """Triton 2.51 dies if a stream is cancelled as its error is sent."""
+    (triton,) = server.processes("tritonserver")
+    for _ in range(10):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.completions.create(model="demo", max_tokens=400, **more)
+        assert caught.value.status_code in (400, 504)
+    assert server.processes("tritonserver") == [triton]
+
+
 def answer_as_messages(answer: Any) -> list[Any]:
     return [answer.choices[0].message.model_dump(), {"role": "user", "content": "And a list?"}]
 

@@ -35,6 +35,7 @@ from tidewheel_client.request_errors import (
 
 BODY_S = 60.0  # for a body to arrive
 _AT_ONCE = 64  # requests that one body makes
+_ALIKE_S = 1.0  # for its others, when one has failed
 _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -276,6 +277,8 @@ async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenera
         while num_left:
             item = await arrived.get()
             if isinstance(item, RequestError):
+                # Others may fail alike, and server 2.51 can die if a stream is cancelled as its error is sent.
+                await asyncio.wait(readers, timeout=_ALIKE_S)
                 raise item
             if item is None:
                 num_left -= 1

@@ -25,6 +25,13 @@ def check_bounds(name: str, schema: object) -> None:
             raise Unsupported(f"{name}: {shown}: bounds beyond {most} are not supported; set a nearer one")
 
 
+def check_options(name: str, schema: object) -> None:
+    """Raise `Unsupported` for options of llguidance, some of which give texts that are no JSON."""
+    for keyword, _ in _keywords(schema):
+        if keyword == "x-guidance":
+            raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
+
+
 def _keywords(schema: object) -> Iterator[tuple[str, object]]:
     """Yield the keywords of a schema and of those in it. Values and names of properties are none."""
     waiting = [schema]

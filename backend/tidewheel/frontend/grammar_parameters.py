@@ -9,6 +9,7 @@ from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import parse_json, show, to_bool, to_text
 from tidewheel.frontend.interface import ParameterSource
 from tidewheel.grammar import Grammar
+from tidewheel.json_schemas import check_options
 
 _FLAT = "guided_"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -106,6 +107,7 @@ def _schema_object(name: str, value: object) -> Mapping[str, object]:
     schema = parse_json(value, name) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be a JSON schema, an object")
+    check_options(name, schema)
     return schema
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tidewheel.gateway.body_size import check_structure
-from tidewheel.gateway.forced_calls import call_schema, follows_grammar, without_strict
+from tidewheel.gateway.forced_calls import call_schema, check_no_grammar, follows_grammar, without_strict
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.request_errors import InvalidRequest, Unsupported
 
@@ -122,6 +122,7 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     params |= limits or {"max_tokens": MOST_TOKENS}
     tools = body.tools if body.tool_choice != "none" else []
     if body.tool_choice not in ("auto", "none"):
+        check_no_grammar(params)
         params["structured_outputs"] = {"json": call_schema(tools, body.tool_choice)}
         tools = without_strict(tools)
     if tools:

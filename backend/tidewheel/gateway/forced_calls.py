@@ -8,6 +8,8 @@ from typing import Any
 from tidewheel_client.request_errors import InvalidRequest
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")
+_FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
 
 
 def follows_grammar(params: Mapping[str, object]) -> bool:
@@ -15,6 +17,18 @@ def follows_grammar(params: Mapping[str, object]) -> bool:
     answer_format = params.get("response_format")
     is_format = answer_format is not None and answer_format != {"type": "text"}
     return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
+
+
+def check_no_grammar(params: Mapping[str, object]) -> None:
+    """Raise `InvalidRequest` for a grammar beside a forced call, which is one too."""
+    for name in _FIELDS:
+        if _asks(params.get(name)):
+            raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
+
+
+def _asks(value: object) -> bool:
+    members = value.values() if isinstance(value, Mapping) else [value]
+    return bool(value) and value != {"type": "text"} and any(member is not None for member in members)
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,16 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ),
         ({"structured_outputs": {"jsn": {}}}, Unsupported, "structured_outputs.jsn is {}"),
         ({"structured_outputs": "[1]"}, InvalidRequest, "structured_outputs is [1]: it must be an object"),
-        ({"guided_json": {}, "guided_decoding": {"regex": "a"}}, InvalidRequest, "give one value"),
+        (
+            {"guided_json": {}, "guided_decoding": {"regex": "a"}},
+            InvalidRequest,
+            "guided_json and guided_decoding.regex are set: give one",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            InvalidRequest,
+            "structured_outputs.regex and response_format are set: give one",
+        ),
         ({"guided_decoding_guide": "a"}, InvalidRequest, "guided_decoding_guide_type is not: set both"),
         ({"guided_decoding_guide_type": "regex"}, InvalidRequest, "guided_decoding_guide is not set: set both"),
         (
@@ -121,3 +130,18 @@ def test_mistakes_are_named(given: dict[str, object], error: type[TidewheelError
     with pytest.raises(error) as caught:
         grammar(**given)
     assert words in str(caught.value)
+
+
+def test_grammars_of_two_sources() -> None:
+    def both(first: str, second: str) -> Grammar | None:
+        sources = [
+            ParameterSource(origin=origin, values={"guided_regex": pattern})
+            for origin, pattern in (("sampling_parameters", first), ("the request", second))
+        ]
+        return parse_parameters(sources).sampling.grammar
+
+    assert both("a", "a") == Grammar.regex("a")
+    with pytest.raises(InvalidRequest) as caught:
+        both("a", "b")
+    expected = "guided_regex in sampling_parameters and guided_regex in the request are set: give one"
+    assert expected in str(caught.value)

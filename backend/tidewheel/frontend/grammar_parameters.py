@@ -35,11 +35,23 @@ def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource,
     if not names_grammar(sources):
         return sources
     replaced: list[ParameterSource] = []
+    given: list[tuple[Grammar, str]] = []
     for source in sources:
         others = {name: value for name, value in source.values.items() if name not in GRAMMAR_PARAMETERS}
         replaced.append(ParameterSource(origin=source.origin, values=others))
-        replaced += [ParameterSource(origin=g.name, values={"grammar": g}) for g in _grammars(source.values)]
+        given += [(grammar, source.origin) for grammar in _grammars(source.values)]
+    _check_same(given)
+    replaced += [ParameterSource(origin=grammar.name, values={"grammar": grammar}) for grammar, _ in given[:1]]
     return tuple(replaced)
+
+
+def _check_same(given: list[tuple[Grammar, str]]) -> None:
+    """Raise `InvalidRequest` for grammars that differ, by whichever names."""
+    for grammar, origin in given[1:]:
+        first, first_origin = given[0]
+        if grammar != first:
+            places = (f" in {first_origin}", f" in {origin}") if grammar.name == first.name else ("", "")
+            raise InvalidRequest(f"{first.name}{places[0]} and {grammar.name}{places[1]} are set: give one")
 
 
 def names_grammar(sources: Iterable[ParameterSource]) -> bool:

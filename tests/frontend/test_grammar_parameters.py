@@ -25,6 +25,10 @@ def grammar(**given: object) -> Grammar | None:
         ({"guided_json": SCHEMA}, Grammar.json_schema(TEXT)),
         ({"guided_json": TEXT}, Grammar.json_schema(TEXT)),
         ({"guided_json": {}}, Grammar.json_schema("{}")),
+        (
+            {"guided_json": '{"properties": {"x-guidance": {"const": {"x-guidance": 1}}}}'},
+            Grammar.json_schema('{"properties": {"x-guidance": {"const": {"x-guidance": 1}}}}'),
+        ),
         ({"guided_json_object": True}, Grammar.json_object()),
         ({"guided_regex": "a+"}, Grammar.regex("a+")),
         ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
@@ -52,7 +56,9 @@ def grammar(**given: object) -> Grammar | None:
         ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}, Grammar.regex("a")),
         ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": RULES}, Grammar.ebnf(RULES)),
         ({"guided_json": TEXT, "response_format": {"type": "text"}}, Grammar.json_schema(TEXT)),
-        ({"guided_json": None, "guided_choice": [], "guided_regex": "", "guided_json_object": False}, None),
+        ({"guided_json": None, "guided_choice": None, "guided_regex": None, "guided_json_object": False}, None),
+        ({"structured_outputs": {"json": None, "choice": None, "json_object": False, "regex": None}}, None),
+        ({"guided_decoding": {"grammar": None, "whitespace_pattern": "", "backend": ""}}, None),
         ({"structured_outputs": {}, "guided_decoding": None, "response_format": {"type": "text"}}, None),
         ({"structured_outputs": {"structural_tag": None, "_backend_was_auto": False}}, None),
         ({"guided_decoding_guide_type": "", "guided_decoding_guide": ""}, None),
@@ -71,6 +77,31 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ({"guided_json": "[" * 10_000}, InvalidRequest, "guided_json is not JSON that can be read: it is nested too"),
         ({"guided_json": [1]}, InvalidRequest, "guided_json is [1]: it must be a JSON schema, an object"),
         ({"guided_json": True}, InvalidRequest, "guided_json is True"),
+        ({"guided_json": {"x-guidance": {"item_separator": ";"}}}, Unsupported, "guided_json: x-guidance is set"),
+        ({"guided_json": '{"items": {"x-guidance": {}}}'}, Unsupported, "guided_json: x-guidance is set"),
+        (
+            {"structured_outputs": {"json": {"x-guidance": {}}, "disable_any_whitespace": True}},
+            Unsupported,
+            "structured_outputs.json: x-guidance is set",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x-guidance": {}}}}},
+            Unsupported,
+            "response_format.json_schema.schema: x-guidance is set",
+        ),
+        ({"guided_json": False}, InvalidRequest, "guided_json is False: it must be a JSON schema, an object"),
+        ({"guided_json": ""}, InvalidRequest, "guided_json is empty: give a json_schema, or leave it out"),
+        ({"guided_json": []}, InvalidRequest, "guided_json is []: it must be a JSON schema, an object"),
+        ({"guided_regex": ""}, InvalidRequest, "guided_regex is empty: give a regex, or leave it out"),
+        ({"guided_choice": []}, InvalidRequest, "guided_choice has 0 choices: it must have 1 to 1024"),
+        ({"guided_choice": ""}, InvalidRequest, "guided_choice is not JSON"),
+        ({"structured_outputs": {"choice": []}}, InvalidRequest, "structured_outputs.choice has 0 choices"),
+        ({"structured_outputs": {"grammar": ""}}, InvalidRequest, "structured_outputs.grammar is empty: give a"),
+        (
+            {"guided_decoding": {"json": "", "disable_any_whitespace": True}},
+            InvalidRequest,
+            "guided_decoding.json is not JSON",
+        ),
         ({"guided_regex": 5}, InvalidRequest, "guided_regex is 5: it must be text"),
         ({"guided_choice": "a"}, InvalidRequest, "guided_choice is not JSON"),
         ({"guided_choice": [1]}, InvalidRequest, "guided_choice is 1: it must be text"),
@@ -87,7 +118,16 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ),
         ({"structured_outputs": {"jsn": {}}}, Unsupported, "structured_outputs.jsn is {}"),
         ({"structured_outputs": "[1]"}, InvalidRequest, "structured_outputs is [1]: it must be an object"),
-        ({"guided_json": {}, "guided_decoding": {"regex": "a"}}, InvalidRequest, "give one value"),
+        (
+            {"guided_json": {}, "guided_decoding": {"regex": "a"}},
+            InvalidRequest,
+            "guided_json and guided_decoding.regex are set: give one",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            InvalidRequest,
+            "structured_outputs.regex and response_format are set: give one",
+        ),
         ({"guided_decoding_guide": "a"}, InvalidRequest, "guided_decoding_guide_type is not: set both"),
         ({"guided_decoding_guide_type": "regex"}, InvalidRequest, "guided_decoding_guide is not set: set both"),
         (
@@ -105,3 +145,18 @@ def test_mistakes_are_named(given: dict[str, object], error: type[TidewheelError
     with pytest.raises(error) as caught:
         grammar(**given)
     assert words in str(caught.value)
+
+
+def test_grammars_of_two_sources() -> None:
+    def both(first: str, second: str) -> Grammar | None:
+        sources = [
+            ParameterSource(origin=origin, values={"guided_regex": pattern})
+            for origin, pattern in (("sampling_parameters", first), ("the request", second))
+        ]
+        return parse_parameters(sources).sampling.grammar
+
+    assert both("a", "a") == Grammar.regex("a")
+    with pytest.raises(InvalidRequest) as caught:
+        both("a", "b")
+    expected = "guided_regex in sampling_parameters and guided_regex in the request are set: give one"
+    assert expected in str(caught.value)

@@ -350,6 +350,34 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: obje
     assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"structured_outputs": {"regex": "a"}},
+        {"structured_outputs": '{"regex": "a"}'},
+        {"response_format": {"type": "json_object"}},
+        {"guided_choice": ["a"]},
+        {"guided_decoding": {"json": {}}},
+    ],
+    ids=str,
+)
+def test_a_forced_call_beside_a_grammar_is_refused(
+    gateway: RunningGateway, triton: FakeTriton, grammar: dict[str, Any]
+) -> None:
+    answer = gateway.chat(tools=TOOLS, tool_choice="required", **grammar)
+    said = f"tool_choice forces a call, and {next(iter(grammar))} is set: send one of them"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+    assert triton.asked == []
+
+
+def test_a_forced_call_beside_fields_that_ask_for_no_grammar(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output='{"name": "weather", "arguments": {}}')
+    neutral = {"structured_outputs": {"json": None}, "response_format": {"type": "text"}}
+    choice = gateway.chat(tools=TOOLS, tool_choice="required", **neutral).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert "anyOf" in triton.asked[0].sampling["structured_outputs"]["json"]
+
+
 def test_an_answer_in_a_grammar_has_no_thoughts(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.answer = lambda asked: say(asked, text_output="<think>Hm.</think>5")
     for fields in ({"response_format": {"type": "json_object"}}, {"guided_regex": ".*"}):

@@ -65,6 +65,25 @@ def test_errors_name_the_field_that_the_client_sent(gateway: RunningGateway, tri
         assert error["message"] == f"{param} {text.partition(' ')[2]}"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_schema_of_a_forced_call(
+    gateway: RunningGateway, triton: FakeTriton, choice: Any, stream: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
+    triton.answer = lambda asked: refused("[TW-UNSUPPORTED] structured_outputs.json: maximum is 1e300: beyond")
+    error = gateway.chat(tools=tools, tool_choice=choice, stream=stream).json()["error"]
+    names = "weather or time" if choice == "required" else "time"
+    assert error["message"] == f"tools: parameters of {names}: maximum is 1e300: beyond"
+    assert error["param"] == "tools"
+
+
+def test_errors_name_the_schema_of_a_client(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: refused("[TW-INPUT] structured_outputs.json is 5: it must be")
+    error = gateway.chat(structured_outputs={"json": 5}).json()["error"]
+    assert (error["message"].split(" ")[0], error["param"]) == ("structured_outputs.json", "structured_outputs.json")
+
+
 def refused(text: str) -> Answer:
     raise Refused(grpc.StatusCode.UNKNOWN, text)
     yield

@@ -35,6 +35,7 @@ LAYERS = {
     "tidewheel.engine_arguments": 0,
     "tidewheel.tenants": 0,
     "tidewheel.grammar": 0,
+    "tidewheel.json_schemas": 0,
     "tidewheel.sampling": 0,
     "tidewheel.request": 0,
     "tidewheel.batch": 0,

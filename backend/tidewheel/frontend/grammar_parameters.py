@@ -9,9 +9,11 @@ from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import parse_json, show, to_bool, to_text
 from tidewheel.frontend.interface import ParameterSource
 from tidewheel.grammar import Grammar
+from tidewheel.json_schemas import check_options
 
 _FLAT = "guided_"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_NEVER_EMPTY = ("json", "regex", "choice", "grammar")
 _ANY_JSON = '{"type": ["object", "array"]}'  # of TensorRT-LLM
 _OBJECTS = ("structured_outputs", "guided_decoding")
 _FORMAT = "response_format"
@@ -34,11 +36,23 @@ def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource,
     if not names_grammar(sources):
         return sources
     replaced: list[ParameterSource] = []
+    given: list[tuple[Grammar, str]] = []
     for source in sources:
         others = {name: value for name, value in source.values.items() if name not in GRAMMAR_PARAMETERS}
         replaced.append(ParameterSource(origin=source.origin, values=others))
-        replaced += [ParameterSource(origin=g.name, values={"grammar": g}) for g in _grammars(source.values)]
+        given += [(grammar, source.origin) for grammar in _grammars(source.values)]
+    _check_same(given)
+    replaced += [ParameterSource(origin=grammar.name, values={"grammar": grammar}) for grammar, _ in given[:1]]
     return tuple(replaced)
+
+
+def _check_same(given: list[tuple[Grammar, str]]) -> None:
+    """Raise `InvalidRequest` for grammars that differ, by whichever names."""
+    for grammar, origin in given[1:]:
+        first, first_origin = given[0]
+        if grammar != first:
+            places = (f" in {first_origin}", f" in {origin}") if grammar.name == first.name else ("", "")
+            raise InvalidRequest(f"{first.name}{places[0]} and {grammar.name}{places[1]} are set: give one")
 
 
 def names_grammar(sources: Iterable[ParameterSource]) -> bool:
@@ -60,7 +74,7 @@ def _flat_members(values: Mapping[str, object]) -> dict[str, object]:
 
 def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
     """Return the grammar of members of vLLM's `StructuredOutputsParams` and `GuidedDecodingParams`."""
-    given = {name: value for name, value in members.items() if not _is_off(value)}
+    given = {name: value for name, value in members.items() if _is_given(name, value)}
     backend = given.pop("backend", given.pop("_backend", "auto"))
     if backend not in _BACKENDS:
         name = "guided_decoding_backend" if prefix == _FLAT else f"{prefix}backend"
@@ -75,6 +89,11 @@ def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
     if whitespace and (not kinds or kinds[0] not in ("json", "json_object")):
         raise InvalidRequest(f"{prefix}{next(iter(whitespace))} is set: it goes with a JSON schema or json_object")
     return _BUILDERS[kinds[0]](prefix + kinds[0], given[kinds[0]], whitespace) if kinds else None
+
+
+def _is_given(name: str, value: object) -> bool:
+    """Return whether a member counts. An empty grammar does, and is refused: it is no wish for free text."""
+    return value is not None if name in _NEVER_EMPTY else not _is_off(value)
 
 
 def _is_off(value: object) -> bool:
@@ -94,8 +113,9 @@ def _object(name: str, value: object) -> Mapping[str, object]:
 def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
     """Keep the text of a schema, or write it with options of llguidance for whitespace."""
     if isinstance(value, str) and not whitespace:
+        grammar = Grammar.json_schema(value, name)
         _schema_object(name, value)
-        return Grammar.json_schema(value, name)
+        return grammar
     schema = _schema_object(name, value)
     if whitespace:
         schema = {**schema, "x-guidance": _whitespace_options(name, whitespace)}
@@ -106,6 +126,7 @@ def _schema_object(name: str, value: object) -> Mapping[str, object]:
     schema = parse_json(value, name) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be a JSON schema, an object")
+    check_options(name, schema)
     return schema
 
 

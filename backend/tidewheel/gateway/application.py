@@ -170,6 +170,7 @@ class Gateway:
                     return account.label(read(fields))
 
                 ask = await self._beside(len(body), understand)
+                request["schema_name"] = ask.schema_name
                 return await answer(request, ask._replace(model=self._upstreams.model(ask.model)))
 
         return handle
@@ -316,7 +317,7 @@ def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = No
 
 
 def _refusal(request: web.Request, error: RequestError) -> web.Response:
-    body = openai_errors.body_of(error, request.get("fields", ()))
+    body = openai_errors.body_of(error, request.get("fields", ()), request.get("schema_name", ""))
     return _json(body, status=openai_errors.status_of(error), headers=openai_errors.headers_of(error))
 
 

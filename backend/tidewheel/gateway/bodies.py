@@ -7,7 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tidewheel.gateway.body_size import check_structure
-from tidewheel.gateway.forced_calls import call_schema, follows_grammar, without_strict
+from tidewheel.gateway.forced_calls import (
+    call_schema,
+    check_no_grammar,
+    follows_grammar,
+    parameters_name,
+    without_strict,
+)
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.request_errors import InvalidRequest, Unsupported
 
@@ -83,6 +89,7 @@ class Ask(NamedTuple):
     tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
     has_one_call: bool = False
     follows_grammar: bool = False
+    schema_name: str = ""  # of a forced call, for messages
 
     @property
     def size(self) -> int:
@@ -121,8 +128,11 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     limits = {name: limit for name, limit in limits.items() if limit is not None}
     params |= limits or {"max_tokens": MOST_TOKENS}
     tools = body.tools if body.tool_choice != "none" else []
+    schema_name = ""
     if body.tool_choice not in ("auto", "none"):
+        check_no_grammar(params)
         params["structured_outputs"] = {"json": call_schema(tools, body.tool_choice)}
+        schema_name = parameters_name(tools, body.tool_choice)
         tools = without_strict(tools)
     if tools:
         params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
@@ -130,7 +140,7 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     prompt = conversation(body.messages, tools, body.chat_template_kwargs)
     ask = _ask(body, params, [prompt], top_logprobs, is_chat=True)
     names = frozenset(str(_name(tool)) for tool in tools) if tools else None
-    return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls)
+    return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls, schema_name=schema_name)
 
 
 def read_completion(fields: dict[str, Any]) -> Ask:

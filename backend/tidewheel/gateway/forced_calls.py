@@ -8,6 +8,9 @@ from typing import Any
 from tidewheel_client.request_errors import InvalidRequest
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")
+_FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
+_MOST_CHARS = 200  # of names in a message
 
 
 def follows_grammar(params: Mapping[str, object]) -> bool:
@@ -17,18 +20,43 @@ def follows_grammar(params: Mapping[str, object]) -> bool:
     return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
 
 
+def check_no_grammar(params: Mapping[str, object]) -> None:
+    """Raise `InvalidRequest` for a grammar beside a forced call, which is one too."""
+    for name in _FIELDS:
+        if _asks(params.get(name)):
+            raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
+
+
+def _asks(value: object) -> bool:
+    members = value.values() if isinstance(value, Mapping) else [value]
+    return bool(value) and value != {"type": "text"} and any(member is not None for member in members)
+
+
 def call_schema(tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of one call, of any tool for "required". Raise `InvalidRequest`.
 
     The call is `{"name": …, "arguments": {…}}`, which `spoken` understands, whichever model wrote it.
     """
+    functions = _forced_functions(tools, tool_choice)
+    return {"anyOf": [_call(name, one.get("parameters") or _NO_PARAMETERS) for name, one in functions.items()]}
+
+
+def parameters_name(tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]) -> str:
+    """Return how a message names the schema of a forced call, which the client sent in parts."""
+    names = " or ".join(_forced_functions(tools, tool_choice))
+    return f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
+
+
+def _forced_functions(
+    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
     functions = [tool.get("function") for tool in tools]
     known = {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
     names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]
     if not known or names[0] not in known:
         wanted = names[0] if names else "a tool"
         raise InvalidRequest(f"tool_choice forces a call of {wanted}: tools has no such function")
-    return {"anyOf": [_call(name, known[name].get("parameters") or _NO_PARAMETERS) for name in names]}
+    return {name: known[name] for name in names}
 
 
 def without_strict(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

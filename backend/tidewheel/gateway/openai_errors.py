@@ -51,6 +51,7 @@ _NAMES = {
     "logprobs": ("top_logprobs",),
     "max_tokens": ("max_tokens", "max_completion_tokens"),
 }
+_FORCED = "structured_outputs.json"  # of the backend
 _BUG = _Meaning(500, _SERVER, "internal_error")
 
 
@@ -69,12 +70,18 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
     return headers
 
 
-def body_of(error: errors.RequestError, fields: Container[str] = ()) -> bytes:
-    """Return the JSON. `param` is the one of the request's `fields` with which the message begins."""
+def body_of(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
+    """Return the JSON. `param` is the one of the request's `fields` with which the message begins.
+
+    `schema_name` stands for the schema of a forced call, which the gateway made.
+    """
     meaning = _meaning(error)
     first = error.message.split(" ", 1)[0].rstrip(":")
     named = next((name for name in _NAMES.get(first, ()) if name in fields), first)
-    param = named if named.split(".", 1)[0].split("[", 1)[0] in fields else None
+    if first == _FORCED and schema_name:
+        named = schema_name
+    name = named.split(":", 1)[0]
+    param = name if name.split(".", 1)[0].split("[", 1)[0] in fields else None
     message = named + error.message.removeprefix(first)
     said = {"message": message, "type": meaning.type, "param": param, "code": meaning.code}
     return msgspec.json.encode({"error": said | ({"tag": error.tag} if error.tag else {})})

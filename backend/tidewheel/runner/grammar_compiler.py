@@ -19,8 +19,9 @@ import tokenizers
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
+from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.grammar import Grammar, GrammarKind
+from tidewheel.json_schemas import check_bounds
 from tidewheel.regular_files import read_at_most
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def to_source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
+                check_bounds(grammar.name, json.loads(grammar.text))
                 return str(LLMatcher.grammar_from_json_schema(grammar.text, _DEFAULTS, _STRICT))
             case GrammarKind.JSON_OBJECT:
                 return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
@@ -113,6 +115,8 @@ def to_source(grammar: Grammar) -> str:
                 return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
             case GrammarKind.EBNF:
                 return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
+    except TidewheelError:
+        raise
     except RecursionError:
         raise InvalidRequest(f"{grammar.name} is nested too deep") from None
     except Exception as error:

@@ -1,0 +1,51 @@
+"""Keywords of a JSON schema that llguidance does not follow as a client means them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tidewheel.errors import Unsupported
+
+MOST_BOUND = 2**53  # llguidance keeps bounds as floats, which hold all integers up to here
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_VALUES = ("const", "enum", "default", "examples")
+_SHOWN_CHARS = 80
+
+
+def check_bounds(name: str, schema: object) -> None:
+    """Raise `Unsupported` for a bound of parsed JSON that a float does not hold exactly."""
+    for keyword, value in _keywords(schema):
+        if keyword not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        most = MOST_BOUND - keyword.startswith("exclusive")  # the next integer must be exact too
+        if not -most <= value <= most:
+            shown = f"{keyword} is {str(value)[:_SHOWN_CHARS]}"
+            raise Unsupported(f"{name}: {shown}: bounds beyond {most} are not supported; set a nearer one")
+
+
+def check_options(name: str, schema: object) -> None:
+    """Raise `Unsupported` for options of llguidance, some of which give texts that are no JSON."""
+    for keyword, _ in _keywords(schema):
+        if keyword == "x-guidance":
+            raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
+
+
+def _keywords(schema: object) -> Iterator[tuple[str, object]]:
+    """Yield the keywords of a schema and of those in it. Values and names of properties are none."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, dict):
+            yield from part.items()
+            for keyword, value in part.items():
+                waiting += _schemas(keyword, value)
+
+
+def _schemas(keyword: str, value: object) -> list[object]:
+    if keyword in _OF_VALUES:
+        return []
+    return list(value.values()) if keyword in _OF_NAMES and isinstance(value, dict) else [value]

@@ -3,9 +3,14 @@ from __future__ import annotations
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("support")  # failures there show values, too
 
 # Programs under test can be interrupted where a script runs the tests in the background, which ignores Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No example fails because the machine is busy.
+settings.register_profile("tidewheel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tidewheel")

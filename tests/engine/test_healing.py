@@ -114,19 +114,25 @@ def test_a_run_directory_that_is_full_when_the_engine_dies(
     wait_serves(client)
 
 
-def test_an_engine_that_has_no_room_to_say_that_it_is_ready(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path
+@pytest.mark.parametrize("loads", [True, False])
+def test_every_front_end_says_that_there_is_no_room(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, loads: bool
 ) -> None:
-    client = connect(config=reading(model), hold_s=HELD_S)
-    model.write_text(LOADS_FOREVER)
-    old = kill(client)
-    poll(lambda: client.status.pid != old.pid and client.status.stage == "weights", "another start")
+    """An engine that loads cannot say that it is ready. Without one, its owner cannot say why."""
+    owner, other = (connect(config=reading(model), hold_s=HELD_S) for _ in range(2))
 
     def fail(*_: object) -> None:
         raise FULL
 
+    if not loads:
+        monkeypatch.setattr(launcher, "write_status", fail)
+    model.write_text(LOADS_FOREVER)
+    old = kill(owner)
+    if loads:
+        poll(lambda: owner.status.pid != old.pid and owner.status.stage == "weights", "another start")
     monkeypatch.setattr(Path, "write_bytes", fail)
-    next_error(client, 1, f"{folder} cannot be written (No space left on device): make room")
+    for client in (owner, other):
+        next_error(client, 1, f"{folder} cannot be written (No space left on device): make room")
 
 
 def test_an_engine_whose_first_status_cannot_be_written_is_ended(

@@ -135,8 +135,8 @@ class EngineLauncher:
         return status
 
     def _check_room(self, status: Status | None) -> None:
-        """Raise `ConfigError` where an engine that loads could not say that it is ready."""
-        if self.is_owner and status is not None and status.is_alive and time.monotonic() >= self._next_room_check:
+        """Raise `ConfigError` where no engine could say that it is ready, nor its owner why it does not start."""
+        if status is not None and time.monotonic() >= self._next_room_check:
             self._next_room_check = time.monotonic() + ROOM_CHECK_S
             check_room(self._engine_dir)
 

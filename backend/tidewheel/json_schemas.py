@@ -1,4 +1,4 @@
-"""Keywords of a JSON schema that llguidance does not follow as a client means them."""
+"""Keywords of a JSON schema that llguidance does not follow, or read, as a client means them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tidewheel.errors import Unsupported
 MOST_BOUND = 2**53  # llguidance keeps bounds as floats, which hold all integers up to here
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_VALUES = ("const", "enum", "default", "examples")
 _SHOWN_CHARS = 80
@@ -32,15 +33,34 @@ def check_options(name: str, schema: object) -> None:
             raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
 
 
+def read_plainly(schema: object) -> None:
+    """Change, in parsed JSON, what llguidance would refuse though the specification allows it.
+
+    A count may be written as 2.0, and `uniqueItems` that is false asks for nothing.
+    """
+    for part in _parts(schema):
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+        for keyword in _COUNTS:
+            value = part.get(keyword)
+            if isinstance(value, float) and value.is_integer():
+                part[keyword] = int(value)
+
+
 def _keywords(schema: object) -> Iterator[tuple[str, object]]:
-    """Yield the keywords of a schema and of those in it. Values and names of properties are none."""
+    for part in _parts(schema):
+        yield from part.items()
+
+
+def _parts(schema: object) -> Iterator[dict[str, object]]:
+    """Yield a schema and those in it, which are no values and no names of properties."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list | tuple):
             waiting += part
         elif isinstance(part, dict):
-            yield from part.items()
+            yield part
             for keyword, value in part.items():
                 waiting += _schemas(keyword, value)
 

@@ -171,6 +171,7 @@ def with_call(call: object) -> list[object]:
         ({"messages": USER, "tool": []}, ["messages", "'tool'", "tools"]),
         ({"messages": USER, "tools": {}}, ["tools", "list"]),
         ({"messages": USER, "tools": [3]}, ["tools[0]", "object"]),
+        ({"messages": USER, "tools": with_tool()["tools"] * 2}, ["tools has several functions of the name f"]),
         ({"messages": USER, "tools": [{}] * 129}, ["tools has 129", "128"]),
         (with_tool(name="a b"), ["tools[0].function.name", "'a b'"]),
         (with_tool(name=""), ["tools[0].function.name"]),

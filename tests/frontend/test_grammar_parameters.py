@@ -19,6 +19,10 @@ def grammar(**given: object) -> Grammar | None:
     return parse_parameters([ParameterSource(origin="sampling_parameters", values=given)]).sampling.grammar
 
 
+def wrapped(**members: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, **members}}}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -55,6 +59,7 @@ def grammar(**given: object) -> Grammar | None:
         ({"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": TEXT}, Grammar.json_schema(TEXT)),
         ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}, Grammar.regex("a")),
         ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": RULES}, Grammar.ebnf(RULES)),
+        (wrapped(name="x", description="y", strict=True), Grammar.json_schema({"type": "object"})),
         ({"guided_json": TEXT, "response_format": {"type": "text"}}, Grammar.json_schema(TEXT)),
         ({"guided_json": None, "guided_choice": None, "guided_regex": None, "guided_json_object": False}, None),
         ({"structured_outputs": {"json": None, "choice": None, "json_object": False, "regex": None}}, None),
@@ -137,6 +142,24 @@ def test_spellings(given: dict[str, object], expected: Grammar | None) -> None:
         ),
         ({"response_format": {"type": "xml"}}, Unsupported, "response_format has the type 'xml'"),
         ({"response_format": {"type": "json_schema"}}, InvalidRequest, "response_format needs json_schema"),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            InvalidRequest,
+            "response_format.schema is set beside the type json_object: send the type json_schema",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            InvalidRequest,
+            "response_format.json_schema is set beside the type text: send the type json_schema",
+        ),
+        (
+            {"response_format": {"type": "text", "made_up": 1}},
+            InvalidRequest,
+            "response_format.made_up is set beside the type text: leave it out",
+        ),
+        (wrapped(foo=1), InvalidRequest, "response_format.json_schema.foo is unknown: known are name, description"),
+        (wrapped(name=5), InvalidRequest, "response_format.json_schema.name is 5: it must be text"),
+        (wrapped(strict="maybe"), InvalidRequest, "response_format.json_schema.strict is 'maybe': it must be true"),
         ({"grammar": "root"}, InvalidRequest, "grammar is 'root': send guided_grammar or structured_outputs"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",

@@ -71,6 +71,7 @@ def sampling(**values: object) -> SamplingParams:
         ({"pad_id": 0, "max_tokens": None}, {}),
         ({"n": 1, "best_of": 1, "beam_width": 1, "length_penalty": 1.0, "guided_json": None, "tools": []}, {}),
         ({"response_format": {"type": "text"}, "detokenize": True, "n": "1"}, {}),
+        ({"metadata": {}, "service_tier": "auto", "modalities": ["text"]}, {}),
         ({"echo": False, "user": "", "model": None, "tool_choice": "none", "store": False, "top_logprobs": 0}, {}),
     ],
     ids=str,

@@ -56,7 +56,7 @@ def test_more_inputs_than_are_asked_at_once(gateway: RunningGateway, triton: Fak
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        ({}, "missing required field `input`", None),
+        ({}, "input is missing: it is required", "input"),
         ({"input": []}, "input has 0 entries: it must have 1 to 2048", "input"),
         ({"input": ["x"] * 2049}, "input has 2049 entries", "input"),
         ({"input": ["x", 5]}, "input mixes texts", "input"),

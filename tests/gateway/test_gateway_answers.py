@@ -194,6 +194,16 @@ def test_logprobs_of_a_completion(gateway: RunningGateway, triton: FakeTriton) -
         "top_logprobs": [{"é": -0.5, "b": -1.5}] * 2,
     }
     assert last["text_offset"] == [2]
+    partial = [{"7": {"logprob": -0.5, "rank": 1, "decoded_token": "\ufffd"}}]
+
+    def one_character_of_three_tokens(asked: Asked) -> Answer:
+        yield response(asked.message, text_output="€", finish_reason="None", logprobs=json.dumps(partial * 3))
+        yield from say(asked, logprobs=json.dumps(LOGPROBS[1:]), text_output="cd")
+
+    triton.answer = one_character_of_three_tokens
+    offsets = [e["choices"][0]["logprobs"]["text_offset"] for e in events(gateway.complete(logprobs=1, stream=True))]
+    whole = gateway.complete(logprobs=1).json()["choices"][0]["logprobs"]["text_offset"]
+    assert [*offsets[0], *offsets[1]] == whole == [0, 1, 2, 3]
     triton.answer = lambda asked: say(asked, logprobs=json.dumps(LOGPROBS))
     assert gateway.complete(logprobs=0).json()["choices"][0]["logprobs"]["top_logprobs"] is None
 
@@ -344,7 +354,9 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: obje
     (call,) = answer["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "<think>"}'}
     assert answer["finish_reason"] == "tool_calls"
-    (one,) = triton.asked[0].sampling["structured_outputs"]["json"]["anyOf"]
+    grammar = triton.asked[0].sampling["structured_outputs"]
+    (one,) = grammar["json"]["anyOf"]
+    assert grammar["whitespace_pattern"] == " "
     assert one["properties"]["name"] == {"const": "weather"}
     assert one["properties"]["arguments"]["type"] == "object"
     assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
@@ -358,6 +370,7 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: obje
         {"response_format": {"type": "json_object"}},
         {"guided_choice": ["a"]},
         {"guided_decoding": {"json": {}}},
+        {"guided_json": {}},
     ],
     ids=str,
 )

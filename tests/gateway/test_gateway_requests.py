@@ -36,7 +36,7 @@ def test_an_answer_of_a_chat_is_as_long_as_the_context(gateway: RunningGateway, 
     gateway.complete()
     chat, limited, completion = (asked.sampling for asked in triton.asked)
     assert chat == {"max_tokens": 2**31 - 1, "n": 1}
-    assert limited == {"max_completion_tokens": 5, "n": 1}
+    assert limited == {"max_tokens": 5, "n": 1}
     assert completion == {"n": 1}
 
 
@@ -117,7 +117,13 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
         ("completions", b'{"prompt": "\xff"}', "not JSON", None),
         ("completions", b'{"prompt": NaN}', "not JSON", None),
         ("completions", b'{"seed": ' + b"9" * 10_000 + b"}", "", None),
-        ("completions", {"model": "demo"}, "missing required field `prompt`", None),
+        ("completions", {"model": "demo"}, "prompt is missing: it is required", "prompt"),
+        ("embeddings", {}, "input is missing: it is required", "input"),
+        ("completions", {"prompt": "x", "user": "me"}, "user is set: rates and quotas are for a tenant", "user"),
+        ("chat/completions", {"model": "demo"}, "messages is missing: it is required", "messages"),
+        ("chat/completions", {**CHAT, "functions": [{}]}, "functions is set: send tools", "functions"),
+        ("chat/completions", {**CHAT, "function_call": {}}, "send tools and tool_choice", "function_call"),
+        ("chat/completions", {**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens is 5", "max_tokens"),
         ("completions", {"prompt": 5}, "prompt: Expected `str | array`", "prompt"),
         ("completions", {"prompt": []}, "prompt has 0 entries", "prompt"),
         ("completions", {"prompt": ["x"] * 65}, "prompt has 65 entries: it must have 1 to 64", "prompt"),
@@ -181,9 +187,11 @@ def test_a_body_that_is_too_large_is_not_parsed(gateway: RunningGateway) -> None
 
 
 def test_paths_and_methods(gateway: RunningGateway) -> None:
-    for answer in (gateway.get("/v1/nothing"), gateway.get("/v1/completions")):
-        assert answer.status_code == 404
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+    unknown, wrong = gateway.get("/v1/nothing"), gateway.get("/v1/completions")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["Allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "GET /v1/completions: use POST"
 
 
 @pytest.mark.parametrize("model", ["other", "demo_infer"])

@@ -59,7 +59,7 @@ def test_detokenize(gateway: RunningGateway, triton: FakeTriton) -> None:
         ("tokenize", {"prompt": "x", "messages": CHAT}, "prompt or messages", "prompt"),
         ("tokenize", {"prompt": 5}, "prompt: Expected `str", "prompt"),
         ("tokenize", {"prompt": "x", "tools": TOOLS}, "tools and chat_template_kwargs", "tools"),
-        ("detokenize", {}, "missing required field `tokens`", None),
+        ("detokenize", {}, "tokens is missing: it is required", "tokens"),
         ("detokenize", {"tokens": ["a"]}, "tokens[0]: Expected `int`", "tokens[0]"),
         ("detokenize", {"tokens": [2**40]}, "tokens must be a sequence of int32", "tokens"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -49,9 +50,13 @@ def parse_conversation(data: str | bytes) -> Conversation:
     messages = parts.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(f"messages is {show(messages)}: it must be a list of one message or more")
+    tools = _list("tools", parts.get("tools"), MAX_TOOLS, _tool)
+    names = Counter(tool["function"]["name"] for tool in tools)
+    if len(names) < len(tools):
+        raise InvalidRequest(f"tools has several functions of the name {names.most_common(1)[0][0]}: send one")
     conversation = Conversation(
         _list("messages", messages, MAX_MESSAGES, _message),
-        _list("tools", parts.get("tools"), MAX_TOOLS, _tool) or None,
+        tools or None,
         _options(parts.get("chat_template_kwargs")),
     )
     try:

@@ -17,6 +17,7 @@ _NEVER_EMPTY = ("json", "regex", "choice", "grammar")
 _ANY_JSON = '{"type": ["object", "array"]}'  # of TensorRT-LLM
 _OBJECTS = ("structured_outputs", "guided_decoding")
 _FORMAT = "response_format"
+_WRAPPER = ("name", "description", "schema", "strict")  # members of OpenAI's json_schema
 _GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
 # Members of vLLM's objects that have no effect here: there is one library.
 _WITHOUT_EFFECT = ("disable_fallback", "_backend_was_auto")
@@ -178,14 +179,31 @@ def _of_guide(kind: object, guide: object) -> Grammar | None:
 
 
 def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
-    kind = value.get("type")
-    if not value or kind == "text":
+    given = {name: member for name, member in value.items() if member is not None}
+    if not given:
         return None
-    if kind == "json_object":
-        return Grammar.json_object(_FORMAT)
-    if kind != "json_schema":
+    kind = given.pop("type", None)
+    if kind not in ("text", "json_object", "json_schema"):
         raise Unsupported(f"{_FORMAT} has the type {show(kind)}: it must be text, json_object or json_schema")
-    wrapper = value.get("json_schema")
+    wrapper = given.pop("json_schema", None) if kind == "json_schema" else None
+    if given:
+        name = next(iter(given))
+        advice = "send the type json_schema" if "schema" in name else "leave it out"
+        raise InvalidRequest(f"{_FORMAT}.{name} is set beside the type {kind}: {advice}")
+    if kind == "json_schema":
+        return _of_wrapper(f"{_FORMAT}.json_schema", wrapper)
+    return Grammar.json_object(_FORMAT) if kind == "json_object" else None
+
+
+def _of_wrapper(place: str, wrapper: object) -> Grammar:
+    """Return the schema of OpenAI's object. Its name and description have no effect; answers are always `strict`."""
     if not isinstance(wrapper, Mapping) or wrapper.get("schema") is None:
         raise InvalidRequest(f"{_FORMAT} needs json_schema, an object with name and schema")
-    return _schema(f"{_FORMAT}.json_schema.schema", wrapper["schema"], {})
+    for name in ("name", "description"):
+        if wrapper.get(name) is not None:
+            to_text(f"{place}.{name}", wrapper[name])
+    if wrapper.get("strict") is not None:
+        to_bool(f"{place}.strict", wrapper["strict"])
+    if unknown := sorted(wrapper.keys() - _WRAPPER):
+        raise InvalidRequest(f"{place}.{unknown[0]} is unknown: known are {', '.join(_WRAPPER)}")
+    return _schema(f"{place}.schema", wrapper["schema"], {})

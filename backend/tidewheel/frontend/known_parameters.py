@@ -121,6 +121,7 @@ ABSENT: dict[str, AbsentFeature] = {
     **_each(
         "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier",
         "it is an option of OpenAI's service: leave it out",
+        (*_OFF, {}, "auto", "default", ["text"]),
     ),
     "model": AbsentFeature("the address of the request names the model: leave it out"),
     "user": AbsentFeature("there are no users: use tenant, which rates and quotas are for, or leave it out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class _Progress:
     """State of one choice."""
 
     listener: Listener
-    num_chars: int = 0  # before the current part
+    text_offset: int = 0  # of the next token, in the joined texts of tokens
     num_calls: int = 0
     has_begun: bool = False  # the role was sent
 
@@ -121,10 +122,9 @@ class Answer:
         of_prompt = self._prompt_logprobs.get(number, ()) if is_first else ()
         if part.logprobs is not None and self._ask.top_logprobs is not None:
             entries = (*of_prompt, *part.logprobs) if self._ask.has_echo else part.logprobs
-            choice["logprobs"] = self._logprobs(entries, progress.num_chars)
+            choice["logprobs"] = self._logprobs(entries, progress)
         if of_prompt and self._ask.shows_prompt_logprobs and not self._ask.is_chat:
             choice["prompt_logprobs"] = _shown(of_prompt)
-        progress.num_chars += len(part.text)
         choice |= _end(part.finish_reason)
         if choice["finish_reason"] == "stop" and progress.num_calls:
             choice["finish_reason"] = "tool_calls"
@@ -169,20 +169,19 @@ class Answer:
         function = {"name": call.name, "arguments": call.arguments}
         return {**place, "id": call.id, "type": "function", "function": function}
 
-    def _logprobs(self, entries: Logprobs, offset: int) -> Json:
+    def _logprobs(self, entries: Logprobs, progress: _Progress) -> Json:
         count = self._ask.top_logprobs or 0
         if self._ask.is_chat:
             return {"content": [_chat_logprob(entry, count) for entry in entries], "refusal": None}
         chosen = [_chosen(entry) for entry in entries]
-        offsets = [offset]
-        for one in chosen[:-1]:
-            offsets.append(offsets[-1] + len(one.decoded_token))
+        offsets = list(itertools.accumulate((len(one.decoded_token) for one in chosen), initial=progress.text_offset))
+        progress.text_offset = offsets.pop()
         tops = [
             {one.decoded_token: _finite(one) for one in entry.values()} if _chosen(entry).rank else None
             for entry in entries
         ]
         return {
-            "text_offset": offsets[: len(chosen)],
+            "text_offset": offsets,
             "token_logprobs": [_finite(one) if one.rank else None for one in chosen],
             "tokens": [one.decoded_token for one in chosen],
             "top_logprobs": tops if count else None,

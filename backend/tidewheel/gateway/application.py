@@ -19,7 +19,7 @@ from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
-from tidewheel.gateway.openai_errors import BodyTooLarge
+from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
@@ -27,7 +27,6 @@ from tidewheel_client import Chunk, codec
 from tidewheel_client.request_errors import (
     InternalError,
     InvalidRequest,
-    NotFound,
     RequestError,
     RequestTimeout,
     Unsupported,
@@ -326,5 +325,5 @@ def _of_http(request: web.Request, error: web.HTTPException) -> RequestError:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return BodyTooLarge(f"the body is larger than {request.client_max_size} bytes (--max-body-mb)")
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return NotFound(f"{request.method} {request.path}: use {', '.join(sorted(error.allowed_methods))}")
-    return NotFound(f"{request.method} {request.path}: no such path")
+        return MethodNotAllowed(f"{request.method} {request.path}", error.allowed_methods)
+    return UnknownUrl(f"{request.method} {request.path}: no such path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from tidewheel.gateway.forced_calls import (
     parameters_name,
     without_strict,
 )
+from tidewheel.gateway.openai_errors import FieldMissing
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.request_errors import InvalidRequest, Unsupported
 
@@ -24,11 +26,23 @@ MAX_PARAMETER_BYTES = 1 << 18  # of all that the backend reads; it has the same 
 MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
 MAX_REQUEST_ID_CHARS = 128
 
+
+class _Refused(NamedTuple):
+    """Field that is refused, unless its value requests nothing."""
+
+    reason: str
+    neutral: tuple[object, ...] = (False,)  # beside null
+
+
+# Fields that the backend would refuse, or take, in words of its own.
 _REFUSED = {
-    "num_return_sequences": "set n",
-    "close_session": "a session ends by its time (session_ttl_s), or over gRPC",
+    "num_return_sequences": _Refused("set n"),
+    "close_session": _Refused("a session ends by its time (session_ttl_s), or over gRPC"),
+    "functions": _Refused("send tools", ([],)),
+    "function_call": _Refused("send tools and tool_choice", ("none", "auto")),
+    "user": _Refused("rates and quotas are for a tenant, which a key has and others may name: leave it out", ("",)),
 }
-_NOTHING = (None, False)
+_MISSING = re.compile("Object missing required field `(.*)`")  # of msgspec, at the top
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,14 +138,13 @@ def read_chat(fields: dict[str, Any]) -> Ask:
         raise Unsupported("echo is set: a conversation is not returned; leave it out, or send false")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
-    limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
-    params |= limits or {"max_tokens": MOST_TOKENS}
+    params["max_tokens"] = _most_tokens(body)
     tools = body.tools if body.tool_choice != "none" else []
     schema_name = ""
     if body.tool_choice not in ("auto", "none"):
         check_no_grammar(params)
-        params["structured_outputs"] = {"json": call_schema(tools, body.tool_choice)}
+        # A model at a high temperature would fill the answer with whitespace.
+        params["structured_outputs"] = {"json": call_schema(tools, body.tool_choice), "whitespace_pattern": " "}
         schema_name = parameters_name(tools, body.tool_choice)
         tools = without_strict(tools)
     if tools:
@@ -141,6 +154,13 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     ask = _ask(body, params, [prompt], top_logprobs, is_chat=True)
     names = frozenset(str(_name(tool)) for tool in tools) if tools else None
     return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls, schema_name=schema_name)
+
+
+def _most_tokens(body: ChatBody) -> int:
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if older is not None and newer is not None and older != newer:
+        raise InvalidRequest(f"max_tokens is {older}, and max_completion_tokens is {newer}: send one of them")
+    return next((limit for limit in (older, newer) if limit is not None), MOST_TOKENS)
 
 
 def read_completion(fields: dict[str, Any]) -> Ask:
@@ -157,9 +177,9 @@ def read_completion(fields: dict[str, Any]) -> Ask:
 
 def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
     """Return the fields of `kind`, and the others. Raise `InvalidRequest` or `Unsupported`."""
-    for name, reason in _REFUSED.items():
-        if fields.get(name) not in _NOTHING:
-            raise Unsupported(f"{name} is set: {reason}")
+    for name, refused in _REFUSED.items():
+        if name in fields and fields[name] not in refused.neutral:
+            raise Unsupported(f"{name} is set: {refused.reason}")
     names = kind.__struct_fields__
     others = {key: value for key, value in fields.items() if key not in names and key not in _REFUSED}
     if (size := len(msgspec.json.encode(others))) > MAX_PARAMETER_BYTES:
@@ -169,6 +189,8 @@ def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[st
     try:
         return msgspec.convert({key: fields[key] for key in names if key in fields}, kind), others
     except msgspec.ValidationError as error:
+        if missing := _MISSING.fullmatch(str(error)):
+            raise FieldMissing(f"{missing[1]} is missing: it is required") from None
         raise InvalidRequest(_place_first(str(error))) from None
 
 

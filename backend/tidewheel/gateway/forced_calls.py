@@ -23,11 +23,13 @@ def follows_grammar(params: Mapping[str, object]) -> bool:
 def check_no_grammar(params: Mapping[str, object]) -> None:
     """Raise `InvalidRequest` for a grammar beside a forced call, which is one too."""
     for name in _FIELDS:
-        if _asks(params.get(name)):
+        if _asks(name, params.get(name)):
             raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
 
 
-def _asks(value: object) -> bool:
+def _asks(name: str, value: object) -> bool:
+    if name == "guided_json":
+        return value is not None  # {} is a schema too
     members = value.values() if isinstance(value, Mapping) else [value]
     return bool(value) and value != {"type": "text"} and any(member is not None for member in members)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 import msgspec
@@ -17,8 +17,24 @@ class Unauthorized(errors.RequestError):
     """Missing or wrong API key."""
 
 
+class FieldMissing(errors.InvalidRequest):
+    """Field that a body must have. Its name begins the message."""
+
+
 class BodyTooLarge(errors.RequestError):
     """Body beyond the gateway's own limit."""
+
+
+class MethodNotAllowed(errors.RequestError):
+    """Method that a path does not have."""
+
+    def __init__(self, request: str, allowed: Collection[str]) -> None:
+        self.allowed = sorted(allowed)
+        super().__init__(f"{request}: use {' or '.join(self.allowed)}")
+
+
+class UnknownUrl(errors.NotFound):
+    """Path that the gateway does not have."""
 
 
 class _Meaning(NamedTuple):
@@ -35,6 +51,8 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
     errors.Unsupported: _Meaning(400, _INVALID, "unsupported_parameter"),
     Unauthorized: _Meaning(401, "authentication_error", "invalid_api_key"),
     errors.NotFound: _Meaning(404, _INVALID, "model_not_found"),
+    UnknownUrl: _Meaning(404, _INVALID, "unknown_url"),
+    MethodNotAllowed: _Meaning(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: _Meaning(413, _INVALID, "body_too_large"),
     errors.Busy: _Meaning(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.Cancelled: _Meaning(499, _INVALID, "cancelled"),
@@ -67,11 +85,13 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
         headers |= {"Retry-After": str(math.ceil(retry_ms / 1000)), "retry-after-ms": str(retry_ms)}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed)
     return headers
 
 
 def body_of(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the JSON. `param` is the one of the request's `fields` with which the message begins.
+    """Return the JSON. `param` is the field, one of the request's or a missing one, with which the message begins.
 
     `schema_name` stands for the schema of a forced call, which the gateway made.
     """
@@ -81,9 +101,9 @@ def body_of(error: errors.RequestError, fields: Container[str] = (), schema_name
     if first == _FORCED and schema_name:
         named = schema_name
     name = named.split(":", 1)[0]
-    param = name if name.split(".", 1)[0].split("[", 1)[0] in fields else None
+    is_known = isinstance(error, FieldMissing) or name.split(".", 1)[0].split("[", 1)[0] in fields
     message = named + error.message.removeprefix(first)
-    said = {"message": message, "type": meaning.type, "param": param, "code": meaning.code}
+    said = {"message": message, "type": meaning.type, "param": name if is_known else None, "code": meaning.code}
     return msgspec.json.encode({"error": said | ({"tag": error.tag} if error.tag else {})})
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import tokenizers
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.grammar import Grammar, GrammarKind
-from tidewheel.json_schemas import check_bounds
+from tidewheel.json_schemas import check_bounds, read_plainly
 from tidewheel.regular_files import read_at_most
+from tidewheel.runner.gbnf import to_lark
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -39,8 +39,24 @@ _ERROR_CHARS = 300
 # A state of the lexer takes 1 to 2 kB, a mask stops at 200,000 units of work (some 15 ms). Errors quote no grammar.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 _UNSUPPORTED = re.compile("unimplemented|(not|only) (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
+_PLAIN = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"NoExtensionBias", "no text follows it"),
+        (r"Unimplemented keys: \[(.*)\]", r"\1 is not supported"),
+        (r"oneOf constraints are not supported", "oneOf with cases that overlap is not supported: use anyOf"),
+        (r"(Resource '.*') is not present", r"\1 is another document: put it into $defs"),
+    )
+)
 # Models write whitespace without end where they may.
 _DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_WRITTEN = {
+    GrammarKind.JSON_SCHEMA: "a JSON schema",
+    GrammarKind.JSON_OBJECT: "a JSON object",
+    GrammarKind.REGEX: "a pattern",
+    GrammarKind.CHOICE: "a list of choices",
+    GrammarKind.EBNF: "rules in GBNF or Lark",
+}
 _STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # whatever `x-guidance` of a schema says
 
 T = TypeVar("T")
@@ -89,7 +105,7 @@ class GrammarCompiler:
         if matcher.is_error():
             problem = _one_line(matcher.get_error())
             cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
-            raise cause(f"{name} cannot be followed: {problem}")
+            raise cause(f"{name} cannot be followed: {_plain(problem)}")
         return CompiledGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
 
     def _started(self, source: str) -> LLMatcher:
@@ -104,8 +120,10 @@ def to_source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                check_bounds(grammar.name, json.loads(grammar.text))
-                return str(LLMatcher.grammar_from_json_schema(grammar.text, _DEFAULTS, _STRICT))
+                schema = json.loads(grammar.text)
+                check_bounds(grammar.name, schema)
+                read_plainly(schema)
+                return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), _DEFAULTS, _STRICT))
             case GrammarKind.JSON_OBJECT:
                 return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
             case GrammarKind.REGEX:
@@ -114,13 +132,21 @@ def to_source(grammar: Grammar) -> str:
                 choices = json.loads(grammar.text)
                 return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
             case GrammarKind.EBNF:
-                return str(LLMatcher.grammar_from_lark(any_to_lark(grammar.text)))
+                return str(LLMatcher.grammar_from_lark(to_lark(grammar.text)))
     except TidewheelError:
         raise
     except RecursionError:
         raise InvalidRequest(f"{grammar.name} is nested too deep") from None
     except Exception as error:
-        raise InvalidRequest(f"{grammar.name} is not {grammar.kind}: {_one_line(str(error))}") from None
+        raise InvalidRequest(f"{grammar.name} is not {_WRITTEN[grammar.kind]}: {_one_line(str(error))}") from None
+
+
+def _plain(problem: str) -> str:
+    """Return the library's words, or those that say more to who wrote the grammar."""
+    for pattern, words in _PLAIN:
+        if found := pattern.search(problem):
+            return found.expand(words)
+    return problem
 
 
 def _one_line(text: str) -> str:

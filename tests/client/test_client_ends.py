@@ -57,6 +57,14 @@ def test_a_restricted_protocol(client: Client, triton: FakeTriton) -> None:
     assert not caught.value.retryable
 
 
+@pytest.mark.parametrize("text", ["Stream removed (Socket closed)", "recvmsg:Connection reset by peer"])
+def test_a_connection_that_is_lost(client: Client, triton: FakeTriton, text: str) -> None:
+    triton.answer = refuse(grpc.StatusCode.UNAVAILABLE, text)
+    with pytest.raises(tc.ServerUnavailable, match=rf"^the connection to {client.url} was lost \(") as caught:
+        client.generate("x")
+    assert text in str(caught.value)
+
+
 @pytest.mark.parametrize("tag", sorted(BY_TAG))
 @pytest.mark.parametrize("with_status", [True, False])
 def test_tagged_errors(client: Client, triton: FakeTriton, tag: str, with_status: bool) -> None:

@@ -116,5 +116,6 @@ class Stream(Iterator[Chunk]):
         if message is None:
             raise ServerUnavailable("the stream ended before its last response")
         if message.error_message:
+            self._close()  # server 2.51 can die if a stream is cancelled as its error is sent
             raise from_text(message.error_message)
         return message.infer_response

@@ -95,7 +95,8 @@ def refused_beside(server: Server, text: str) -> Iterator[None]:
 def test_a_prompt_of_200_megabytes_is_refused_beside_others(tmp_path: Path, recorded: Recorded) -> None:
     """Its shared memory is given back with its front end, which is replaced; a new one has inherited descriptors.
 
-    The server has had no request that Triton refuses, and no stream stays open: both would keep the front end.
+    The server has had no request that Triton refuses, no stream stays open, and none was cancelled as it ended: each
+    would keep the front end.
     """
     with serving(tmp_path) as server:
         assert record(server) == recorded

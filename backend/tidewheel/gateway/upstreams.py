@@ -21,6 +21,7 @@ from tidewheel_client.stream import Arrivals
 LOOK_S = 0.5  # between two looks at a server
 FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
 PROBE_S = 3.0
+END_S = 1.0  # of a call, after its error
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -109,6 +110,7 @@ class Upstream:
         try:
             async for message in call:
                 if message.error_message:
+                    await _read_end(call)
                     raise from_text(message.error_message)
                 if chunks := arrivals.take(message.infer_response):
                     yield chunks
@@ -241,6 +243,14 @@ class Upstreams:
 
 async def _once(request: pb.ModelInferRequest) -> AsyncIterator[pb.ModelInferRequest]:
     yield request
+
+
+async def _read_end(call: Any) -> None:
+    """Let a call end by itself: server 2.51 can die if it is cancelled as its error is sent."""
+    with contextlib.suppress(grpc.RpcError, TimeoutError):
+        async with asyncio.timeout(END_S):
+            async for _ in call:
+                pass
 
 
 async def _watch(upstream: Upstream) -> None:

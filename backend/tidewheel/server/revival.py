@@ -116,7 +116,7 @@ class GiveBack:
     """Replacement of front ends whose shared memory has grown, because Triton never shrinks it; requests go on.
 
     One at a time: Triton keeps a front end while a gRPC stream is open that had a request for it, and for ever after
-    a request over such a stream that Triton itself refused.
+    a request over such a stream that Triton itself refused, or a stream that was cancelled as it ended.
     """
 
     def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:

@@ -69,8 +69,13 @@ class Burst:
             self.receive()
 
     def close(self, *, cancel: bool = False) -> None:
+        """Close the streams, and cancel what still runs if asked to.
+
+        Server 2.51 keeps a front end for ever if a stream is cancelled as its last response is sent.
+        """
+        still_runs = self.num_final < self.num_sent
         for client in self.clients:
-            client.stop_stream(cancel_requests=cancel)
+            client.stop_stream(cancel_requests=cancel and still_runs)
             client.close()
 
 

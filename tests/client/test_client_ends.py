@@ -57,6 +57,20 @@ def test_a_restricted_protocol(client: Client, triton: FakeTriton) -> None:
     assert not caught.value.retryable
 
 
+def test_no_stream_is_cancelled_as_its_error_is_sent(client: Client, triton: FakeTriton) -> None:
+    was_cancelled = []
+
+    def answer(asked: Asked) -> Answer:
+        triton.ended.clear()
+        yield pb.ModelStreamInferResponse(error_message="[TW-INPUT] no")
+        was_cancelled.append(triton.ended.wait(0.2))
+
+    triton.answer = answer
+    with pytest.raises(tc.InvalidRequest), client.stream("x") as stream:
+        list(stream)
+    assert was_cancelled == [False]
+
+
 @pytest.mark.parametrize("text", ["Stream removed (Socket closed)", "recvmsg:Connection reset by peer"])
 def test_a_connection_that_is_lost(client: Client, triton: FakeTriton, text: str) -> None:
     triton.answer = refuse(grpc.StatusCode.UNAVAILABLE, text)

@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
+from tidewheel.gateway import upstreams
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
 
@@ -250,6 +252,22 @@ def test_errors_of_the_backend(
     assert error["param"] == (message.split()[0] if message.split()[0] in ("n", "prompt") else None)
     assert answer.headers["x-should-retry"] == str(retry is not None).lower()
     assert (answer.headers.get("Retry-After"), answer.headers.get("retry-after-ms")) == (retry or (None, None))
+
+
+def test_no_request_is_cancelled_as_its_error_is_sent(
+    gateway: RunningGateway, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstreams, "END_S", 60.0)
+    was_cancelled = []
+
+    def answer(asked: Asked) -> Answer:
+        triton.ended.clear()
+        yield pb.ModelStreamInferResponse(error_message="[TW-INPUT] no")
+        was_cancelled.append(triton.ended.wait(0.2))
+
+    triton.answer = answer
+    assert gateway.complete().status_code == 400
+    assert was_cancelled == [False]
 
 
 def test_an_error_in_the_middle_of_a_stream(gateway: RunningGateway, triton: FakeTriton) -> None:

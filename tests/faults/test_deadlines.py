@@ -10,7 +10,7 @@ import pytest
 from faults.conftest import Case
 from support.faults.service import MAX_RUNNING
 from support.triton.burst import bursting
-from support.triton.serving import Server
+from support.triton.serving import Server, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -22,11 +22,16 @@ def deadline(milliseconds: float) -> str:
     return json.dumps({"deadline_ms": milliseconds})
 
 
+def num_open(server: Server) -> float:
+    """Return how many requests the engine has."""
+    return sum(server.metric(f"vllm:num_requests_{state}") for state in ("running", "waiting"))
+
+
 def test_a_deadline_that_passes_in_the_queue_costs_nothing(server: Server, case: Case) -> None:
     with case(), bursting(server) as running, bursting(server) as waiting:
         for _ in range(2 * MAX_RUNNING):
             running.send("A long story", 900)
-        running.receive()
+        wait_for(lambda: num_open(server) >= 2 * MAX_RUNNING, PATIENCE_S, "a full server")
         prefilled = server.metric("vllm:prompt_tokens_total")
         began = time.monotonic()
         for _ in range(8):

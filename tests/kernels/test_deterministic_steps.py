@@ -57,7 +57,12 @@ def runner(
     settings = {"num_blocks": 12, "block_size": 16, "max_num_seqs": 4, "num_threads": 1, "enforce_eager": True}
     runner = ModelRunner.load(
         EngineConfig(
-            model=str(tmp_path), load_format="dummy", dtype="float32", device=device, deterministic=True, **settings
+            model=str(tmp_path),
+            load_format="dummy",
+            dtype="float32" if device == "cpu" else "bfloat16",
+            device=device,
+            deterministic=True,
+            **settings,
         )
     )
     for layer in runner._model._linears:

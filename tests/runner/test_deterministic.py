@@ -11,7 +11,7 @@ import torch
 from support.models import tiny_models
 from support.runner.decode_workloads import KINDS, workload
 from support.runner.step_loop import StepLoop
-from tidewheel.config import EngineConfig
+from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import InvariantLinear
 from tidewheel.models.loader import check_through_transformers
@@ -61,6 +61,23 @@ def test_every_product_and_attention_keeps_rows_apart(
     monkeypatch.setattr(_OP, "implementation", lambda kind: None)
     assert StepLoop(runner).run(workload(KINDS["greedy"], 6)) == expected
     assert calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_tokens_with_graphs_beside_others_are_those_without_and_alone(
+    config: EngineConfig, kv_cache_dtype: CacheDType
+) -> None:
+    config = dataclasses.replace(
+        config, device="cuda", dtype="bfloat16", deterministic=True, max_model_len=128, kv_cache_dtype=kv_cache_dtype
+    )
+    eager = ModelRunner.load(dataclasses.replace(config, enforce_eager=True))
+    work = [lambda i=i: workload(KINDS["everything"], 8)[i] for i in range(8)]
+    alone = [StepLoop(eager, prefix_caching=False).run([make()])[0] for make in work]
+    graphed = StepLoop(ModelRunner.load(config), num_blocks=20, token_budget=40)
+    for _ in range(2):
+        assert graphed.run([make() for make in work]) == alone
 
 
 def test_logits_have_one_dtype(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

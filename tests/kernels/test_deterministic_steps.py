@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,9 @@ from tidewheel.request import Request
 from tidewheel.runner.inputs import Bounds, DeviceInputs, HostInputs
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
-from tidewheel_kernels import launch_config
 from tidewheel_kernels.choice import Op
 from tidewheel_kernels.invariant_linear import triton_kernels as products
+from tidewheel_kernels.launch_config import LinearConfig, cdiv, linear_config
 
 VOCAB_SIZE, NUM_TOKENS = 60, 3
 MODEL = {
@@ -28,25 +27,21 @@ MODEL = {
     "head_dim": 16, "max_position_embeddings": 48, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
     "tie_word_embeddings": True, "torch_dtype": "float32", "sliding_window": None, "attention_bias": False,
 }  # fmt: skip
-NUM_PADDED = 2  # steps that are computed once more with rows of padding
+NUM_PADDED = 1  # steps that are computed once more with rows of padding
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 BIASED = SamplingParams(temperature=1.0, logit_bias={3: 2.0}, seed=6)
 
 
-@pytest.fixture
-def few_inputs_a_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Split small matrices too, and let steps of a prompt take another way than decodes."""
-    monkeypatch.setattr(launch_config, "MIN_INPUTS_PER_SPLIT", 32)
-    monkeypatch.setattr(products, "MOST_SPLIT_TILES", 3)
-    launch_config.linear_config.cache_clear()
-    yield
-    launch_config.linear_config.cache_clear()
+def small_tiles(out_features: int, in_features: int, element_size: int) -> LinearConfig:
+    """Split small matrices too, and let a longer prompt take the way of many rows."""
+    config = linear_config(out_features, in_features, element_size)
+    return config._replace(block_m=16, block_k=32, split_len=32, num_splits=cdiv(in_features, 32))
 
 
 @pytest.fixture
-def runner(
-    device: str, exact_rows: None, few_inputs_a_split: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ModelRunner:
+def runner(device: str, exact_rows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    monkeypatch.setattr(products, "linear_config", small_tiles)
+    monkeypatch.setattr(products, "MOST_SPLIT_TILES", 1)
     if device == "cpu":
         monkeypatch.setenv("TIDEWHEEL_KERNELS", "triton")
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -172,7 +172,7 @@ class LinearConfig(NamedTuple):
 def linear_config(out_features: int, in_features: int, element_size: int) -> LinearConfig:
     """Return tiles that are good for prompts, and enough splits that a tile of rows fills a large device."""
     if element_size > 2:
-        block_m, block_n, block_k, num_warps, num_stages = 32, 64, 32, 4, 2
+        block_m, block_n, block_k, num_warps, num_stages = 32, 64, 16, 4, 2
     else:
         block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 8, 3
     wanted = cdiv(LINEAR_PROGRAMS, cdiv(out_features, block_n))

@@ -86,6 +86,7 @@ class EngineConfig(SchedulingSettings):
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
     quantization: Quantization = "none"  # fp8: 8-bit weights and products, made at load; not of the output matrix
+    deterministic: bool = False  # a request's tokens do not depend on what else runs; slower, native models on a GPU
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
     seed: int = 0  # start of the random draws of requests that bring none
@@ -183,6 +184,11 @@ class EngineConfig(SchedulingSettings):
             raise ConfigError(f"batch_size is read by scheduling_strategy static, not by {strategy}: remove one")
         if self.batch_size is not None and self.batch_size > self.max_num_seqs:
             raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
+        if self.deterministic and self.quantization != "none":
+            raise ConfigError(
+                f"deterministic is true, and quantization is {self.quantization}: torch multiplies 8 bits, and its "
+                "sums may depend on the batch; set deterministic to false, or quantization to none"
+            )
         if self.swap_space > 0.0 and not self.enable_prefix_caching:
             raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
         if self.preemption_mode == "swap" and self.swap_space == 0.0:

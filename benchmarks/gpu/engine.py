@@ -20,7 +20,11 @@ from work_items import TEMPERATURE, WorkItem, headline, sharegpt, within_vocabul
 
 HEADLINE, SHAREGPT = "256 requests, 100-1024 in and out", "1000 requests, ShareGPT-like lengths"
 REPEATS = {"qwen3-0.6b": 3}  # others: 2
-VARIANTS = (("without overlap", {"async_scheduling": False}), ("without CUDA graphs", {"enforce_eager": True}))
+VARIANTS = (
+    ("without overlap", {"async_scheduling": False}),
+    ("without CUDA graphs", {"enforce_eager": True}),
+    ("deterministic", {"deterministic": True}),
+)
 NEEDS_S = {"qwen3-0.6b": 12.0, "llama-3.1-8b": 30.0}  # of one run with its start, at most
 NUM_KEPT = 2000  # samples of times between tokens
 

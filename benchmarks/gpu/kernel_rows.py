@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from gpu.measurements import OURS
-from gpu.timing import Call, KernelCase
+from gpu.timing import Call, KernelCase, Maker
 from roofline import Shape
-from tidewheel_kernels import SamplingTensors, compute_logprobs, rms_norm, rope_and_cache, sample, silu_and_mul
+from tidewheel_kernels import (
+    SamplingTensors,
+    compute_logprobs,
+    invariant_linear,
+    rms_norm,
+    rope_and_cache,
+    sample,
+    silu_and_mul,
+)
 
 EPS = 1e-6
 BLOCK_SIZE = 64
 CONTEXT = 8192
+FEW_ROWS = 128  # products of more are bound by arithmetic
 
 
 def _random(*sizes: int, device: torch.device) -> torch.Tensor:
@@ -46,6 +56,21 @@ def gated_activation(shape: Shape, num_tokens: int) -> KernelCase:
 
     case = f"{num_tokens} tokens, intermediate {shape.intermediate}"
     return KernelCase("SiLU-mul", case, 3 * 2 * num_tokens * shape.intermediate, {OURS: make, "torch": unfused})
+
+
+def down_product(shape: Shape, num_tokens: int) -> KernelCase:
+    """Multiply as with `deterministic`, beside cuBLAS."""
+    inputs, outputs = shape.intermediate, shape.hidden
+
+    def maker(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Maker:
+        return lambda device: partial(
+            multiply, _random(num_tokens, inputs, device=device), _random(outputs, inputs, device=device)
+        )
+
+    moved = 2 * (num_tokens * inputs + outputs * inputs + num_tokens * outputs)
+    flops = 2.0 * num_tokens * inputs * outputs if num_tokens > FEW_ROWS else 0.0
+    makers = {OURS: maker(invariant_linear), "torch": maker(linear)}
+    return KernelCase("invariant product", f"{num_tokens} tokens, {outputs} x {inputs}", moved, makers, flops)
 
 
 def norm_rope_write(shape: Shape, num_tokens: int) -> KernelCase:

@@ -55,6 +55,9 @@ def sweeps(is_dry: bool) -> Iterator[Sweep]:
     few = {"num_warps": (1, 2, 4, 8, 16)}
     yield Sweep("row_config", rows.residual_norm(shape, num_tokens), few)
     yield Sweep("elementwise_config", rows.gated_activation(shape, num_tokens), {"block": (512, 1024, 2048), **few})
+    wide = {"block_n": (64, 128, 256), "num_warps": (4, 8), "num_stages": (3, 4)}
+    for count in (4,) if is_dry else (128, 2048):
+        yield Sweep("linear_config", rows.down_product(shape, count), wide)
     yield Sweep("rope_config", rows.norm_rope_write(shape, num_tokens), {"block": (1, 2, 4, 8, 16), **few})
     yield Sweep("copy_config", copy_case(largest_layout(is_dry), 2 if is_dry else 256), {"num_warps": (1, 2, 4, 8)})
     yield Sweep("vocabulary_config", rows.sampling(batch, vocab, "top-p 0.9"), {"row_warps": (4, 8, 16)})

@@ -68,6 +68,12 @@ def sampling_cases(is_dry: bool) -> Iterator[KernelCase]:
             yield rows.log_probabilities(batch, vocab, num_top)
 
 
+def product_cases(is_dry: bool) -> Iterator[KernelCase]:
+    shape = SHAPES["tiny" if is_dry else "llama-3.1-8b"]
+    for num_tokens in (8,) if is_dry else (128, 1, 2048):
+        yield rows.down_product(shape, num_tokens)
+
+
 def measure(stage: Stage, timer: Timer, cases: Iterable[KernelCase], needs_s: float = 3.0) -> None:
     for case in cases:
         amount, unit, limit = 1e-9 * case.num_bytes, "GB/s", 1e-9 * stage.ceilings.copy_bandwidth
@@ -106,6 +112,7 @@ def body(stage: Stage) -> None:
         run_all(case.by("FlashAttention-3", fa3) for case in beside + prompts)
     run_all(row_cases(is_dry))
     run_all(sampling_cases(is_dry))
+    run_all(product_cases(is_dry))
     run_all(copy_case(largest_layout(is_dry), count) for count in ((2,) if is_dry else COPIED))
     swaps(stage)
     run_all(case.by(OURS, attention.ours) for case in decodes[2:])

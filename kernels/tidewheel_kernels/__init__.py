@@ -12,7 +12,8 @@ Implementations of an operation take the same arguments, without defaults. Files
 from tidewheel_kernels.activation import silu_and_mul
 from tidewheel_kernels.attention import paged_attention
 from tidewheel_kernels.attention.metadata import AttentionMetadata
-from tidewheel_kernels.choice import KernelUnavailable
+from tidewheel_kernels.choice import KernelUnavailable, runs_triton
+from tidewheel_kernels.invariant_linear import invariant_linear
 from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
 from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.logprobs import compute_logprobs
@@ -42,10 +43,12 @@ __all__ = [
     "compute_logprobs",
     "copy_blocks",
     "forbid_words",
+    "invariant_linear",
     "paged_attention",
     "quantize_rows",
     "rms_norm",
     "rope_and_cache",
+    "runs_triton",
     "sample",
     "scaled_linear",
     "silu_and_mul",

@@ -74,6 +74,13 @@ def _quantize_rows(width: int) -> None:
     quantize_rows(torch.empty(2, width, dtype=BF16))
 
 
+def _linear(out_features: int, in_features: int, *, bias: bool = False, dtype: torch.dtype = BF16) -> None:
+    from tidewheel_kernels.invariant_linear.triton_kernels import invariant_linear
+
+    weight = torch.empty(out_features, in_features, dtype=dtype)
+    invariant_linear(torch.empty(2, in_features, dtype=dtype), weight, weight[:, 0] if bias else None)
+
+
 def _attention(
     head_dim: int,
     *,
@@ -87,8 +94,9 @@ def _attention(
     max_seq_len: int = 4096,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    invariant: bool = False,
 ) -> None:
-    from tidewheel_kernels.attention.triton_kernels import paged_attention
+    from tidewheel_kernels.attention.triton_kernels import invariant_attention, paged_attention
 
     q = torch.empty(num_seqs * query_len, group * num_kv_heads, head_dim, dtype=dtype)
     cache, scales = _cache(block_size, num_kv_heads, head_dim, dtype, fp8)
@@ -101,13 +109,15 @@ def _attention(
         max_seq_len=max_seq_len,
         num_decodes=num_seqs if query_len == 1 else 0,
     )
-    paged_attention(q, cache, cache.clone(), meta, torch.empty_like(q), 0.1, sliding_window, soft_cap, scales)
+    attend = invariant_attention if invariant else paged_attention
+    attend(q, cache, cache.clone(), meta, torch.empty_like(q), 0.1, sliding_window, soft_cap, scales)
 
 
 _prefill = partial(_attention, query_len=256)
 # Few enough programs to split keys.
 _split_decode = partial(_attention, query_len=1, num_kv_heads=1)
 _plain_decode = partial(_attention, query_len=1, max_seq_len=64)
+_invariant = partial(_attention, query_len=1, invariant=True)
 
 
 def _sample(*, sampled: bool, dtype: torch.dtype = F32, vocabulary: int = VOCABULARY) -> None:
@@ -148,6 +158,11 @@ CASES = (
     Case("kv_cache-fp8", partial(_kv_cache, fp8=True), least_arch=89),
     Case("quantize_rows-1024", partial(_quantize_rows, 1024), least_arch=89),
     Case("quantize_rows-14336", partial(_quantize_rows, 14336), least_arch=89, default=False),
+    Case("linear-1024-3072", partial(_linear, 1024, 3072)),  # splits
+    Case("linear-28672-4096", partial(_linear, 28_672, 4096), default=False),
+    Case("linear-4608-3584-bias", partial(_linear, 4608, 3584, bias=True), default=False),
+    Case("linear-1024-3072-float32", partial(_linear, 1024, 3072, dtype=F32), may_spill=(80,), default=False),
+    Case("linear-300-112", partial(_linear, 300, 112), default=False),
     Case("prefill-128", partial(_prefill, 128)),
     Case("prefill-128-one-of-each", partial(_prefill, 128, num_seqs=1, group=1, num_kv_heads=1), default=False),
     Case("prefill-64", partial(_prefill, 64), default=False),
@@ -167,6 +182,14 @@ CASES = (
     Case("prefill-128-fp8-16", partial(_prefill, 128, block_size=16, fp8=True), least_arch=89, default=False),
     Case("prefill-64-float32", partial(_prefill, 64, dtype=F32), default=False),
     Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), may_spill=(80, 90, 100), default=False),
+    Case("invariant-128", partial(_invariant, 128), may_spill=(100,)),
+    Case("invariant-64", partial(_invariant, 64), default=False),
+    Case("invariant-256", partial(_invariant, 256), default=False),
+    Case("invariant-128-window", partial(_invariant, 128, sliding_window=1024), default=False),
+    Case("invariant-128-soft-cap", partial(_invariant, 128, soft_cap=50.0), may_spill=(100,), default=False),
+    Case("invariant-128-block-16", partial(_invariant, 128, block_size=16), default=False),
+    Case("invariant-128-fp8", partial(_invariant, 128, fp8=True), may_spill=(100,), least_arch=89, default=False),
+    Case("invariant-64-float32", partial(_invariant, 64, dtype=F32), default=False),
     Case("decode-128", partial(_plain_decode, 128)),
     Case("decode-128-split", partial(_split_decode, 128)),
     Case("decode-128-fp8", partial(_plain_decode, 128, fp8=True), least_arch=89),

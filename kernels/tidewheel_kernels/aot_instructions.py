@@ -59,6 +59,8 @@ def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str,
         return ("wide_loads",)  # as many elements are half the bytes
     if kernel in _STREAMING:
         return "wide_loads", "wide_stores"
+    if kernel == "invariant_linear_kernel" and arguments["x_ptr"].itemsize == 2:
+        return {90: "wgmma", 100: "tcgen05"}.get(arch, "mma"), "wide_loads"
     q = arguments.get("q_ptr")
     # float32 is multiplied without tensor cores.
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:

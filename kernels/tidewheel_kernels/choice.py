@@ -72,6 +72,11 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
     return "triton"
 
 
+def runs_triton(device_type: str) -> bool:
+    """Return whether every operation on such tensors is a triton-lang kernel."""
+    return choose(device_type, preference_from_environment(), has_cpu=False) == "triton"
+
+
 class Op(Generic[P, R]):
     """An operation with its implementations; `name` is also its launcher in `triton_kernels` of `package`."""
 

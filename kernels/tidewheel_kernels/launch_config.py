@@ -20,6 +20,10 @@ RESIDENT_PROGRAMS_PER_SM = 3
 # One-warp programs that read logits; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 MIN_DOT_SIZE = 16  # of tl.dot
+# Products whose sums follow from the matrix: programs of a tile of rows, whatever the device, and their inputs.
+LINEAR_PROGRAMS = 128
+MIN_INPUTS_PER_SPLIT = 512
+MAX_LINEAR_SPLITS = 8
 # Of a thread of four warps, so that three programs are resident; to convert 8-bit floats ten more would be taken.
 FP8_REGISTERS = 168
 # Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
@@ -150,6 +154,31 @@ def decode_config(
     is_limited = fp8 and head_dim % 16 == 0 and (block_m, block_n, block_d) == (MIN_DOT_SIZE, 64, 128)
     limit = FP8_REGISTERS if is_limited else None
     return AttentionConfig(block_m, block_n, block_d, num_warps=4, num_stages=3, max_registers=limit)
+
+
+class LinearConfig(NamedTuple):
+    """Tiles and splits of a product, by its matrix alone: a row must not depend on its batch."""
+
+    block_m: int  # rows
+    block_n: int  # outputs
+    block_k: int  # inputs
+    num_splits: int  # of the inputs
+    split_len: int  # a multiple of block_k; the last split may be shorter
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache
+def linear_config(out_features: int, in_features: int, element_size: int) -> LinearConfig:
+    """Return tiles that are good for prompts, and enough splits that a tile of rows fills a large device."""
+    if element_size > 2:
+        block_m, block_n, block_k, num_warps, num_stages = 32, 64, 16, 4, 2
+    else:
+        block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 8, 3
+    wanted = cdiv(LINEAR_PROGRAMS, cdiv(out_features, block_n))
+    num_splits = max(min(wanted, in_features // MIN_INPUTS_PER_SPLIT, MAX_LINEAR_SPLITS), 1)
+    split_len = cdiv(cdiv(in_features, num_splits), block_k) * block_k
+    return LinearConfig(block_m, block_n, block_k, cdiv(in_features, split_len), split_len, num_warps, num_stages)
 
 
 class DecodeSplits(NamedTuple):

@@ -51,9 +51,10 @@ def names(records: list[dict[str, Any]]) -> set[str]:
 
 BODIES: dict[str, tuple[Callable[[Stage], None], dict[str, Any], set[str]]] = {
     "kernels": (
-        kernels.body, {}, {"decode attention", "prefill attention", "residual RMSNorm", "block copy", "swap in"}
+        kernels.body, {},
+        {"decode attention", "prefill attention", "residual RMSNorm", "invariant product", "block copy", "swap in"},
     ),
-    "sweep": (kernels.body, {"sweep": True}, {"sweep decode_config", "sweep rope_config"}),
+    "sweep": (kernels.body, {"sweep": True}, {"sweep decode_config", "sweep linear_config", "sweep rope_config"}),
     "engine": (engine.body, {}, {"engine throughput", "decode steps over limit", "streamed tokens"}),
     "latency": (latency.body, {}, {"decode step", "time to first token", "prefill"}),
     "swap": (swap.body, {}, {"recompute over swap", "preemption"}),

@@ -36,7 +36,7 @@ REFUSED = {
     for name in (
         "an unknown field", "another name", "a version that is not there", "two values",
         "a tensor of another type", "a batch size", "levels without a default", "a policy of no level",
-        "a preferred batch", "a response cache", "GPUs of a CPU",
+        "a preferred batch", "a response cache", "GPUs of a CPU", "what a CPU does not promise",
     )
 }  # fmt: skip
 

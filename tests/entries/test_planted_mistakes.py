@@ -209,6 +209,10 @@ MISTAKES = {
     "what nothing reads": Mistake(
         "not-read", "config.pbtxt:4:1", "optimization", "remove it", "optimization { }\n", severity="warning"
     ),
+    "what a CPU does not promise": Mistake(
+        "model", "config.pbtxt:5:14", "parameters.deterministic", "is true … use a GPU … or set it to false",
+        setting("device", "cpu") + setting("deterministic", "true"),
+    ),
     "a longer context": Mistake(
         "model", "config.pbtxt:4:14", "parameters.max_model_len", "is 4096 … at most 1024",
         setting("max_model_len", "4096")

@@ -11,6 +11,7 @@ from tidewheel_kernels.launch_config import (
     compile_target,
     decode_config,
     decode_splits,
+    linear_config,
     next_power_of_2,
     prefill_config,
     row_config,
@@ -99,3 +100,24 @@ def test_rows_of_8_bits_that_are_no_multiple_of_16_bytes_go_through_pointers() -
         assert prefill_config(head_dim, 2, 64, 2, 90).tma
     assert decode_config(128, 4, 64, 2, fp8=True).max_registers == 168
     assert decode_config(120, 4, 64, 2, fp8=True).max_registers is decode_config(128, 4, 64, 2).max_registers is None
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "num_splits"),
+    [
+        (4096, 1024, 2),  # Qwen3-0.6B, two splits at most
+        (1024, 3072, 6),
+        (6144, 4096, 3),  # Llama-3.1-8B
+        (4096, 14_336, 4),
+        (28_672, 4096, 1),
+        (151_936, 1024, 1),
+        (64, 64, 1),
+        (64, 1030, 2),
+    ],
+)
+def test_splits_of_a_matrix(out_features: int, in_features: int, num_splits: int) -> None:
+    for element_size in (2, 4):
+        config = linear_config(out_features, in_features, element_size)
+        assert config.split_len % config.block_k == 0
+        assert (config.num_splits - 1) * config.split_len < in_features <= config.num_splits * config.split_len
+    assert linear_config(out_features, in_features, 2).num_splits == num_splits

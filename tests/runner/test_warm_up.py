@@ -47,6 +47,7 @@ SHAPES = {
     "odd heads": (14, 2, 80, 4097, 3, 300, 33, False),
     "one row": (4, 1, 64, 384, 1, 200, 16, False),
     "tiny context": (4, 2, 64, 384, 5, 3, 8, False),
+    "deterministic": (16, 4, 128, 4097, 9, 300, 200, True),  # of the output product, inputs are split
 }
 
 
@@ -79,7 +80,9 @@ def runner(name: str) -> ModelRunner:
         max_position_embeddings=2048, rope=RopeConfig(rope_type="default", theta=1e6), qk_norm=qk_norm,
         sliding_windows=(0, 128),
     )  # fmt: skip
-    model = Decoder(config, max_model_len=max_model_len, dtype=torch.bfloat16, device=CPU)
+    model = Decoder(
+        config, max_model_len=max_model_len, dtype=torch.bfloat16, device=CPU, deterministic=name == "deterministic"
+    )
     layout = CacheLayout(model.shape, BLOCK_SIZE, torch.bfloat16)
     kv = KVTensors(layout, NUM_BLOCKS, CPU)
     facts = _info(model.shape, max_num_seqs, max_model_len, budget)

@@ -64,6 +64,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "batch_size": 8}, "read by scheduling_strategy static"),
     ({"model": "m", "batch_size": 512, "scheduling_strategy": "static"}, "max_num_seqs allows 256"),
     ({"model": "m", "swap_space": 1, "enable_prefix_caching": False}, "keeps blocks by their content"),
+    ({"model": "m", "deterministic": "true", "quantization": "fp8"}, "set deterministic to false, or quantization"),
     ({"model": "m", "preemption_mode": "swap"}, "swap_space is 0"),
     ({"model": "m", "session_ttl_s": 7200}, "session_ttl_s is 7200"),
     ({"model": "m", "ageing_s": 0}, "ageing_s is 0"),

@@ -21,11 +21,17 @@ from tidewheel.models.architectures import native_traits
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.decoder_config import parse_config
-from tidewheel.models.loader import check_unquantized, resolve_max_model_len
+from tidewheel.models.loader import check_through_transformers, resolve_max_model_len
 from tidewheel.models.model_folder import MAX_INT, Fields, architecture, cached_folder, checkpoint_dtype, read_config
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
-from tidewheel.runner.device import check_quantization, resolve_cache_dtype, resolve_device, resolve_dtype
+from tidewheel.runner.device import (
+    check_deterministic,
+    check_quantization,
+    resolve_cache_dtype,
+    resolve_device,
+    resolve_dtype,
+)
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
 from tidewheel.runner.loading import BLOCK_SIZES
@@ -116,7 +122,7 @@ def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
         # Importing transformers takes seconds, which native models save.
         from tidewheel.models.transformers_model import transformers_config
 
-        check_unquantized(config.quantization, architecture(fields))
+        check_through_transformers(config, architecture(fields))
         _, hf_config = transformers_config(fields)
         context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len or MAX_INT
         return Plan(resolve_max_model_len(config.max_model_len, context), hf_config.vocab_size, None)
@@ -144,6 +150,7 @@ def _needs(
     weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
     check_weights_fit(weights, dtype, device)
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+    check_deterministic(config.deterministic, device)
     check_quantization(config.quantization, dtype, device)
     cache = cpu_budget(config).bytes
     if decoder is not None:

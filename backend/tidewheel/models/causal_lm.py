@@ -53,7 +53,7 @@ class CausalLM(Protocol):
         kv_layers: Sequence[KVLayer],
         logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, unique
     ) -> torch.Tensor:
-        """Return logits [S, vocab_size] in the model's dtype."""
+        """Return logits [S, vocab_size] in the model's dtype or float32."""
         ...
 
 

@@ -17,6 +17,7 @@ from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import (
     AttentionMetadata,
+    invariant_linear,
     paged_attention,
     quantize_rows,
     rms_norm,
@@ -64,6 +65,16 @@ class Linear:
         return packed[:num_rows]
 
 
+class InvariantLinear(Linear):
+    """Gives a row the same result, bit by bit, in any batch."""
+
+    def pack(self) -> None:
+        pass
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return invariant_linear(x, self.weight, self.bias)
+
+
 def padded_rows(num_rows: int) -> int:
     """Round up: by at most one row for a decode step, by a quarter for more.
 
@@ -83,8 +94,9 @@ def can_pack(dtype: torch.dtype) -> bool:
 class Weights:
     """Uninitialised tensors by their names in a Hugging Face checkpoint; parts of a fused matrix are views."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> None:
         self._dtype, self._device = dtype, device
+        self.is_invariant = invariant  # layers keep rows apart
         self.by_name: dict[str, torch.Tensor] = {}
         self.linears: list[Linear] = []
 
@@ -100,7 +112,10 @@ class Weights:
             if fused is not None:
                 views = torch.split(fused, list(parts.values()))
                 self.by_name |= {f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)}
-        self.linears.append(Linear(weights, biases))
+        return self.linear_of(weights, biases)
+
+    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        self.linears.append((InvariantLinear if self.is_invariant else Linear)(weight, bias))
         return self.linears[-1]
 
     def _empty(self, *shape: int) -> torch.Tensor:
@@ -109,7 +124,7 @@ class Weights:
 
 class Attention:
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str, cos_sin: torch.Tensor) -> None:
-        self._cos_sin = cos_sin
+        self._cos_sin, self._is_invariant = cos_sin, weights.is_invariant
         self._num_q_heads, self._num_kv_heads = config.num_q_heads, config.num_kv_heads
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
         self._scale = config.head_dim**-0.5
@@ -138,6 +153,7 @@ class Attention:
         return paged_attention(
             queries, kv.keys, kv.values, meta,
             scale=self._scale, sliding_window=self._sliding_window, scales=kv.scales, out=out,
+            invariant=self._is_invariant,
         )  # fmt: skip
 
 
@@ -191,16 +207,25 @@ class Decoder:
 
     is_capturable = True
 
-    def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        weights = Weights(dtype, device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool = False,
+    ) -> None:
+        weights = Weights(dtype, device, invariant=deterministic)
         self.config = config
+        # Else a row that changes its logits would have those of the whole batch drawn from as float32.
+        self._logits_dtype = torch.float32 if deterministic else dtype
         self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
         self.layers = [DecoderLayer(config, layer, weights, cos_sin) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm", config.hidden_size)
         if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
-            weights.linears.append(self.lm_head)
+            self.lm_head = weights.linear_of(self.embedding)
         else:
             self.lm_head = weights.linear("", config.hidden_size, {"lm_head": config.vocab_size})
         self.destinations = weights.by_name
@@ -263,7 +288,7 @@ class Decoder:
             self._normed(x.index_select(0, indices), residual.index_select(0, indices))
             for indices in (logit_indices, hidden_indices)
         )
-        return self.lm_head(chosen), pooled
+        return self._logits_of(chosen), pooled
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return embedding(token_ids, self.embedding)
@@ -271,7 +296,10 @@ class Decoder:
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
         if len(logit_indices) < len(x):  # else all tokens, in order
             x, residual = x.index_select(0, logit_indices), residual.index_select(0, logit_indices)
-        return self.lm_head(self._normed(x, residual))
+        return self._logits_of(self._normed(x, residual))
+
+    def _logits_of(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(normed).to(self._logits_dtype)
 
     def _run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tidewheel.config import EngineConfig, Quantization
+from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NativeTraits, native_traits
 from tidewheel.models.causal_lm import CausalLM, Progress
@@ -44,7 +44,7 @@ def _load_through_transformers(
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
     name = architecture(fields)
-    check_unquantized(config.quantization, name)
+    check_through_transformers(config, name)
     cls, hf_config = transformers_config(fields)
     context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
     if context is None:
@@ -73,7 +73,9 @@ def _load_native(
     planned.check_quantization(config.quantization)
     check_weights_fit(planned.weights_bytes, dtype, device)
     try:
-        decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
+        decoder = Decoder(
+            shape, max_model_len=max_model_len, dtype=dtype, device=device, deterministic=config.deterministic
+        )
     except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
         raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
     if config.load_format == "dummy":
@@ -86,12 +88,17 @@ def _load_native(
     return LoadedModel(decoder, shape.architecture, max_model_len)
 
 
-def check_unquantized(wanted: Quantization, architecture: str) -> None:
-    """Raise `ConfigError` for a model that runs through transformers."""
-    if wanted != "none":
+def check_through_transformers(config: EngineConfig, architecture: str) -> None:
+    """Raise `ConfigError` for settings that only the native decoder has."""
+    if config.quantization != "none":
         raise ConfigError(
-            f"quantization is {wanted}: {architecture} runs through transformers, whose weights stay as they are; "
-            "set it to none"
+            f"quantization is {config.quantization}: {architecture} runs through transformers, whose weights stay as "
+            "they are; set it to none"
+        )
+    if config.deterministic:
+        raise ConfigError(
+            f"deterministic is true: {architecture} runs through transformers, whose products are torch's, and their "
+            "sums may depend on the batch; set it to false"
         )
 
 

@@ -10,7 +10,8 @@ import torch
 from tidewheel.config import CacheDType, DType, EngineConfig, Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES
-from tidewheel_kernels import FP8
+from tidewheel_kernels import FP8, runs_triton
+from tidewheel_kernels.choice import ENVIRONMENT_VARIABLE as KERNELS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,15 @@ def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.de
         return dtype
     _check_converts(f"kv_cache_dtype is {wanted}", "auto", device)
     return FP8
+
+
+def check_deterministic(wanted: bool, device: torch.device) -> None:
+    """Raise `ConfigError` where kernels run whose sums depend on the batch."""
+    if wanted and not runs_triton(device.type):
+        raise ConfigError(
+            "deterministic is true, which only triton-lang's kernels promise, and here others run: use a GPU, and "
+            f"leave {KERNELS_VARIABLE} out, or set it to false"
+        )
 
 
 def check_quantization(wanted: Quantization, dtype: torch.dtype, device: torch.device) -> None:

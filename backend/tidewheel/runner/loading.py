@@ -21,6 +21,7 @@ from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.cache_scales import with_scales
 from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.runner.device import (
+    check_deterministic,
     check_quantization,
     device_name,
     limit_threads,
@@ -84,6 +85,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     """Raise `ConfigError` with one line."""
     stages = StageClock(progress)
     device = resolve_device(config)
+    check_deterministic(config.deterministic, device)
     compile_log = prepare_kernels(device, progress)
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)

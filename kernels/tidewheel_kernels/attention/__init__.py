@@ -25,18 +25,23 @@ def paged_attention(
     soft_cap: float = 0.0,
     out: torch.Tensor | None = None,  # like q, contiguous
     scales: torch.Tensor | None = None,  # as `kv_cache` says
+    invariant: bool = False,
 ) -> torch.Tensor:
     """Return the attention output [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
 
     A query at position p sees keys at positions <= p, and with ``sliding_window = W > 0`` only those > p - W.
     ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h //
     (num_q_heads // num_kv_heads)``. Cache slots past `seq_lens` may hold anything.
+
+    With ``invariant``, the triton-lang kernel gives a query bitwise the same result as a decode, in any chunk of its
+    prompt and in any batch. Other implementations promise no such thing.
     """
     _check(q, k_cache, v_cache, scale, sliding_window, soft_cap, scales)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.shape[0]:
-        _OP.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
+        op = _INVARIANT if invariant else _OP
+        op.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
     return out
 
 
@@ -80,3 +85,4 @@ _OP = Op(
     cpu=paged_attention_cpu,
     native=paged_attention_native,
 )
+_INVARIANT = Op("invariant_attention", __name__, reference=paged_attention_reference)

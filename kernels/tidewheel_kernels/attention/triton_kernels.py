@@ -1,7 +1,7 @@
-"""The launcher of attention, and the kernel for any number of queries: a program per tile of queries and KV head.
+"""The launchers of attention, and the kernel for any number of queries: a program per tile of queries and KV head.
 
-Decode rows go to the split-KV kernel of `triton_decode`. With TMA, the tensor memory accelerator copies keys and
-values in boxes.
+Decode rows go to the split-KV kernel of `triton_decode`, unless results must not depend on the batch. With TMA, the
+tensor memory accelerator copies keys and values in boxes.
 """
 
 from functools import lru_cache
@@ -64,9 +64,18 @@ def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _key_tiles(
-    first_position, seq_len, sliding_window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+    first_position,
+    seq_len,
+    sliding_window,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
-    """Return (first, full, masked, end): all queries see all keys of tiles [full, masked), some of the others."""
+    """Return (first, full, masked, end): all queries see all keys of tiles [full, masked), some of the others.
+
+    With ONE_LOOP, [masked, end) are all tiles.
+    """
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, seq_len), BLOCK_N)
     masked = (first_position + 1) // BLOCK_N
     first = 0
@@ -74,6 +83,8 @@ def _key_tiles(
     if HAS_WINDOW:
         first = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N
         full = tl.minimum(tl.cdiv(tl.maximum(first_position + BLOCK_Q - sliding_window, 0), BLOCK_N), masked)
+    if ONE_LOOP:
+        masked = first
     return first, full, masked, end
 
 
@@ -97,6 +108,7 @@ def _attend(
     v_offset_stride,
     v_head_stride,
     TMA: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -106,21 +118,26 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tiles = _key_tiles(first_position, seq_len, sliding_window, BLOCK_Q, BLOCK_N, HAS_WINDOW)
+    tiles = _key_tiles(first_position, seq_len, sliding_window, BLOCK_Q, BLOCK_N, HAS_WINDOW, ONE_LOOP)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
-    # Parts: begin of the window, tiles without a mask, diagonal.
+    # Parts: begin of the window, tiles without a mask, diagonal. Which one a tile is in depends on where the chunk
+    # begins, and their code may be contracted differently.
+    FIRST_PART: tl.constexpr = 2 if ONE_LOOP else (0 if HAS_WINDOW else 1)
     if TMA:
+        last_tile = tiles[3] - 1
+        if ONE_LOOP:
+            last_tile = tl.maximum(last_tile, 0)  # padding among decodes has no key
         logits = first_logits(q, tiles[0], block_table_ptr, k_cache, kv_head, BLOCK_SIZE, BLOCK_N, BLOCK_D)
-        for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        for part in tl.static_range(FIRST_PART, 3):
             logits, acc, row_max, row_sum = attend_boxes(
-                q, logits, acc, row_max, row_sum, position, seq_len, tiles[part], tiles[part + 1], tiles[3] - 1,
+                q, logits, acc, row_max, row_sum, position, seq_len, tiles[part], tiles[part + 1], last_tile,
                 block_table_ptr, k_cache, v_cache, kv_head, logit_scale, soft_cap_log2, sliding_window,
                 part != 1, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     else:
         k_ptr = k_cache + kv_head * k_head_stride
         v_ptr = v_cache + kv_head * v_head_stride
-        for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        for part in tl.static_range(FIRST_PART, 3):
             acc, row_max, row_sum = attend_tiles(
                 q, acc, row_max, row_sum, position, seq_len, tiles[part], tiles[part + 1],
                 block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
@@ -143,6 +160,7 @@ def prefill_attention_kernel(
     first_seq,
     num_seqs,
     TMA: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     logit_scale,
     soft_cap_log2,
     sliding_window,
@@ -173,10 +191,9 @@ def prefill_attention_kernel(
     if first_query >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
-    row = tl.arange(0, BLOCK_M)
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)[None, :]
     query = first_query + row // GROUP
     head = (kv_head * GROUP + row % GROUP)[:, None]
-    column = tl.arange(0, BLOCK_D)[None, :]
     mask = ((row < BLOCK_Q * GROUP) & (query < query_len))[:, None] & (column < HEAD_DIM)
     token = (start + query).to(tl.int64)[:, None]
     q = tl.load(q_ptr + token * q_token_stride + head * q_head_stride + column, mask=mask, other=0.0)
@@ -188,14 +205,14 @@ def prefill_attention_kernel(
         block_tables_ptr + seq.to(tl.int64) * block_table_stride, k_cache, v_cache, kv_head,
         logit_scale * k_scale, soft_cap_log2, sliding_window,
         k_block_stride, k_offset_stride, k_head_stride, v_block_stride, v_offset_stride, v_head_stride,
-        TMA, HAS_SOFT_CAP, HAS_WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D,
+        TMA, ONE_LOOP, HAS_SOFT_CAP, HAS_WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     store_rows(out_ptr + token * out_token_stride + head * out_head_stride + column, acc, row_sum, v_scale, mask)
 
 
 @lru_cache(MAX_LAUNCHES)
-def _prefill(shape: CallShape, config: AttentionConfig) -> Launch:
-    constants = {"TMA": config.tma, **shape.constants(config)}
+def _prefill(shape: CallShape, config: AttentionConfig, one_loop: bool) -> Launch:
+    constants = {"TMA": config.tma, "ONE_LOOP": one_loop, **shape.constants(config)}
     return Launch(prefill_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -208,11 +225,13 @@ def launch_prefill(
     shape: CallShape,
     config: AttentionConfig,
     scales: torch.Tensor | None,
+    *,
+    one_loop: bool = False,  # and for decodes too
 ) -> None:
-    first = meta.num_decodes
+    first = 0 if one_loop else meta.num_decodes
     num_seqs = meta.num_seqs - first
     grid = ((q.shape[0] - first) // (config.block_m // shape.group) + num_seqs, shape.num_kv_heads, 1)
-    launch = _prefill(shape, config)
+    launch = _prefill(shape, config, one_loop)
     tensors = (q, out, meta.block_tables, meta.cu_seqlens_q, meta.seq_lens, out if scales is None else scales)
     if config.tma:
         box = (1, config.block_n, 1, config.block_d)
@@ -259,3 +278,25 @@ def paged_attention(
     if meta.num_seqs > meta.num_decodes:
         config = prefill_config(*tile, architecture(q.device), fp8=fp8)
         launch_prefill(q, k_cache, v_cache, meta, out, shape, config, scales)
+
+
+def invariant_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    scales: torch.Tensor | None,
+) -> None:
+    """Do as `paged_attention`, with one kernel and one loop for decodes and prompts.
+
+    A query takes the tiles of its keys in turn. Those before and behind, which other queries of its program see, have
+    weight 0 and change nothing.
+    """
+    shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
+    tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None
+    config = prefill_config(*tile, architecture(q.device), fp8=fp8)
+    launch_prefill(q, k_cache, v_cache, meta, out, shape, config, scales, one_loop=True)

@@ -165,8 +165,17 @@ def rope(draw: random.Random) -> Call:
     return partial(rope_and_cache, q, k, v, cos_sin, positions, slots, k_cache, v_cache, *weights, 1e-6, scales)
 
 
+def product(draw: random.Random) -> Call:
+    from tidewheel_kernels.invariant_linear.triton_kernels import invariant_linear
+
+    dtype, num_rows = draw.choice((torch.bfloat16, F32)), draw.choice((1, 3, 16, 3000))
+    x, outputs = tensor(draw, num_rows, draw.choice((24, 64, 1024)), dtype=dtype), draw.choice((1, 24, 256))
+    weight = torch.empty(outputs, x.shape[1], dtype=dtype)
+    return partial(invariant_linear, x, weight, tensor(draw, outputs, dtype=dtype) if draw.random() < 0.3 else None)
+
+
 def attention(draw: random.Random) -> Call:
-    from tidewheel_kernels.attention.triton_kernels import paged_attention
+    from tidewheel_kernels.attention.triton_kernels import invariant_attention, paged_attention
 
     num_decodes, num_prompts = draw.choice(((0, 1), (0, 3), (1, 0), (40, 0), (2, 2), (40, 1)))
     num_kv_heads, head_dim, block_size = draw.choice((1, 8)), draw.choice((80, 128)), draw.choice((16, 64))
@@ -183,10 +192,14 @@ def attention(draw: random.Random) -> Call:
     )  # fmt: skip
     window, cap = draw.choice((0, 1, 512)), draw.choice((0.0, 30.0))
     out = tensor(draw, *q.shape, dtype=dtype)
-    return partial(paged_attention, q, k_cache, v_cache, meta, out, 0.1, window, cap, scales)
+    attend = draw.choice((paged_attention, paged_attention, invariant_attention))
+    return partial(attend, q, k_cache, v_cache, meta, out, 0.1, window, cap, scales)
 
 
-OPERATIONS = {"norm": norm, "rounding": rounding, "activation": activation, "rope": rope, "attention": attention}
+OPERATIONS = {
+    "norm": norm, "rounding": rounding, "activation": activation, "rope": rope, "product": product,
+    "attention": attention,
+}  # fmt: skip
 
 
 def compare(name: str, seed: int, num_calls: int = 40) -> tuple[int, int]:

@@ -84,8 +84,7 @@ def engines(server: Server, name: str = "moving") -> set[int]:
 
 
 def front_end(server: Server, name: str) -> psutil.Process:
-    stubs = [process for process in server.descendants() if process.name().startswith("triton_python_b")]
-    return next(process for process in stubs if f"/{name}/" in " ".join(process.cmdline()))
+    return server.stubs(name)[0]
 
 
 def load(server: Server, name: str) -> None:

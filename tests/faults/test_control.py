@@ -68,7 +68,7 @@ def test_unload_under_load(explicit: Server, tokens: Recorded) -> None:
         assert control(explicit, "demo_infer", "unload").ok
         assert control(explicit, "demo", "unload").ok
         assert_survived(canaries, tokens)
-    wait_for(lambda: not explicit.processes("triton_python_backend_stub"), LIMIT_S, "the end of the front ends")
+    wait_for(lambda: not explicit.stubs(), LIMIT_S, "the end of the front ends")
     assert control(explicit, "demo", "load").ok
     assert control(explicit, "demo_infer", "load").ok
     assert_serves(explicit, tokens)

@@ -35,8 +35,7 @@ RECEIVED = "tidewheel_requests_received_total"
 
 
 def stub_of(server: Server, model: str) -> psutil.Process:
-    stubs = server.processes("triton_python_backend_stub")
-    return next(stub for stub in stubs if f"/{model}/" in " ".join(stub.cmdline()))
+    return server.stubs(model)[0]
 
 
 def prompt_processes(server: Server) -> list[psutil.Process]:

@@ -146,7 +146,7 @@ def test_errors_carry_their_tags(shared: Server) -> None:
 
 def test_refused_prompts_are_not_kept(shared: Server) -> None:
     """Triton would keep the memory of the last eight requests of each kind."""
-    tritonserver = next(p for p in shared.descendants() if p.name() == "tritonserver")
+    tritonserver = shared.triton_process()
     size, count = 32 << 20, 6
     before = tritonserver.memory_info()
     with grpcclient.InferenceServerClient(shared.grpc) as client:
@@ -236,8 +236,7 @@ def test_what_runs_past_the_limit_is_told(folder: Path) -> None:
 
 
 def front_end(server: Server) -> psutil.Process:
-    stubs = [p for p in server.descendants() if p.name().startswith("triton_python_b")]
-    return next(p for p in stubs if "/mine/" in " ".join(p.cmdline()))
+    return server.stubs("mine")[0]
 
 
 def num_restarts(server: Server) -> int:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -103,14 +102,6 @@ class Traces:
     def __init__(self, server: Server, folder: Path) -> None:
         self.processes = server.descendants()
         (self.work,) = (folder / "tmp").glob("tidewheel-serve-*")
-
-    @property
-    def stub(self) -> psutil.Process:
-        return next(p for p in self.processes if p.name().startswith("triton_python_b"))
-
-    @property
-    def tritonserver(self) -> psutil.Process:
-        return next(p for p in self.processes if p.name() == "tritonserver")
 
     def processes_left(self) -> list[psutil.Process]:
         return [p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -210,7 +201,7 @@ def test_asking_twice_ends_at_once(server: Server, folder: Path) -> None:
 def test_a_death_ends_the_group_without_restarts(folder: Path, victim: str) -> None:
     server = wait_ready(serve(folder, "--no-restart"))
     traces = Traces(server, folder)
-    getattr(traces, victim).kill()
+    (server.stubs()[0] if victim == "stub" else server.triton_process()).kill()
     assert wait_end(server, DEATH_LIMIT_S) == 1
     traces.assert_nothing_left()
     assert "died" in server.log.read_text()
@@ -222,14 +213,14 @@ def test_a_death_ends_the_group_without_restarts(folder: Path, victim: str) -> N
 def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: Path) -> None:
     (work,) = (folder / "tmp").glob("tidewheel-serve-*")
     num_regions = len(regions(work.name))
-    stubs(server)[0].kill()  # of a foreign backend, so noticed late
+    server.stubs()[0].kill()  # of a foreign backend, so noticed late
     for number in range(1, 5):
         wait_for(lambda n=number: server.log.read_text().count("ready again after") == n, RESTART_LIMIT_S, "restart")
         (release := folder / "release").touch()
         assert len(list(stream(server, release))) == 2
         assert len(regions(work.name)) == num_regions
         traces = Traces(server, folder)
-        traces.tritonserver.kill()
+        server.triton_process().kill()
     assert wait_end(server, DEATH_LIMIT_S) == 1
     traces.assert_nothing_left()
     (end,) = error_lines(server)
@@ -240,12 +231,11 @@ def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: P
 def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) -> None:
     arguments = ("--model-repository", str(repository(folder)))
     server = wait_ready(start_server(*arguments, log=folder / "log", with_gateway=True))
-    traces = Traces(server, folder)
     assert f"http://127.0.0.1:{server.openai_port}/v1" in server.log.read_text()
     (gateway,) = server.processes("cli.main gateway")
     workers = server.processes("one_worker")
     assert len(workers) == 2
-    traces.tritonserver.kill()
+    server.triton_process().kill()
     wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
     assert server.processes("cli.main gateway") == [gateway]
     assert server.processes("one_worker") == workers
@@ -257,10 +247,6 @@ def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) ->
     traces.assert_nothing_left()
 
 
-def stubs(server: Server) -> list[psutil.Process]:
-    return [process for process in server.descendants() if process.name().startswith("triton_python_b")]
-
-
 def control(server: Server, action: str) -> requests.Response:
     return requests.post(f"{server.http}/v2/repository/models/words/{action}", timeout=60)
 
@@ -268,7 +254,7 @@ def control(server: Server, action: str) -> requests.Response:
 def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path) -> None:
     server = wait_ready(serve(folder, "--model-control", "explicit", "--models", "words", "--no-restart"))
     assert control(server, "unload").ok
-    wait_for(lambda: not stubs(server), STOP_LIMIT_S, "end of the stub")
+    wait_for(lambda: not server.stubs(), STOP_LIMIT_S, "end of the stub")
     with pytest.raises(subprocess.TimeoutExpired):
         server.process.wait(REAP_GRACE_S + 1.0)
     model = folder / "repository" / "words" / "1" / "model.py"
@@ -279,7 +265,7 @@ def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path)
     assert control(server, "load").status_code == 400
     model.write_text(text)
     assert control(server, "load").ok
-    (stub,) = stubs(server)
+    (stub,) = server.stubs()
     stub.kill()
     assert wait_end(server, DEATH_LIMIT_S) == 1
     assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
@@ -308,11 +294,7 @@ def test_a_start_ends_what_a_killed_server_and_its_guard_left(server: Server, fo
 
 
 def guards(server: Server) -> list[psutil.Process]:
-    found = []
-    for process in server.descendants():
-        with suppress(psutil.Error):
-            found += [process] if "tidewheel.server.lifeline" in process.cmdline() else []
-    return found
+    return server.processes("tidewheel.server.lifeline")
 
 
 def test_a_guard_that_died_is_started_again(server: Server, folder: Path) -> None:

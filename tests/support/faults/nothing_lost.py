@@ -267,8 +267,7 @@ class Footprint:
 
 def run_dir(server: Server) -> Path:
     """Return the folder below which engines have theirs."""
-    environments = (process.environ() for process in server.descendants() if process.name() == "tritonserver")
-    return Path(next(environments)["TIDEWHEEL_RUN_DIR"])
+    return Path(server.triton_process().environ()["TIDEWHEEL_RUN_DIR"])
 
 
 def shm_prefix(server: Server) -> str:

@@ -118,14 +118,23 @@ class Server:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def processes(self, word: str) -> list[psutil.Process]:
-        """Return the living ones with this word in their command."""
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Return the living ones with these words in their command."""
         found = []
         for process in self.descendants():
             with contextlib.suppress(psutil.Error):
-                if word in " ".join(process.cmdline()):
+                command = " ".join(process.cmdline())
+                if all(word in command for word in words):
                     found.append(process)
         return found
+
+    def stubs(self, model: str = "") -> list[psutil.Process]:
+        """Return the processes of front ends, of one model or all."""
+        return self.processes("triton_python_backend_stub", f"/{model}/" if model else "")
+
+    def triton_process(self) -> psutil.Process:
+        (process,) = self.processes("/tritonserver --")
+        return process
 
     def engine_process(self) -> psutil.Process | None:
         return next(iter(self.processes("--engine-dir")), None)

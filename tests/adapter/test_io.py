@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,23 @@ def test_a_chunk_in_the_middle() -> None:
         "text_output": [b""], "finish_reason": [b"None"], "logprobs": [b"[]"],
         "num_input_tokens": [4], "num_output_tokens": [1], "token_ids": [7],
     }  # fmt: skip
+
+
+def test_a_thread_keeps_the_finish_reasons_of_unfinished_responses() -> None:
+    def tensors(*reasons: str | None) -> dict[str, Any]:
+        response = [Chunk(text="", finish_reason=reason) for reason in reasons]
+        (tensors,) = response_tensors(response, ResponseFormat(finish_reason=True), [""] * len(response))
+        return {tensor.name(): tensor for tensor in tensors}
+
+    first, again, two, ended = tensors(None), tensors(None), tensors(None, None), tensors(None, "stop")
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(tensors, None).result()
+    assert first["finish_reason"] is again["finish_reason"]
+    assert elsewhere["finish_reason"] is not first["finish_reason"]
+    assert first["text_output"] is not again["text_output"]
+    assert [list(one["finish_reason"].as_numpy()) for one in (first, elsewhere, two, ended)] == [
+        [b"None"], [b"None"], [b"None", b"None"], [b"None", b"stop"],
+    ]  # fmt: skip
 
 
 def test_an_element_for_each_sequence() -> None:

@@ -110,23 +110,37 @@ class TritonSink:
 Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 
 
+class _Kept(threading.local):
+    """Tensors that say that no sequence has ended, as those of most responses do, by shape.
+
+    A tensor keeps its place in shared memory, so sending it again costs little (`benchmarks/response_cost.py`). Two
+    threads that send one for the first time would give it two places: each thread has its own.
+    """
+
+    def __init__(self) -> None:
+        self.unfinished: dict[tuple[int, ...], Any] = {}
+
+
+_kept = _Kept()
+
+
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
     """Return the tensors of one or more responses of Triton. A tensor has an element per sequence."""
-    if not response_format.is_trtllm:
-        return [_tensors(_arrays(response, response_format, texts))]
     if not response_format.one_by_one or len(response) == 1:
-        return [_tensors(_as_ensemble(_arrays(response, response_format, texts)))]
+        return [_tensors(response, response_format, _arrays(response, response_format, texts))]
     # Sequences without news are left out, but for the end, which brings the figures of all.
     news = [index for index, chunk in enumerate(response) if chunk.token_ids or texts[index] or is_last(response)]
-    parts = ((index, _arrays([response[index]], response_format, [texts[index]])) for index in news or [0])
-    return [_tensors(_as_ensemble({**arrays, "sequence_index": np.array([i], np.int32)})) for i, arrays in parts]
+    return [_of_one(response[index], response_format, texts[index], index) for index in news or [0]]
+
+
+def _of_one(chunk: Chunk, response_format: ResponseFormat, text: str, index: int) -> list[Any]:
+    arrays = _arrays([chunk], response_format, [text])
+    return _tensors([chunk], response_format, {**arrays, "sequence_index": np.array([index], np.int32)})
 
 
 def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> Arrays:
-    """Return an element per sequence. `token_ids` concatenates those of all."""
+    """Return an element per sequence, but for finish reasons. `token_ids` concatenates those of all."""
     arrays: Arrays = {"text_output": _encoded(texts)}
-    if response_format.finish_reason:
-        arrays["finish_reason"] = _encoded([chunk.finish_reason or "None" for chunk in response])
     if response[0].cumulative_logprob is not None:
         arrays |= _logprob_arrays(response, response_format)
     if response_format.logprobs:
@@ -220,8 +234,23 @@ def _perf_arrays(stats: Sequence[RequestStats]) -> Arrays:
     }
 
 
-def _tensors(arrays: Arrays) -> list[Any]:
-    return [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+def _tensors(response: Response, response_format: ResponseFormat, arrays: Arrays) -> list[Any]:
+    if response_format.is_trtllm:
+        arrays = _as_ensemble(arrays)
+    tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+    if response_format.finish_reason:
+        tensors.append(_finish_reasons(response, is_batched=response_format.is_trtllm))
+    return tensors
+
+
+def _finish_reasons(response: Response, *, is_batched: bool) -> Any:
+    shape = (1, len(response)) if is_batched else (len(response),)
+    if any(chunk.finish_reason is not None for chunk in response):
+        reasons = _encoded([chunk.finish_reason or "None" for chunk in response])
+        return pb_utils.Tensor("finish_reason", reasons.reshape(shape))
+    if shape not in _kept.unfinished:
+        _kept.unfinished[shape] = pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
+    return _kept.unfinished[shape]
 
 
 def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:

@@ -58,14 +58,7 @@ def test_a_restricted_protocol(client: Client, triton: FakeTriton) -> None:
 
 
 def test_no_stream_is_cancelled_as_its_error_is_sent(client: Client, triton: FakeTriton) -> None:
-    was_cancelled = []
-
-    def answer(asked: Asked) -> Answer:
-        triton.ended.clear()
-        yield pb.ModelStreamInferResponse(error_message="[TW-INPUT] no")
-        was_cancelled.append(triton.ended.wait(0.2))
-
-    triton.answer = answer
+    was_cancelled = triton.refuse_and_listen("[TW-INPUT] no")
     with pytest.raises(tc.InvalidRequest), client.stream("x") as stream:
         list(stream)
     assert was_cancelled == [False]

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2 as pb
 
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
@@ -258,14 +257,7 @@ def test_no_request_is_cancelled_as_its_error_is_sent(
     gateway: RunningGateway, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstreams, "END_S", 60.0)
-    was_cancelled = []
-
-    def answer(asked: Asked) -> Answer:
-        triton.ended.clear()
-        yield pb.ModelStreamInferResponse(error_message="[TW-INPUT] no")
-        was_cancelled.append(triton.ended.wait(0.2))
-
-    triton.answer = answer
+    was_cancelled = triton.refuse_and_listen("[TW-INPUT] no")
     assert gateway.complete().status_code == 400
     assert was_cancelled == [False]
 

@@ -72,6 +72,18 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     ended: threading.Event = field(default_factory=threading.Event)
     port: int = 0
 
+    def refuse_and_listen(self, text: str) -> list[bool]:
+        """Answer with an error, and end the stream later. The list then says whether the client cancelled it."""
+        was_cancelled: list[bool] = []
+
+        def answer(_: Asked) -> Answer:
+            self.ended.clear()
+            yield pb.ModelStreamInferResponse(error_message=text)
+            was_cancelled.append(self.ended.wait(0.2))
+
+        self.answer = answer
+        return was_cancelled
+
     def ModelStreamInfer(self, requests: Iterator[pb.ModelInferRequest], context: Any) -> Answer:
         context.add_callback(self.ended.set)
         for message in requests:

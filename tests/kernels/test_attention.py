@@ -17,9 +17,11 @@ from support.kernels.kernel_harness import (
     quantised,
 )
 from tidewheel_kernels import AttentionMetadata, paged_attention
+from tidewheel_kernels.attention import cpu
 from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.attention.triton_kernels import paged_attention as paged_attention_triton
+from tidewheel_kernels.native import library
 from tidewheel_kernels.launch_config import compile_target, prefill_config
 
 Implementation = Callable[..., None]
@@ -87,8 +89,9 @@ def test_grouped_heads(implementation: Implementation, where: str, num_kv_heads:
     check(implementation, paged_batch(SMALL, num_kv_heads=num_kv_heads, group=group, device=where))
 
 
-def test_more_query_heads_than_rows_of_a_tile(implementation: Implementation, where: str) -> None:
-    check(implementation, paged_batch([(1, 20), (5, 9)], num_kv_heads=1, group=71, head_dim=8, device=where))
+@pytest.mark.parametrize("group", [71, 260])
+def test_more_query_heads_than_rows_of_a_tile(implementation: Implementation, where: str, group: int) -> None:
+    check(implementation, paged_batch([(1, 20), (5, 9)], num_kv_heads=1, group=group, head_dim=8, device=where))
 
 
 @pytest.mark.parametrize("head_dim", [8, 80, 96, 128, 256])
@@ -220,6 +223,33 @@ def half_batch(lengths: list[tuple[int, int]], device: str, **shape: int) -> Pag
 @pytest.mark.parametrize("batch", [DECODES, MIXED], ids=str)
 def test_bfloat16_on_the_cpu(implementation: Implementation, batch: Batch, head_dim: int) -> None:
     check(implementation, paged_batch(batch.lengths, dtype=torch.bfloat16, head_dim=head_dim))
+
+
+@pytest.fixture(params=[True, False], ids=["tiles if there are any", "no tiles"])
+def may_use_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not request.param:
+        monkeypatch.setattr(library, "_may_use_tiles", lambda: False)
+    monkeypatch.setattr(cpu._prompt_attention, "_functions", {})
+    library.native_library.cache_clear()
+    yield
+    library.native_library.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("may_use_tiles")
+@pytest.mark.parametrize("window", [0, 1, 70])
+@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 80, "group": 3}, {"head_dim": 128, "num_kv_heads": 1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_of_many_tiles_in_c(dtype: torch.dtype, shape: dict[str, int], window: int) -> None:
+    """Several jobs for a sequence, tiles of keys that only some rows see, and rows that fill no tile."""
+    lengths = [(1, 300), (300, 300), (2, 65), (33, 257), (140, 513)]
+    check(paged_attention_native, paged_batch(lengths, dtype=dtype, **shape), window=window)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("may_use_tiles")
+def test_soft_caps_of_bfloat16_prompts_in_c() -> None:
+    check(paged_attention_native, paged_batch(MIXED.lengths, dtype=torch.bfloat16), window=10, cap=1.5)
 
 
 @pytest.mark.gpu

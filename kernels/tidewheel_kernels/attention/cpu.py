@@ -10,6 +10,8 @@ from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel
 
 _decode_attention = NativeKernel("decode_attention", *[POINTER] * 6, *[LONG] * 11, FLOAT, FLOAT, THREADS)
+_prompt_attention = NativeKernel("prompt_attention", *[POINTER] * 7, *[LONG] * 13, FLOAT, FLOAT, THREADS)
+MAX_GROUP = 256  # MAX_ROWS of native/prompt_attention.c
 _plans: WeakKeyDictionary[AttentionMetadata, dict[PlanKey, Plan]] = WeakKeyDictionary()
 
 
@@ -23,8 +25,6 @@ def paged_attention_cpu(
     sliding_window: int,
     soft_cap: float,
     scales: torch.Tensor | None,
-    *,
-    first_seq: int = 0,  # earlier ones are left alone
 ) -> None:
     """Gather keys and values by slot, then make one dense call per group of rows.
 
@@ -34,7 +34,7 @@ def paged_attention_cpu(
     if scales is not None:
         by_head = scales.to(q.dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1).unsqueeze(-1)
         q = q * by_head[0]
-    plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype, first_seq))
+    plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype))
     for group in plan.groups:
         attend = _attend_decodes if group.query_len == 1 else _attend_chunks
         attended = attend(q.index_select(0, group.rows), k_cache, v_cache, group, scale, soft_cap)
@@ -116,16 +116,23 @@ def paged_attention_native(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Run decodes in C, and prompts, which are large products, in torch; with scales everything there."""
+    """Attend in C; with scales, or for more query heads than a job holds, in torch."""
+    if scales is not None or q.shape[1] > MAX_GROUP * k_cache.shape[2]:
+        paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
+        return
     _, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
-    first = meta.num_decodes if scales is None else 0
-    if first:
+    strides = *q.stride()[:2], k_cache.stride(0), v_cache.stride(0), meta.block_tables.stride(0)
+    heads = num_kv_heads, num_q_heads // num_kv_heads, head_dim
+    if meta.num_decodes:
         _decode_attention.of(q.dtype)(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
-            meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, num_kv_heads, num_q_heads // num_kv_heads,
-            head_dim, block_size, *q.stride()[:2], k_cache.stride(0), v_cache.stride(0),
-            meta.block_tables.stride(0), sliding_window, scale, soft_cap, torch.get_num_threads(),
+            meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, *heads, block_size, *strides, sliding_window,
+            scale, soft_cap, torch.get_num_threads(),
         )  # fmt: skip
-    if first < meta.num_seqs:
-        paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales, first_seq=first)
+    if meta.num_decodes < meta.num_seqs:
+        _prompt_attention.of(q.dtype)(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
+            meta.cu_seqlens_q.data_ptr(), meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, meta.num_seqs,
+            *heads, block_size, *strides, meta.max_seqlen_q, sliding_window, scale, soft_cap, torch.get_num_threads(),
+        )  # fmt: skip

@@ -34,7 +34,6 @@ class PlanKey(NamedTuple):
     head_dim: int
     sliding_window: int
     dtype: torch.dtype
-    first_seq: int = 0
 
 
 class Group(NamedTuple):
@@ -77,9 +76,9 @@ class Pieces:
 
 
 def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
-    starts = meta.host_cu_seqlens_q()[key.first_seq :].astype(np.int64)
-    seq_lens = meta.host_seq_lens()[key.first_seq :].astype(np.int64)
-    block_tables = meta.block_tables.numpy()[key.first_seq :]
+    starts = meta.host_cu_seqlens_q().astype(np.int64)
+    seq_lens = meta.host_seq_lens().astype(np.int64)
+    block_tables = meta.block_tables.numpy()
     pieces = cut(starts, seq_lens, key.sliding_window)
     bytes_per_key = key.num_kv_heads * key.head_dim * key.dtype.itemsize
     groups = [_group(part, block_tables, key) for part in grouped(pieces, MAX_GATHERED_BYTES // bytes_per_key)]

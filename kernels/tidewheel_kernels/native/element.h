@@ -59,3 +59,5 @@ INLINE float fast_exp(float x) {
     p = p * r + 5.0000001201e-1f;
     return (p * r * r + r + 1.0f) * from_bits((uint32_t)((int32_t)power + 127) << 23);
 }
+
+INLINE float fast_tanh(float x) { return 1.0f - 2.0f / (fast_exp(2.0f * x) + 1.0f); }

@@ -28,6 +28,8 @@ FLAGS = (
     "-fno-signed-zeros", "-fopenmp", "-fvisibility=hidden", "-shared", "-fPIC",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc")
+# Linux lets a process use AMX tiles when it has asked (arch/x86/include/uapi/asm/prctl.h).
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 CPU_INFO = Path("/proc/cpuinfo")
 MAPS = Path("/proc/self/maps")
 FOLDER = Path("tidewheel", "kernels")
@@ -114,7 +116,7 @@ def find_compiler(environment: Mapping[str, str]) -> str:
 
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
-    options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
+    options = [*FLAGS, f"-D{ELEMENTS[dtype]}", *_processor_flags()]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
     for file in [*sources, *sorted(SOURCES.glob("*.h"))]:
         digest.update(file.read_bytes())
@@ -163,6 +165,16 @@ def _processor() -> str:
         lines = []
     flags = next((line for line in lines if line.startswith(("flags", "features"))), "")
     return f"{platform.machine()} {flags}"
+
+
+def _processor_flags() -> list[str]:
+    features = _processor().split()
+    wide = ["-mprefer-vector-width=512"] if "avx512f" in features else []  # gcc's own choice is 256
+    return [*wide, "-DTILES"] if "amx_bf16" in features and _may_use_tiles() else wide
+
+
+def _may_use_tiles() -> bool:
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 
 def _loaded(path: Path) -> ctypes.CDLL:

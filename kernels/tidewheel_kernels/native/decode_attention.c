@@ -1,34 +1,17 @@
 /* Attention of one query per sequence over the paged cache. Keys are not copied, and each is read once for all query
-   heads of its KV head. The softmax is computed online, by tiles of keys (Milakov and Gimelshein 2018, "Online
-   normalizer calculation for softmax"). */
-#include "element.h"
+   heads of its KV head. */
+#include "paged.h"
 
-/* Query heads of one KV head, and keys, per tile; keys to prefetch, as the processor does not guess the stride of one
-   head's keys (measured: 1.6 against 1.2 ms for 64 sequences of 20 to 200 keys). */
-enum { MAX_HEADS = 8, TILE = 64, AHEAD = 8 };
+/* Query heads of one KV head per tile; keys to prefetch, as the processor does not guess the stride of one head's keys
+   (measured: 1.6 against 1.2 ms for 64 sequences of 20 to 200 keys). */
+enum { MAX_HEADS = 8, AHEAD = 8 };
 
 typedef struct {
-    const element *keys, *values; /* of one KV head, at block 0 and offset 0 */
-    const int32_t *blocks;
-    int64_t k_block_stride, v_block_stride, position_stride, block_size;
+    Paged paged;
     int64_t begin, end; /* positions of visible keys */
     int64_t q_head_stride;
     float scale, soft_cap;
 } Context;
-
-/* Find the keys and values of positions [first, first + count). */
-INLINE void find_tile(
-    const Context *c, int64_t first, int64_t count, const element *keys[TILE], const element *values[TILE]) {
-    int64_t block = first / c->block_size, offset = first % c->block_size;
-    for (int64_t t = 0; t < count; t++) {
-        keys[t] = c->keys + c->blocks[block] * c->k_block_stride + offset * c->position_stride;
-        values[t] = c->values + c->blocks[block] * c->v_block_stride + offset * c->position_stride;
-        if (++offset == c->block_size) {
-            offset = 0;
-            block++;
-        }
-    }
-}
 
 INLINE void fetch(const element *row, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d);
@@ -41,26 +24,10 @@ INLINE float dot(const float *query, const element *key, int64_t head_dim) {
     return sum;
 }
 
-/* Turn logits into weights relative to the new maximum. Return the factor for older sums. */
-INLINE float weigh(float *logits, int64_t count, float *top, float *total) {
-    float highest = *top, added = 0.0f;
-#pragma omp simd reduction(max : highest)
-    for (int64_t t = 0; t < count; t++) highest = logits[t] > highest ? logits[t] : highest;
-#pragma omp simd reduction(+ : added)
-    for (int64_t t = 0; t < count; t++) {
-        logits[t] = fast_exp(logits[t] - highest);
-        added += logits[t];
-    }
-    float fade = fast_exp(*top - highest);
-    *total = *total * fade + added;
-    *top = highest;
-    return fade;
-}
-
 INLINE void attend(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
-    float query[MAX_HEADS][MAX_HEAD_DIM], sum[MAX_HEADS][MAX_HEAD_DIM], weights[MAX_HEADS][TILE];
+    float query[MAX_HEADS][MAX_HEAD_DIM], sum[MAX_HEADS][MAX_HEAD_DIM], weights[MAX_HEADS][KEYS];
     float top[MAX_HEADS], total[MAX_HEADS];
-    const element *keys[TILE], *values[TILE];
+    const element *keys[KEYS], *values[KEYS];
     for (int64_t h = 0; h < num_heads; h++) {
         top[h] = LOWEST;
         total[h] = 0.0f;
@@ -69,9 +36,9 @@ INLINE void attend(const Context *c, const element *q, element *out, int64_t num
             sum[h][d] = 0.0f;
         }
     }
-    for (int64_t first = c->begin; first < c->end; first += TILE) {
-        int64_t count = c->end - first < TILE ? c->end - first : TILE;
-        find_tile(c, first, count, keys, values);
+    for (int64_t first = c->begin; first < c->end; first += KEYS) {
+        int64_t count = c->end - first < KEYS ? c->end - first : KEYS;
+        find_tile(&c->paged, first, count, keys, values);
         for (int64_t t = 0; t < count; t++) {
             fetch(keys[t + AHEAD < count ? t + AHEAD : t], head_dim);
             fetch(values[t], head_dim);
@@ -79,7 +46,7 @@ INLINE void attend(const Context *c, const element *q, element *out, int64_t num
         }
         for (int64_t h = 0; h < num_heads; h++) {
             if (c->soft_cap > 0.0f)
-                for (int64_t t = 0; t < count; t++) weights[h][t] = c->soft_cap * tanhf(weights[h][t] / c->soft_cap);
+                for (int64_t t = 0; t < count; t++) weights[h][t] = c->soft_cap * fast_tanh(weights[h][t] / c->soft_cap);
             float fade = weigh(weights[h], count, &top[h], &total[h]);
             for (int64_t d = 0; d < head_dim; d++) sum[h][d] *= fade;
         }
@@ -128,13 +95,16 @@ API void decode_attention(
         int64_t head = kv_head * group + job % num_parts * MAX_HEADS;
         int64_t left = (kv_head + 1) * group - head, end = seq_lens[seq];
         Context context = {
-            .keys = k_cache + kv_head * head_dim,
-            .values = v_cache + kv_head * head_dim,
-            .blocks = block_tables + seq * table_stride,
-            .k_block_stride = k_block_stride,
-            .v_block_stride = v_block_stride,
-            .position_stride = num_kv_heads * head_dim,
-            .block_size = block_size,
+            .paged =
+                {
+                    .keys = k_cache + kv_head * head_dim,
+                    .values = v_cache + kv_head * head_dim,
+                    .blocks = block_tables + seq * table_stride,
+                    .k_block_stride = k_block_stride,
+                    .v_block_stride = v_block_stride,
+                    .position_stride = num_kv_heads * head_dim,
+                    .block_size = block_size,
+                },
             .begin = sliding_window > 0 && end > sliding_window ? end - sliding_window : 0,
             .end = end,
             .q_head_stride = q_head_stride,

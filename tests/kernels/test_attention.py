@@ -21,8 +21,8 @@ from tidewheel_kernels.attention import cpu
 from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.attention.triton_kernels import paged_attention as paged_attention_triton
-from tidewheel_kernels.native import library
 from tidewheel_kernels.launch_config import compile_target, prefill_config
+from tidewheel_kernels.native import library
 
 Implementation = Callable[..., None]
 SCALE = 0.2
@@ -238,7 +238,9 @@ def may_use_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @needs_compiler
 @pytest.mark.usefixtures("may_use_tiles")
 @pytest.mark.parametrize("window", [0, 1, 70])
-@pytest.mark.parametrize("shape", [{"head_dim": 64}, {"head_dim": 80, "group": 3}, {"head_dim": 128, "num_kv_heads": 1}])
+@pytest.mark.parametrize(
+    "shape", [{"head_dim": 64}, {"head_dim": 80, "group": 3}, {"head_dim": 128, "num_kv_heads": 1}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prompts_of_many_tiles_in_c(dtype: torch.dtype, shape: dict[str, int], window: int) -> None:
     """Several jobs for a sequence, tiles of keys that only some rows see, and rows that fill no tile."""

@@ -42,7 +42,7 @@ class CausalLM(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Return whether `forward` neither waits for the device nor reads its values."""
+        """Return whether `forward` is known to neither wait for the device nor read its values."""
         ...
 
     def forward(

@@ -16,15 +16,13 @@ from transformers import AttentionInterface
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import KVLayer
 from tidewheel.models.model_folder import one_line
-from tidewheel.models.trial_prompt import one_sequence, random_tokens
+from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"  # name in transformers of `attention_forward`
 _SLOT = "tidewheel_attention"  # attribute of every module after `install`
 NO_INTERFACE = "its attention does not go through transformers' interface"
 NUM_TOKENS = 16
-# Limit of the RMS difference of logits, relative to their RMS.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Bookkeeping arguments; any other one that is set changes the attention.
 HARMLESS = frozenset({
     "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -193,7 +191,7 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> P
     if layers != list(range(model.config.num_hidden_layers)):
         raise ConfigError(f"{name} is not offered: {len(layers)} of {model.config.num_hidden_layers} layers attend")
     model.set_attn_implementation("eager")
-    difference = _relative_difference(paged, model(**inputs).logits.float())
+    difference = relative_difference(paged, model(**inputs).logits.float())
     model.set_attn_implementation(IMPLEMENTATION)
     limit = TOLERANCE[model.dtype]
     if not difference <= limit:
@@ -207,7 +205,3 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> P
             f"{name} is not offered: it has logits of {vocab_size} tokens, embeddings of {num_embeddings}"
         )
     return ProbeResult([(key.shape[2], key.shape[3]) for key in keys], vocab_size)
-
-
-def _relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((values - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-20))

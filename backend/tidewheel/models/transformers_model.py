@@ -25,7 +25,7 @@ IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 class TransformersModel:
     """`CausalLM` around a transformers model: one packed sequence in, logits of chosen tokens out."""
 
-    is_capturable = False  # masks, rotation caches and experts depend on the architecture
+    is_capturable = False  # masks, rotation caches and experts depend on the architecture: a trial tells
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model

@@ -7,6 +7,9 @@ import torch
 
 from tidewheel_kernels import AttentionMetadata
 
+# Limit of `relative_difference` of the logits of two ways to compute the same.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
 
 def random_tokens(count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
     """Return [count] int64, the same each time."""
@@ -27,3 +30,9 @@ def one_sequence(num_tokens: int, block_size: int, device: torch.device) -> Atte
         cu_seqlens_q_cpu=bounds,
         seq_lens_cpu=length,
     )
+
+
+def relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the RMS of the difference, relative to that of what is expected."""
+    values, expected = values.float(), expected.float()
+    return float((values - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-20))

@@ -14,7 +14,7 @@ import torch
 from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress
+from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress, SplitLM
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
@@ -167,13 +167,9 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
     if config.enforce_eager:
         logger.info("CUDA graphs: none, enforce_eager is set")
         return GraphSizes()
-    if not parts.model.is_capturable:
-        logger.info(
-            "CUDA graphs: none, nothing proves that transformers' %s can be captured", parts.info.architecture
-        )
-        return GraphSizes()
     budget = config.max_num_batched_tokens
-    return GraphSizes(decode_sizes(min(config.max_num_seqs, budget)), prompt_sizes(budget))
+    prompts = prompt_sizes(budget) if isinstance(parts.model, SplitLM) else ()
+    return GraphSizes(decode_sizes(min(config.max_num_seqs, budget)), prompts)
 
 
 def _budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, 
 from tidewheel.runner.accelerator import Accelerator, accelerator_of
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import DecodeGraph, Forward
+from tidewheel.runner.graph_trial import objection_to_graphs, trial_size
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.inputs import Bounds, DeviceInputs, HostInputs, RowTable
 from tidewheel.runner.kv_tensors import KVTensors
@@ -30,6 +32,8 @@ from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingP
 from tidewheel.runner.staging import Group, GroupName, Groups, Sender, Sent, SharedMemory, Staging
 from tidewheel.runner.step_graphs import GraphBytes, GraphSizes, StepGraphs
 from tidewheel.runner.warm_up import demanding_batch, warm_up
+
+logger = logging.getLogger(__name__)
 
 NUM_TRIAL_GRAPHS = 3
 # Static input buffer: bytes per token and row, and room for new rows' tokens and blocks.
@@ -82,6 +86,8 @@ class ModelRunner:
         parts = load_parts(config, progress or no_progress)
         accelerator, sizes, report = accelerator_of(parts.device), graph_sizes(config, parts), parts.stages
         report("profile", 0.0)
+        if accelerator is not None and sizes.decodes and not parts.model.is_capturable:
+            sizes = cls._tried(parts, accelerator, sizes)
         cache, info = allocate_cache(parts, config, cls._measured(parts, accelerator, sizes))
         report("profile", 1.0)
         runner = cls(parts.model, cache, info, parts.device, accelerator)
@@ -90,6 +96,20 @@ class ModelRunner:
         graph_bytes = runner.capture(sizes, report).total
         runner.info = complete_info(info, parts, graph_bytes)
         return runner
+
+    @classmethod
+    def _tried(cls, parts: RunnerParts, accelerator: Accelerator, sizes: GraphSizes) -> GraphSizes:
+        """Return no sizes if graphs do not compute what the model does."""
+        layout, size = parts.layout, trial_size(parts.info)
+        cache = Cache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
+        objection = objection_to_graphs(cls(parts.model, cache, parts.info, parts.device, accelerator))
+        if objection is not None:
+            logger.info("CUDA graphs: none, transformers' %s: %s", parts.info.architecture, objection)
+            return GraphSizes()
+        logger.info(
+            "CUDA graphs: of decodes, as transformers' %s computed the same in a trial", parts.info.architecture
+        )
+        return sizes
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: Accelerator | None, sizes: GraphSizes) -> StepMemory:
@@ -158,6 +178,17 @@ class ModelRunner:
         if plan is not None and plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending)
         return pending
+
+    def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the logits of decodes that fill a graph, and replay them."""
+        graph = None if self._graphs is None else self._graphs.find_decodes(batch)
+        assert graph is not None and graph.num_rows == len(batch.rows)
+        with torch.inference_mode():
+            changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
+            inputs = DeviceInputs(*self._send(batch, host, {}, changes).group("inputs"))
+            computed = self._forward(inputs, Bounds.exact(batch, host))
+            graph.forward.replay()
+        return computed, graph.logits
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group

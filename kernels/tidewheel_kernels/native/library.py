@@ -174,7 +174,7 @@ def _processor_flags() -> list[str]:
 
 
 def _may_use_tiles() -> bool:
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
 
 
 def _loaded(path: Path) -> ctypes.CDLL:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels import AttentionMetadata, activation, attention, norm, rope, sampling
+from tidewheel_kernels import AttentionMetadata, activation, attention, kv_cache, norm, rope, sampling
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.kv_cache.reference import scales_of, stored
@@ -29,6 +29,7 @@ def installed() -> Iterator[None]:
         for operation, function in (
             (attention._OP, paged_attention),
             (rope._OP, rope_and_cache),
+            (kv_cache._WRITE, write_kv_cache),
             (sampling._OP, sample_reference),
             (norm._OP, rms_norm_cpu),
             (activation._OP, silu_and_mul_cpu),
@@ -109,6 +110,17 @@ def rope_and_cache(
     for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         normed = heads.float() if weight is None else normalized(heads.float(), weight, eps)
         heads.copy_(rotate_neox(normed, cos, sin))
+    write_kv_cache(k, v, slot_mapping, k_cache, v_cache, scales)
+
+
+def write_kv_cache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> None:
     for cache, values, of_heads in zip((k_cache, v_cache), (k, v), scales_of(scales), strict=True):
         # torch copies no rows of 8-bit floats.
         is_scaled = of_heads is not None

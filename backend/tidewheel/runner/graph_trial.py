@@ -1,0 +1,103 @@
+"""A trial of CUDA graphs, for models of which nothing proves that a replay computes what they do.
+
+A graph freezes what a model computes on the host. So one is captured on padding, as all are, and replayed for decodes
+at other positions; its logits must be those of the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
+from tidewheel.errors import ConfigError
+from tidewheel.models.causal_lm import DTYPES, Progress, no_progress
+from tidewheel.models.model_folder import one_line
+from tidewheel.models.trial_prompt import TOLERANCE, random_tokens, relative_difference
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.profiling import StepSize
+from tidewheel.runner.step_graphs import GraphBytes, GraphSizes
+from tidewheel.sampling import SamplingParams
+
+MOST_ROWS = 4
+LENGTHS = (3, 17, 8, 30)  # of the prompts, tokens
+NUM_DECODES = 2
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class TrialRunner(Protocol):
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes: ...
+
+    def run(self, batch: ScheduledBatch) -> SampledTokens: ...
+
+    def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def trial_size(info: RunnerInfo) -> StepSize:
+    """Return the rows of the trial, and the tokens that each may have."""
+    longest = min(max(LENGTHS) + NUM_DECODES, info.max_model_len)
+    return StepSize(min(MOST_ROWS, info.max_num_seqs, info.max_num_batched_tokens), longest)
+
+
+def objection_to_graphs(runner: TrialRunner) -> str | None:
+    """Return what speaks against graphs of the runner's model, or None. Its cache must hold `trial_size`."""
+    info = runner.info
+    size = trial_size(info)
+    longest = min(size.tokens_per_row - NUM_DECODES, info.max_num_batched_tokens)
+    if longest < 1:
+        return f"max_model_len is {info.max_model_len}, too short for a trial"
+    try:
+        runner.capture(GraphSizes([size.num_rows]), no_progress)
+        lengths = [min(length, longest) for length in LENGTHS[: size.num_rows]]
+        _fill(runner, lengths, size.num_blocks(info.block_size))
+        differences = [
+            relative_difference(*runner.logits_of_both(_step(range(size.num_rows), lengths, done)))
+            for done in range(NUM_DECODES)
+        ]
+    except (torch.OutOfMemoryError, ConfigError):
+        raise
+    except Exception as error:  # layers may raise anything
+        return f"a capture fails: {one_line(error)}"
+    limit = TOLERANCE[DTYPES[info.dtype]]
+    if all(difference <= limit for difference in differences):  # neither may be NaN
+        return None
+    return f"a replay changes its logits by {max(differences):.2g}, at most {limit} is right"
+
+
+def _fill(runner: TrialRunner, lengths: Sequence[int], blocks_per_row: int) -> None:
+    """Run a prompt in each row, with blocks of its own."""
+    for row, length in enumerate(lengths):
+        tokens = random_tokens(length, runner.info.vocab_size, CPU).numpy().astype(np.int32)
+        blocks = np.arange(row * blocks_per_row, (row + 1) * blocks_per_row, dtype=np.int32)
+        prompt = _step([row], [0], 0, length)
+        runner.run(
+            replace(
+                prompt,
+                new_rows=(NewRow(row, "", tokens, length, GREEDY, 0, (), ()),),
+                block_rows=np.full(blocks_per_row, row, dtype=np.int32),
+                block_indices=np.arange(blocks_per_row, dtype=np.int32),
+                block_ids=blocks,
+            )
+        )
+
+
+def _step(rows: Sequence[int], starts: Sequence[int], done: int, num_tokens: int = 1) -> ScheduledBatch:
+    """Return a step of `num_tokens` a row, `done` tokens behind `starts`."""
+    count = len(rows)
+    return ScheduledBatch(
+        step_id=0,
+        rows=np.array(rows, dtype=np.int32),
+        start_positions=np.array(starts, dtype=np.int32) + np.int32(done),
+        num_scheduled_tokens=np.full(count, num_tokens, dtype=np.int32),
+        samples=np.ones(count, dtype=np.bool_),
+        num_decodes=count if num_tokens == 1 else 0,
+        num_tokens=count * num_tokens,
+    )

@@ -1,4 +1,4 @@
-"""Client of a Tidewheel server over Triton's gRPC streams.
+"""Clients of a Tidewheel server over Triton's gRPC streams.
 
 from tidewheel_client import Client
 
@@ -10,7 +10,9 @@ with Client("127.0.0.1:8001", model="demo") as client:
 from __future__ import annotations
 
 from tidewheel_client.answers import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
-from tidewheel_client.grpc_client import Client
+from tidewheel_client.async_client import AsyncClient, AsyncSession
+from tidewheel_client.client import Client, Session
+from tidewheel_client.mock_transport import AsyncMockTransport, MockTransport
 from tidewheel_client.request_errors import (
     Busy,
     Cancelled,
@@ -27,9 +29,15 @@ from tidewheel_client.request_errors import (
     ServerUnavailable,
     Unsupported,
 )
-from tidewheel_client.stream import Stream
+from tidewheel_client.stream import AsyncStream, Stream
+from tidewheel_client.transport import Ask
 
 __all__ = [
+    "Ask",
+    "AsyncClient",
+    "AsyncMockTransport",
+    "AsyncSession",
+    "AsyncStream",
     "Busy",
     "Cancelled",
     "Chunk",
@@ -41,6 +49,7 @@ __all__ = [
     "InternalError",
     "InvalidRequest",
     "Metadata",
+    "MockTransport",
     "NotFound",
     "NumericError",
     "PerfMetrics",
@@ -48,6 +57,7 @@ __all__ = [
     "RequestError",
     "RequestTimeout",
     "ServerUnavailable",
+    "Session",
     "Stream",
     "TokenLogprob",
     "Unsupported",

@@ -1,30 +1,46 @@
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
-import grpc
-from tritonclient.grpc import service_pb2
-
-from tidewheel_client import codec
 from tidewheel_client.answers import Chunk, Completion
-from tidewheel_client.request_errors import Cancelled, InvalidRequest, ServerUnavailable, from_rpc, from_text
+from tidewheel_client.request_errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
+from tidewheel_client.retries import Retries
+from tidewheel_client.transport import Ask, AsyncTransport, Transport
 
 
 class Arrivals:
-    """Reader of a request's responses, in the order of their arrival."""
+    """A request's news, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._finished: set[int] = set()  # sequences
+        self._chunks: deque[Chunk] = deque()  # arrived, not yet taken
+        self.has_begun = False
         self.is_over = False  # every sequence has ended
+        self.finish_reason: str | None = None  # of the chunk that was taken last, at the end
 
-    def take(self, response: service_pb2.ModelInferResponse) -> list[Chunk]:
-        chunks = codec.decode(response)
-        self.is_over = all(chunk.finish_reason is not None for chunk in chunks)
-        return [chunk for chunk in chunks if len(chunks) == 1 or self._is_news(chunk)]
+    def take(self, response: Sequence[Chunk]) -> list[Chunk]:
+        """Return what is new in a response."""
+        self.has_begun = True
+        self.is_over = all(chunk.finish_reason is not None for chunk in response)
+        return [chunk for chunk in response if len(response) == 1 or self._is_news(chunk)]
+
+    def add(self, response: Sequence[Chunk]) -> None:
+        self._chunks.extend(self.take(response))
+
+    def next(self) -> Chunk | None:
+        """Return the next chunk, if one has arrived."""
+        if not self._chunks:
+            return None
+        chunk = self._chunks.popleft()
+        if self.is_over and not self._chunks:
+            self.finish_reason = chunk.finish_reason
+        return chunk
 
     def _is_news(self, chunk: Chunk) -> bool:
         """Return False for a sequence that has ended, which responses repeat."""
@@ -36,6 +52,45 @@ class Arrivals:
         return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
 
+class Limits(NamedTuple):
+    timeout_s: float | None = None  # of a request with its retries
+    retries: Retries = Retries()
+
+
+class _Tries:
+    """Time and tries of one request."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._end = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
+        self._retries = limits.retries
+        self._num_retries = 0
+
+    def left_s(self) -> float | None:
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+    def wait_s(self, error: RequestError, arrivals: Arrivals) -> float | None:
+        """Return how long to wait for the next try, or None."""
+        wait = None if arrivals.has_begun else self._retries.wait_s(error, self._num_retries, self.left_s())
+        self._num_retries += 1
+        return wait
+
+
+def _broken() -> ServerUnavailable:
+    return ServerUnavailable("the stream ended before its last response")
+
+
+def _completions(request_id: str, chunks: Sequence[Chunk], finish_reason: str | None) -> tuple[Completion, ...]:
+    if not chunks or finish_reason is None:
+        raise Cancelled("the stream was cancelled before its end")
+    return Completion.of_sequences(request_id, chunks)
+
+
+def _only(completions: Sequence[Completion]) -> Completion:
+    if len(completions) > 1:
+        raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
+    return completions[0]
+
+
 class Stream(Iterator[Chunk]):
     """Iterator over a request's chunks; raises `RequestError`.
 
@@ -43,49 +98,44 @@ class Stream(Iterator[Chunk]):
     request. `finish_reason` is None until the end.
     """
 
-    def __init__(self, call: Any, request_id: str, url: str) -> None:
-        self._call = call  # iterator of ModelStreamInferResponse, with cancel()
-        self._url = url
-        self._cancelled = False
-        self._ended = False
+    def __init__(self, transport: Transport, ask: Ask, limits: Limits) -> None:
+        self._transport = transport
+        self._ask = ask
+        self._tries = _Tries(limits)
         self._arrivals = Arrivals()
-        self._chunks: deque[Chunk] = deque()  # received, not yet returned
-        self.request_id = request_id
-        self.finish_reason: str | None = None
+        self._cancelled = threading.Event()
+        self._has_failed = False
+        self._responses = transport.open(ask, self._tries.left_s())
+        self.request_id = ask.request_id
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._arrivals.finish_reason
 
     def __next__(self) -> Chunk:
-        while not self._chunks:
-            if self._ended:
-                self._close()
+        while (chunk := self._arrivals.next()) is None:
+            if self._arrivals.is_over or self._has_failed:
+                self._responses.close()
                 raise StopIteration
-            self._ended = True  # until a response shows that it goes on
             response = self._receive()
             if response is None:
+                self._has_failed = True
                 raise StopIteration
-            self._chunks.extend(self._arrivals.take(response))
-            self._ended = self._arrivals.is_over
-        chunk = self._chunks.popleft()
-        if self._ended and not self._chunks:
-            self.finish_reason = chunk.finish_reason
+            self._arrivals.add(response)
         return chunk
 
     def cancel(self) -> None:
-        self._cancelled = True
-        self._call.cancel()
+        self._cancelled.set()
+        self._responses.cancel()
 
     def read(self) -> Completion:
         """Join the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
-        completions = self.read_all()
-        if len(completions) > 1:
-            raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
-        return completions[0]
+        return _only(self.read_all())
 
     def read_all(self) -> tuple[Completion, ...]:
         """Read all sequences, like `read`."""
         chunks = list(self)
-        if not chunks or self.finish_reason is None:
-            raise Cancelled("the stream was cancelled before its end")
-        return Completion.of_sequences(self.request_id, chunks)
+        return _completions(self.request_id, chunks, self.finish_reason)
 
     def __enter__(self) -> Stream:
         return self
@@ -95,27 +145,94 @@ class Stream(Iterator[Chunk]):
     ) -> None:
         if self.finish_reason is None:
             self.cancel()
-        self._close()
+        self._responses.close()
 
-    def _close(self) -> None:
-        """Read the end of the call, which Triton would else see as cancelled late."""
-        with contextlib.suppress(grpc.RpcError):
-            while next(self._call, None) is not None:
-                pass
+    def _receive(self) -> list[Chunk] | None:
+        """Return None once cancelled."""
+        while True:
+            try:
+                response = self._responses.receive()
+                if response is None and not self._cancelled.is_set():
+                    raise _broken()
+                return response
+            except RequestError as error:
+                wait_s = self._tries.wait_s(error, self._arrivals)
+                if wait_s is None:
+                    self._has_failed = True
+                    raise
+            if self._cancelled.wait(wait_s):
+                return None
+            self._responses = self._transport.open(self._ask, self._tries.left_s())
+            if self._cancelled.is_set():
+                self._responses.cancel()
 
-    def _receive(self) -> Any | None:
-        """Return None after `cancel`."""
-        message = None
-        try:
-            message = next(self._call, None)
-        except grpc.RpcError as error:
-            if not self._cancelled:
-                raise from_rpc(error, self._url) from None
-        if self._cancelled:
-            return None
-        if message is None:
-            raise ServerUnavailable("the stream ended before its last response")
-        if message.error_message:
-            self._close()  # server 2.51 can die if a stream is cancelled as its error is sent
-            raise from_text(message.error_message)
-        return message.infer_response
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """`Stream` of a task, with `async for` and `async with`."""
+
+    def __init__(self, transport: AsyncTransport, ask: Ask, limits: Limits) -> None:
+        self._transport = transport
+        self._ask = ask
+        self._tries = _Tries(limits)
+        self._arrivals = Arrivals()
+        self._is_cancelled = False
+        self._has_failed = False
+        self._responses = transport.open(ask, self._tries.left_s())
+        self.request_id = ask.request_id
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._arrivals.finish_reason
+
+    async def __anext__(self) -> Chunk:
+        while (chunk := self._arrivals.next()) is None:
+            if self._arrivals.is_over or self._has_failed:
+                await self._responses.close()
+                raise StopAsyncIteration
+            response = await self._receive()
+            if response is None:
+                self._has_failed = True
+                raise StopAsyncIteration
+            self._arrivals.add(response)
+        return chunk
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._responses.cancel()
+
+    async def read(self) -> Completion:
+        """Join the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
+        return _only(await self.read_all())
+
+    async def read_all(self) -> tuple[Completion, ...]:
+        """Read all sequences, like `read`."""
+        chunks = [chunk async for chunk in self]
+        return _completions(self.request_id, chunks, self.finish_reason)
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.finish_reason is None:
+            self.cancel()
+        await self._responses.close()
+
+    async def _receive(self) -> list[Chunk] | None:
+        """Return None once cancelled."""
+        while True:
+            try:
+                response = await self._responses.receive()
+                if response is None and not self._is_cancelled:
+                    raise _broken()
+                return response
+            except RequestError as error:
+                wait_s = self._tries.wait_s(error, self._arrivals)
+                if wait_s is None:
+                    self._has_failed = True
+                    raise
+            await asyncio.sleep(wait_s)
+            if self._is_cancelled:
+                return None
+            self._responses = self._transport.open(self._ask, self._tries.left_s())

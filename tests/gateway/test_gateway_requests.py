@@ -11,7 +11,7 @@ import pytest
 
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
-from tidewheel.gateway import upstreams
+from tidewheel_client import grpc_transport
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
 
@@ -256,7 +256,7 @@ def test_errors_of_the_backend(
 def test_no_request_is_cancelled_as_its_error_is_sent(
     gateway: RunningGateway, triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstreams, "END_S", 60.0)
+    monkeypatch.setattr(grpc_transport, "END_S", 60.0)
     was_cancelled = triton.refuse_and_listen("[TW-INPUT] no")
     assert gateway.complete().status_code == 400
     assert was_cancelled == [False]

@@ -5,31 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
-import grpc
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.fleet.router import HashRing
 from tidewheel_client import Chunk
-from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavailable, from_rpc, from_text
+from tidewheel_client.grpc_transport import AsyncGrpcTransport
+from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavailable
 from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between two looks at a server
 FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
 PROBE_S = 3.0
-END_S = 1.0  # of a call, after its error
-_OPTIONS = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
-_WITH_STATUS = (("triton_grpc_error", "true"),)
 
 
 class Address(NamedTuple):
@@ -66,14 +56,13 @@ class Upstream:
         self._looked_at = -FRESH_S
 
     async def open(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self.address.grpc, options=_OPTIONS)
-        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._triton = AsyncGrpcTransport(self.address.grpc)
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
 
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        await self._channel.close()
+        await self._triton.close()
         if self._http is not None:
             await self._http.close()
 
@@ -96,8 +85,8 @@ class Upstream:
             if not reason:
                 self.models = await self._list_models()
             self.not_ready = reason
-        except grpc.RpcError as error:
-            self.not_ready = str(from_rpc(error, self.address.grpc))
+        except RequestError as error:
+            self.not_ready = str(error)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
         self._looked_at = time.monotonic()
@@ -105,22 +94,17 @@ class Upstream:
     async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
         """Yield the news of each response. Raise `RequestError`. Leaving it early cancels the request."""
         arrivals = Arrivals()
-        call = self._stub.ModelStreamInfer(_once(request), metadata=_WITH_STATUS)
+        responses = self._triton.send(request)
         self.num_open += 1
         try:
-            async for message in call:
-                if message.error_message:
-                    await _read_end(call)
-                    raise from_text(message.error_message)
-                if chunks := arrivals.take(message.infer_response):
+            while (response := await responses.receive()) is not None:
+                if chunks := arrivals.take(response):
                     yield chunks
             if not arrivals.is_over:
                 raise ServerUnavailable("the stream ended before its last response")
-        except grpc.RpcError as error:
-            raise from_rpc(error, self.address.grpc) from None
         finally:
             self.num_open -= 1
-            call.cancel()
+            responses.cancel()
 
     async def metrics(self) -> str:
         """Return the text of its `/metrics`, empty if it cannot be had."""
@@ -158,7 +142,7 @@ class Upstream:
         return is_plain and {"messages", "sampling_parameters"} <= inputs
 
     async def _ask(self, method: str, request: Any) -> Any:
-        return await getattr(self._stub, method)(request, timeout=PROBE_S)
+        return await self._triton.call(method, request, PROBE_S)
 
 
 class Upstreams:
@@ -239,18 +223,6 @@ class Upstreams:
     def _ready(self, model: str, refused: Sequence[int]) -> list[int]:
         every = enumerate(self.each)
         return [index for index, one in every if not one.not_ready and model in one.models and index not in refused]
-
-
-async def _once(request: pb.ModelInferRequest) -> AsyncIterator[pb.ModelInferRequest]:
-    yield request
-
-
-async def _read_end(call: Any) -> None:
-    """Let a call end by itself: server 2.51 can die if it is cancelled as its error is sent."""
-    with contextlib.suppress(grpc.RpcError, TimeoutError):
-        async with asyncio.timeout(END_S):
-            async for _ in call:
-                pass
 
 
 async def _watch(upstream: Upstream) -> None:

@@ -14,7 +14,7 @@ import requests
 from gevent import GreenletExit
 from locust import User, task
 
-from tidewheel_client.grpc_client import Client
+from tidewheel_client.client import Client
 from tidewheel_client.load.load_options import Ask, LoadOptions, OptionError, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
 from tidewheel_client.request_errors import BY_TAG, RequestError, RequestTimeout, ServerUnavailable, from_text

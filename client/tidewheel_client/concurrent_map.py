@@ -1,0 +1,74 @@
+"""`map` of both clients: many requests, a bounded number at a time, answers in the order of the requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+T = TypeVar("T")
+R = TypeVar("R")
+_AHEAD = 4  # times the concurrency: finished answers that may wait for an earlier one
+
+
+def in_threads(ask: Callable[[T], R], items: Iterable[T], *, concurrency: int, progress: bool) -> Iterator[R]:
+    """Yield the results. After an error, or when it is closed, requests that have not begun are dropped."""
+    _check(concurrency)
+    bar = _bar(items, progress)
+    waiting: deque[Future[R]] = deque()
+    with bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(ask, item))
+                if len(waiting) >= _AHEAD * concurrency:
+                    yield waiting.popleft().result()
+                    bar.update()
+            while waiting:
+                yield waiting.popleft().result()
+                bar.update()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def in_tasks(
+    ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
+) -> AsyncIterator[R]:
+    """Yield the results. After an error, or when it is closed, requests are cancelled."""
+    _check(concurrency)
+    free = asyncio.Semaphore(concurrency)
+    waiting: deque[asyncio.Task[R]] = deque()
+
+    async def ask_in_turn(item: T) -> R:
+        async with free:
+            return await ask(item)
+
+    with _bar(items, progress) as bar:
+        try:
+            for item in items:
+                waiting.append(asyncio.create_task(ask_in_turn(item)))
+                if len(waiting) >= _AHEAD * concurrency:
+                    yield await waiting.popleft()
+                    bar.update()
+            while waiting:
+                yield await waiting.popleft()
+                bar.update()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _check(concurrency: int) -> None:
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
+
+
+def _bar(items: Iterable[object], progress: bool) -> tqdm[object]:
+    from tqdm import tqdm
+
+    return tqdm(total=len(items) if isinstance(items, Sized) else None, unit=" requests", disable=not progress)

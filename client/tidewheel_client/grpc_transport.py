@@ -1,0 +1,172 @@
+"""Triton's gRPC service, with one call per request, so that no request can end another's stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tidewheel_client import codec
+from tidewheel_client.answers import Chunk
+from tidewheel_client.request_errors import from_rpc, from_text
+from tidewheel_client.transport import Ask
+
+CALL_TIMEOUT_S = 5.0
+END_S = 1.0  # of a call, after its error
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),  # web proxies must not apply to the server
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # a server that is started again is back within seconds
+)
+# Makes Triton send errors as a gRPC status, not bare text, which ends the call.
+WITH_STATUS = ("triton_grpc_error", "true")
+Headers = Sequence[tuple[str, str]]
+
+
+def encoded(ask: Ask) -> service_pb2.ModelInferRequest:
+    return codec.encode(ask.model, ask.request_id, ask.prompt, ask.params, stream=ask.stream)
+
+
+class GrpcTransport:
+    """Transport of threads; thread-safe."""
+
+    def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
+        self._url = url
+        self._headers = tuple(headers)
+        self._channel = (
+            grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
+        request, metadata = encoded(ask), (*self._headers, WITH_STATUS)
+        return GrpcResponses(
+            self._stub.ModelStreamInfer(iter((request,)), timeout=timeout_s, metadata=metadata), self._url
+        )
+
+    def call(self, method: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_S, metadata=self._headers)
+        except grpc.RpcError as error:
+            raise from_rpc(error, self._url) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class GrpcResponses:
+    def __init__(self, call: Any, url: str) -> None:
+        self._call = call  # iterator of ModelStreamInferResponse, with cancel()
+        self._url = url
+        self._is_cancelled = False
+
+    def receive(self) -> list[Chunk] | None:
+        message = None
+        try:
+            message = next(self._call, None)
+        except grpc.RpcError as error:
+            if not self._is_cancelled:
+                raise from_rpc(error, self._url) from None
+        if self._is_cancelled or message is None:
+            return None
+        if message.error_message:
+            self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
+            raise from_text(message.error_message)
+        return codec.decode(message.infer_response)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Read the end of the call, which Triton would else see as cancelled late."""
+        with contextlib.suppress(grpc.RpcError):
+            while next(self._call, None) is not None:
+                pass
+
+
+class AsyncGrpcTransport:
+    """Transport of the event loop in which it is made."""
+
+    def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
+        self._url = url
+        self._headers = tuple(headers)
+        self._channel = (
+            grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
+        )
+        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
+        return self.send(encoded(ask), timeout_s)
+
+    def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
+        metadata = (*self._headers, WITH_STATUS)
+        return AsyncGrpcResponses(
+            self._stub.ModelStreamInfer(_once(request), timeout=timeout_s, metadata=metadata), self._url
+        )
+
+    async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
+        except grpc.RpcError as error:
+            raise from_rpc(error, self._url) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class AsyncGrpcResponses:
+    def __init__(self, call: Any, url: str) -> None:
+        self._call = call
+        self._url = url
+        self._is_cancelled = False
+
+    async def receive(self) -> list[Chunk] | None:
+        message: Any = grpc.aio.EOF
+        try:
+            message = await self._call.read()
+        except asyncio.CancelledError:
+            if not self._is_cancelled or _is_cancelling():
+                raise
+        except grpc.RpcError as error:
+            if not self._is_cancelled:
+                raise from_rpc(error, self._url) from None
+        if self._is_cancelled or message is grpc.aio.EOF:
+            return None
+        if message.error_message:
+            await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
+            raise from_text(message.error_message)
+        return codec.decode(message.infer_response)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._call.cancel()
+
+    async def close(self) -> None:
+        """Read the end of the call, which Triton would else see as cancelled late."""
+        if self._is_cancelled:
+            return
+        with contextlib.suppress(grpc.RpcError, TimeoutError):
+            async with asyncio.timeout(END_S):
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
+
+
+async def _once(request: service_pb2.ModelInferRequest) -> AsyncIterator[service_pb2.ModelInferRequest]:
+    yield request
+
+
+def _is_cancelling() -> bool:
+    """Return whether the task itself is cancelled, and not only its call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

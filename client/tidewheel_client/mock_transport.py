@@ -1,0 +1,108 @@
+"""Transports without a server, for tests of programs that use a client.
+
+transport = MockTransport(lambda ask: "An answer.")
+client = Client(transport=transport)
+assert client.generate("A question?").text == "An answer."
+assert transport.asked[0].prompt == {"text_input": "A question?"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+from tidewheel_client.answers import Chunk
+from tidewheel_client.request_errors import RequestError, Unsupported
+from tidewheel_client.transport import Ask
+
+Answer = str | Iterable[str | Chunk] | RequestError
+
+
+class MockTransport:
+    """Give each request what `answer` returns: a text, its parts, or an error, which it may raise too.
+
+    Parts are texts or chunks of one sequence. The last one ends it, with the reason `stop` unless it has its own.
+    """
+
+    def __init__(self, answer: Callable[[Ask], Answer]) -> None:
+        self.asked: list[Ask] = []
+        self._answer = answer
+
+    def open(self, ask: Ask, timeout_s: float | None) -> _MockResponses:  # noqa: ARG002
+        self.asked.append(ask)
+        return _MockResponses(lambda: self._answer(ask))
+
+    def call(self, method: str, request: Any) -> Any:  # noqa: ARG002
+        """Say that the model is ready; other questions are not answered."""
+        return _call(method)
+
+    def close(self) -> None:
+        pass
+
+
+class AsyncMockTransport:
+    """`MockTransport` for an `AsyncClient`."""
+
+    def __init__(self, answer: Callable[[Ask], Answer]) -> None:
+        self.asked: list[Ask] = []
+        self._answer = answer
+
+    def open(self, ask: Ask, timeout_s: float | None) -> _AsyncMockResponses:  # noqa: ARG002
+        self.asked.append(ask)
+        return _AsyncMockResponses(_MockResponses(lambda: self._answer(ask)))
+
+    async def call(self, method: str, request: Any) -> Any:  # noqa: ARG002
+        return _call(method)
+
+    async def close(self) -> None:
+        pass
+
+
+def _call(method: str) -> service_pb2.ModelReadyResponse:
+    if method != "ModelReady":
+        raise Unsupported(f"a mock transport does not answer {method}")
+    return service_pb2.ModelReadyResponse(ready=True)
+
+
+class _MockResponses:
+    def __init__(self, answer: Callable[[], Answer]) -> None:
+        self._chunks = _chunks(answer)
+        self._is_cancelled = False
+
+    def receive(self) -> list[Chunk] | None:
+        chunk = None if self._is_cancelled else next(self._chunks, None)
+        return None if chunk is None else [chunk]
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def close(self) -> None:
+        pass
+
+
+class _AsyncMockResponses:
+    def __init__(self, responses: _MockResponses) -> None:
+        self._responses = responses
+
+    async def receive(self) -> list[Chunk] | None:
+        return self._responses.receive()
+
+    def cancel(self) -> None:
+        self._responses.cancel()
+
+    async def close(self) -> None:
+        pass
+
+
+def _chunks(answer: Callable[[], Answer]) -> Iterator[Chunk]:
+    given = answer()
+    if isinstance(given, RequestError):
+        raise given
+    parts = [given] if isinstance(given, str) else list(given)
+    for index, part in enumerate(parts, start=1):
+        chunk = part if isinstance(part, Chunk) else Chunk(text=part)
+        is_open = index == len(parts) and chunk.finish_reason is None
+        yield replace(chunk, finish_reason="stop") if is_open else chunk

@@ -26,7 +26,8 @@ def examples() -> dict[str, tuple[str, str]]:
     for section in SECTIONS:
         text = PAGE.partition(f"{section}\n")[2].partition("\n## ")[0]
         heading = section.strip("# ")
-        for title, language, block in re.findall(r"^### ([^\n]+)$|^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        parts = re.findall(r"^### ([^\n]+)$|^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for title, language, block in parts:
             heading = title or heading
             if block:
                 found[f"{heading}, {language} {len(found)}"] = (language, block)

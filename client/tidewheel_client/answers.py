@@ -25,7 +25,7 @@ class PerfMetrics:
     num_cached_tokens: int = 0  # of the prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made for each response: a frozen one takes 1.3 µs more
 class Chunk:
     """News of one sequence; its last chunk has a `finish_reason`."""
 

@@ -128,20 +128,22 @@ class AsyncGrpcTransport:
 class AsyncGrpcResponses:
     def __init__(self, call: Any, url: str) -> None:
         self._call = call
+        self._messages = aiter(call)
         self._url = url
         self._is_cancelled = False
 
     async def receive(self) -> list[Chunk] | None:
-        message: Any = grpc.aio.EOF
         try:
-            message = await self._call.read()
+            message = await anext(self._messages)
+        except StopAsyncIteration:
+            return None
         except asyncio.CancelledError:
             if not self._is_cancelled or _is_cancelling():
                 raise
+            return None
         except grpc.RpcError as error:
             if not self._is_cancelled:
                 raise from_rpc(error, self._url) from None
-        if self._is_cancelled or message is grpc.aio.EOF:
             return None
         if message.error_message:
             await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
@@ -158,7 +160,7 @@ class AsyncGrpcResponses:
             return
         with contextlib.suppress(grpc.RpcError, TimeoutError):
             async with asyncio.timeout(END_S):
-                while await self._call.read() is not grpc.aio.EOF:
+                async for _ in self._messages:
                     pass
 
 

@@ -24,13 +24,16 @@ class Arrivals:
         self.is_over = False  # every sequence has ended
         self.finish_reason: str | None = None  # of the chunk that was taken last, at the end
 
-    def take(self, response: Sequence[Chunk]) -> list[Chunk]:
+    def take(self, response: list[Chunk]) -> list[Chunk]:
         """Return what is new in a response."""
         self.has_begun = True
+        if len(response) == 1:
+            self.is_over = response[0].finish_reason is not None
+            return response
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
-        return [chunk for chunk in response if len(response) == 1 or self._is_news(chunk)]
+        return [chunk for chunk in response if self._is_news(chunk)]
 
-    def add(self, response: Sequence[Chunk]) -> None:
+    def add(self, response: list[Chunk]) -> None:
         self._chunks.extend(self.take(response))
 
     def next(self) -> Chunk | None:

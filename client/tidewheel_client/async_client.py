@@ -228,5 +228,5 @@ class AsyncSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(NotFound if error is None else RequestError):  # which must not hide the first
             await self.close()

@@ -239,5 +239,5 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(NotFound if error is None else RequestError):  # which must not hide the first
             self.close()

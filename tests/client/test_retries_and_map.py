@@ -113,6 +113,17 @@ def test_a_cancel_ends_the_wait_for_a_retry(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(transport.asked) == 1
 
 
+def test_a_session_that_cannot_be_closed_hides_no_error() -> None:
+    client, _ = client_with(lambda ask: tc.EngineDead("gone"))
+    with pytest.raises(ZeroDivisionError), client.session():
+        raise ZeroDivisionError
+    with pytest.raises(tc.EngineDead), client.session():
+        pass
+    client, _ = client_with(lambda ask: tc.NotFound("expired"))
+    with client.session():
+        pass
+
+
 def test_asynchronous_retries() -> None:
     async def test() -> None:
         transport = AsyncMockTransport(Once(busy(), tc.ServerUnavailable("gone")))

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import queue
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tritonclient import grpc
 
-from serving import free_ports
+from serving import free_ports, serving_repository
 from study import ROOT, Study, in_turns, show, summary
 
 LIMIT_S = 60.0
@@ -55,34 +51,15 @@ def serving(folder: Path) -> Iterator[str]:
     version.mkdir(parents=True)
     (folder / "bare" / "config.pbtxt").write_text(CONFIG)
     shutil.copy(ROOT / "benchmarks" / "bare_backend.py", version / "model.py")
-    first = free_ports(4)
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model-repository", str(folder)]
-    for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
-        command += [option, str(first + offset)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield f"127.0.0.1:{first + 1}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(LIMIT_S)
+    with serving_repository(folder, "bare", ports=free_ports(4)) as address:
+        yield address.grpc
 
 
 class Client:
     def __init__(self, url: str) -> None:
         self._client = grpc.InferenceServerClient(url)
         self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        end = time.monotonic() + LIMIT_S
-        while not self._is_ready():
-            if time.monotonic() > end:
-                raise RuntimeError(f"the bare model is not ready after {LIMIT_S:g} s")
-            time.sleep(0.2)
         self._client.start_stream(lambda result, error: self._answers.put((result, error)))
-
-    def _is_ready(self) -> bool:
-        try:
-            return bool(self._client.is_model_ready("bare"))
-        except grpc.InferenceServerException:
-            return False
 
     def cpu_us(self, num_responses: int, case: Case) -> float:
         """Return the CPU time of the stub for each response."""

@@ -46,13 +46,27 @@ def served(
     folder: Path, settings: Mapping[str, object], *, ports: int = 18_700, arguments: Sequence[str] = ()
 ) -> Iterator[Address]:
     """Serve a Hugging Face folder on `ports` and the three that follow (HTTP, gRPC, metrics, health)."""
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder), *arguments]
+    given = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+    with _served(["--model", str(folder), *arguments, *given], folder.name, ports) as address:
+        yield address
+
+
+@contextmanager
+def serving_repository(
+    repository: Path, model: str, *, ports: int, arguments: Sequence[str] = ()
+) -> Iterator[Address]:
+    """Serve a model repository, as `served` does, and wait for one of its models."""
+    with _served(["--model-repository", str(repository), *arguments], model, ports) as address:
+        yield address
+
+
+@contextmanager
+def _served(arguments: Sequence[str], model: str, ports: int) -> Iterator[Address]:
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
         command += [option, str(ports + offset)]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
     http, grpc, metrics, health = (f"127.0.0.1:{ports + offset}" for offset in range(4))
-    address = Address(grpc, http, folder.name, metrics, health)
+    address = Address(grpc, http, model, metrics, health)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _wait_ready(process, address)

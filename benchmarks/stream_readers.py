@@ -1,7 +1,8 @@
-"""Clients of many streams that cost little, so that a machine's cores are the server's: sockets, frames, no library.
+"""Clients of many requests that cost little, so that a machine's cores are the server's: sockets, frames, no library.
 
 A reader process opens all streams and notes when each response came and how many tokens it held. A token of
-`random_model` is one word ` t17`, so they are counted in the bytes of the response. A stream that ends begins again.
+`random_model` is one word ` t17`, so they are counted in the bytes of the response. A stream that ends begins again,
+and so does a request that has its one answer.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class Asked(NamedTuple):
     address: str
     model: str
     max_tokens: int
+    method: str = "ModelStreamInfer"  # of gRPC
 
 
 class Received(NamedTuple):
     seconds: float  # of the window
     num_tokens: int
     gaps_ms: list[float]  # one for each response but a stream's first
+    num_responses: int = 0
 
 
 class Reader(Protocol):
@@ -72,11 +75,40 @@ class HttpReader:
             self.socket.sendall(self._request)
 
 
+class InferReader:
+    """`/infer` requests, one after the other."""
+
+    def __init__(self, asked: Asked) -> None:
+        given = {"text_input": PROMPT, "sampling_parameters": _sampling(asked)}
+        inputs = [{"name": k, "datatype": "BYTES", "shape": [1], "data": [v]} for k, v in given.items()]
+        body = json.dumps({"inputs": inputs}).encode()
+        head = f"POST /v2/models/{asked.model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._request = head.encode() + body
+        self._rest = b""
+        self.socket = _connected(asked.address)
+        self.socket.sendall(self._request)
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the server closed a connection")
+        head, end_of_head, body = (self._rest + data).partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or b"0") if end_of_head else 0
+        if not end_of_head or len(body) < size:
+            self._rest += data
+            return
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError((head + body).decode())
+        self._rest = b""
+        self.socket.sendall(self._request)
+        yield 0, body.count(TOKEN)
+
+
 class GrpcReader:
-    """`ModelStreamInfer` calls of one request each."""
+    """Calls of one request each."""
 
     def __init__(self, asked: Asked, count: int) -> None:
-        self._call = _headers(asked.address)
+        self._call = _headers(asked)
         self._message = _grpc_message(asked)
         self._next_id = 1
         self._rest = b""
@@ -131,13 +163,13 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def _headers(address: str) -> bytes:
+def _headers(asked: Asked) -> bytes:
     """Return a header block of literals, which needs no table."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": "/inference.GRPCInferenceService/ModelStreamInfer",
-        ":authority": address,
+        ":path": f"/inference.GRPCInferenceService/{asked.method}",
+        ":authority": asked.address,
         "te": "trailers",
         "content-type": "application/grpc",
     }
@@ -147,17 +179,21 @@ def _headers(address: str) -> bytes:
 
 
 def _grpc_message(asked: Asked) -> bytes:
-    sampling = json.dumps({"max_tokens": asked.max_tokens, "ignore_eos": True})
     request = service_pb2.ModelInferRequest(model_name=asked.model)
-    for name, kind, content in (
+    inputs = [
         ("text_input", "BYTES", _bytes_tensor(PROMPT)),
-        ("sampling_parameters", "BYTES", _bytes_tensor(sampling)),
-        ("stream", "BOOL", b"\1"),
-    ):
+        ("sampling_parameters", "BYTES", _bytes_tensor(_sampling(asked))),
+    ]
+    inputs += [("stream", "BOOL", b"\1")] if asked.method == "ModelStreamInfer" else []
+    for name, kind, content in inputs:
         request.inputs.add(name=name, datatype=kind, shape=[1])
         request.raw_input_contents.append(content)
     body: bytes = request.SerializeToString()
     return b"\0" + struct.pack(">I", len(body)) + body
+
+
+def _sampling(asked: Asked) -> str:
+    return json.dumps({"max_tokens": asked.max_tokens, "ignore_eos": True})
 
 
 def _bytes_tensor(text: str) -> bytes:
@@ -166,33 +202,38 @@ def _bytes_tensor(text: str) -> bytes:
 
 def read_streams(asked: Asked, transport: str, count: int, pipe: Connection) -> None:
     """Read until told to end. Say when all streams flow; answer "begin" and "end" with now and `Received`."""
-    readers: list[Reader] = (
-        [HttpReader(asked) for _ in range(count)]
-        if transport == "http"
-        else [GrpcReader(asked, min(MAX_STREAMS, count - first)) for first in range(0, count, MAX_STREAMS)]
-    )
+    readers = _readers(asked, transport, count)
     by_descriptor = {reader.socket.fileno(): reader for reader in readers}
     poll = select.epoll()
     for descriptor in (*by_descriptor, pipe.fileno()):
         poll.register(descriptor, select.EPOLLIN)
     last: dict[tuple[int, int], float] = {}
     gaps: list[float] = []
-    begin, num_tokens, is_flowing = 0.0, 0, False
+    begin, num_tokens, num_responses, is_flowing = 0.0, 0, 0, False
     while True:
         ready = poll.poll()
         now = time.monotonic()
         for descriptor, _ in ready:
             if descriptor == pipe.fileno():
                 if pipe.recv() == "end":
-                    pipe.send(Received(now - begin, num_tokens, gaps))
+                    pipe.send(Received(now - begin, num_tokens, gaps, num_responses))
                     return
-                begin, num_tokens, gaps = now, 0, []
+                begin, num_tokens, num_responses, gaps = now, 0, 0, []
                 continue
             for stream, count_tokens in by_descriptor[descriptor].read():
                 num_tokens += count_tokens
+                num_responses += 1
                 if (before := last.get((descriptor, stream))) is not None:
                     gaps.append(1e3 * (now - before))
                 last[descriptor, stream] = now
         if not is_flowing and len(last) >= count:
             is_flowing = True
             pipe.send("all flow")
+
+
+def _readers(asked: Asked, transport: str, count: int) -> list[Reader]:
+    """Make readers of `transport`: grpc, http (`/generate_stream`) or infer (`/infer`)."""
+    if transport == "grpc":
+        return [GrpcReader(asked, min(MAX_STREAMS, count - first)) for first in range(0, count, MAX_STREAMS)]
+    kind = HttpReader if transport == "http" else InferReader
+    return [kind(asked) for _ in range(count)]

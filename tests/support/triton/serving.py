@@ -133,8 +133,8 @@ class Server:
         return self.processes("triton_python_backend_stub", f"/{model}/" if model else "")
 
     def triton_process(self) -> psutil.Process:
-        (process,) = self.processes("/tritonserver --")
-        return process
+        """Return the oldest: a process that it starts has its command until it becomes another program."""
+        return min(self.processes("/tritonserver --"), key=psutil.Process.create_time)
 
     def engine_process(self) -> psutil.Process | None:
         return next(iter(self.processes("--engine-dir")), None)

@@ -1,4 +1,4 @@
-"""CPU kernels beside torch's operations, in turns on one thread, for a decode step of a 40M-parameter Qwen3.
+"""CPU kernels beside torch's operations, in turns on one thread, for steps of a 40M-parameter Qwen3.
 
     python benchmarks/cpu_kernels.py --save
 
@@ -62,10 +62,34 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
     yield Case("decode attention", attention(paged_attention_native), attention(paged_attention_cpu))
 
+    for name, count, length in (("7 prompts of 300", 7, 300), ("a prompt of 2,048", 1, 2048)):
+        per_prompt = -(-length // BLOCK_SIZE)
+        bounds, lens = np.arange(count + 1, dtype=np.int32) * np.int32(length), np.full(count, length, np.int32)
+        prompts = AttentionMetadata(
+            slot_mapping=torch.arange(count * length), max_seqlen_q=length, max_seq_len=length, num_decodes=0,
+            block_tables=torch.arange(count * per_prompt, dtype=torch.int32).view(count, per_prompt),
+            cu_seqlens_q=torch.from_numpy(bounds), seq_lens=torch.from_numpy(lens),
+            cu_seqlens_q_cpu=bounds, seq_lens_cpu=lens,
+        )  # fmt: skip
+        caches = [drawn(2, count * per_prompt, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
+        rows = drawn(count * length, HEADS, HEAD_DIM)
+        given = prompts, torch.empty_like(rows), HEAD_DIM**-0.5, 0, 0.0, None
+
+        def attention_of(
+            function: Callable[..., object], rows: torch.Tensor = rows, caches: list[torch.Tensor] = caches,
+            given: tuple[object, ...] = given,
+        ) -> Callable[[], object]:  # fmt: skip
+            layer = cycle(caches)
+            return lambda: function(rows, *next(layer), *given)
+
+        yield Case(name, attention_of(paged_attention_native), attention_of(paged_attention_cpu))
+
     sizes = [HEADS, KV_HEADS, KV_HEADS]
     queries, keys, values = drawn(ROWS, sum(sizes), HEAD_DIM).split(sizes, dim=1)
-    table, positions = torch.rand(LONGEST, HEAD_DIM, generator=generator), torch.arange(ROWS)
-    weights = drawn(HEAD_DIM), drawn(HEAD_DIM)
+    # Rows are rotated again and again: with lengths that change, they would come to hold denormal numbers.
+    angles = torch.rand(LONGEST, HEAD_DIM // 2, generator=generator)
+    table, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(ROWS)
+    weights = torch.ones(HEAD_DIM, dtype=dtype), torch.ones(HEAD_DIM, dtype=dtype)
 
     def rotation(function: Callable[..., object]) -> Callable[[], object]:
         rows = queries, keys, values, table, positions, positions

@@ -48,7 +48,8 @@ INLINE element round_to_element(float x) { return x; }
 /* e^x to about 2 units in the last place, without a call, so that loops are vectorised: a power of two times the
    polynomial of Cephes' expf. x is clamped to [-87, 88]. */
 INLINE float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    x = -87.0f > x ? -87.0f : x;
+    x = 88.0f < x ? 88.0f : x;
     float power = rintf(x * 1.44269504f);
     float r = x - power * 0.693359375f + power * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

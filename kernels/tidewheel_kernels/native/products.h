@@ -11,18 +11,12 @@ enum { ROWS = 32, STEP = 32 };
 INLINE int64_t padded(int64_t size) { return (size + STEP - 1) / STEP * STEP; }
 
 #if defined TILES && defined ELEMENT_BFLOAT16 && defined __AMX_BF16__ && defined __AVX512BF16__
+#define USES_TILES
 #include <immintrin.h>
 
 typedef uint16_t operand;
 typedef uint32_t lane; /* the first of two bfloat16 numbers is the low half */
 enum { PER_LANE = 2 };
-
-/* Round `count` numbers, a multiple of STEP. */
-INLINE void to_operands(const float *from, operand *to, int64_t count) {
-    for (int64_t i = 0; i < count; i += STEP)
-        _mm512_storeu_si512(
-            to + i, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i)));
-}
 
 INLINE operand as_operand(element x) { return x; }
 INLINE lane to_lane(const element x[PER_LANE]) { return x[0] | (lane)x[1] << 16; }
@@ -89,7 +83,6 @@ enum { PER_LANE = 1, VECTOR_BYTES = 16, BLOCK = 4, WIDE = 2 };
 enum { FLOATS = VECTOR_BYTES / sizeof(float) };
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
 
-INLINE void to_operands(const float *from, operand *to, int64_t count) { memcpy(to, from, count * sizeof *to); }
 INLINE operand as_operand(element x) { return load(x); }
 INLINE lane to_lane(const element x[PER_LANE]) { return load(x[0]); }
 INLINE void begin_products(void) {}

@@ -129,12 +129,13 @@ class AsyncGrpcResponses:
     def __init__(self, call: Any, url: str) -> None:
         self._call = call
         self._messages = aiter(call)
+        self._next = self._messages.__anext__
         self._url = url
         self._is_cancelled = False
 
     async def receive(self) -> list[Chunk] | None:
         try:
-            message = await anext(self._messages)
+            message = await self._next()
         except StopAsyncIteration:
             return None
         except asyncio.CancelledError:

@@ -107,7 +107,7 @@ class Stream(Iterator[Chunk]):
         self._tries = _Tries(limits)
         self._arrivals = Arrivals()
         self._cancelled = threading.Event()
-        self._has_failed = False
+        self._has_ended = False  # without its last response
         self._responses = transport.open(ask, self._tries.left_s())
         self.request_id = ask.request_id
 
@@ -117,14 +117,20 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         while (chunk := self._arrivals.next()) is None:
-            if self._arrivals.is_over or self._has_failed:
+            if self._arrivals.is_over or self._has_ended:
                 self._responses.close()
                 raise StopIteration
-            response = self._receive()
-            if response is None:
-                self._has_failed = True
-                raise StopIteration
-            self._arrivals.add(response)
+            try:
+                response = self._responses.receive()
+            except RequestError as error:
+                self._try_again(error)
+                continue
+            if response is not None:
+                self._arrivals.add(response)
+            elif self._cancelled.is_set():
+                self._has_ended = True
+            else:
+                self._try_again(_broken())
         return chunk
 
     def cancel(self) -> None:
@@ -150,24 +156,18 @@ class Stream(Iterator[Chunk]):
             self.cancel()
         self._responses.close()
 
-    def _receive(self) -> list[Chunk] | None:
-        """Return None once cancelled."""
-        while True:
-            try:
-                response = self._responses.receive()
-                if response is None and not self._cancelled.is_set():
-                    raise _broken()
-                return response
-            except RequestError as error:
-                wait_s = self._tries.wait_s(error, self._arrivals)
-                if wait_s is None:
-                    self._has_failed = True
-                    raise
-            if self._cancelled.wait(wait_s):
-                return None
-            self._responses = self._transport.open(self._ask, self._tries.left_s())
-            if self._cancelled.is_set():
-                self._responses.cancel()
+    def _try_again(self, error: RequestError) -> None:
+        """Wait, and send the request once more; raise the error if it must not be."""
+        wait_s = self._tries.wait_s(error, self._arrivals)
+        self._has_ended = wait_s is None
+        if wait_s is None:
+            raise error
+        self._has_ended = self._cancelled.wait(wait_s)
+        if self._has_ended:
+            return
+        self._responses = self._transport.open(self._ask, self._tries.left_s())
+        if self._cancelled.is_set():
+            self._responses.cancel()
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -179,7 +179,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._tries = _Tries(limits)
         self._arrivals = Arrivals()
         self._is_cancelled = False
-        self._has_failed = False
+        self._has_ended = False  # without its last response
         self._responses = transport.open(ask, self._tries.left_s())
         self.request_id = ask.request_id
 
@@ -189,14 +189,20 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def __anext__(self) -> Chunk:
         while (chunk := self._arrivals.next()) is None:
-            if self._arrivals.is_over or self._has_failed:
+            if self._arrivals.is_over or self._has_ended:
                 await self._responses.close()
                 raise StopAsyncIteration
-            response = await self._receive()
-            if response is None:
-                self._has_failed = True
-                raise StopAsyncIteration
-            self._arrivals.add(response)
+            try:
+                response = await self._responses.receive()
+            except RequestError as error:
+                await self._try_again(error)
+                continue
+            if response is not None:
+                self._arrivals.add(response)
+            elif self._is_cancelled:
+                self._has_ended = True
+            else:
+                await self._try_again(_broken())
         return chunk
 
     def cancel(self) -> None:
@@ -222,20 +228,13 @@ class AsyncStream(AsyncIterator[Chunk]):
             self.cancel()
         await self._responses.close()
 
-    async def _receive(self) -> list[Chunk] | None:
-        """Return None once cancelled."""
-        while True:
-            try:
-                response = await self._responses.receive()
-                if response is None and not self._is_cancelled:
-                    raise _broken()
-                return response
-            except RequestError as error:
-                wait_s = self._tries.wait_s(error, self._arrivals)
-                if wait_s is None:
-                    self._has_failed = True
-                    raise
-            await asyncio.sleep(wait_s)
-            if self._is_cancelled:
-                return None
+    async def _try_again(self, error: RequestError) -> None:
+        """Wait, and send the request once more; raise the error if it must not be."""
+        wait_s = self._tries.wait_s(error, self._arrivals)
+        self._has_ended = wait_s is None
+        if wait_s is None:
+            raise error
+        await asyncio.sleep(wait_s)
+        self._has_ended = self._is_cancelled
+        if not self._is_cancelled:
             self._responses = self._transport.open(self._ask, self._tries.left_s())

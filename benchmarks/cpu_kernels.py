@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
@@ -56,33 +56,11 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
     step, q, out = meta(), drawn(ROWS, HEADS, HEAD_DIM), torch.empty(ROWS, HEADS, HEAD_DIM, dtype=dtype)
 
-    def attention(function: Callable[..., object]) -> Callable[[], object]:
-        layer = cycle(layers)
-        return lambda: function(q, *next(layer), step, out, HEAD_DIM**-0.5, 0, 0.0, None)
+    given = step, out, HEAD_DIM**-0.5, 0, 0.0, None
+    decodes = (over_layers(f, q, layers, given) for f in (paged_attention_native, paged_attention_cpu))
+    yield Case("decode attention", *decodes)
 
-    yield Case("decode attention", attention(paged_attention_native), attention(paged_attention_cpu))
-
-    for name, count, length in (("7 prompts of 300", 7, 300), ("a prompt of 2,048", 1, 2048)):
-        per_prompt = -(-length // BLOCK_SIZE)
-        bounds, lens = np.arange(count + 1, dtype=np.int32) * np.int32(length), np.full(count, length, np.int32)
-        prompts = AttentionMetadata(
-            slot_mapping=torch.arange(count * length), max_seqlen_q=length, max_seq_len=length, num_decodes=0,
-            block_tables=torch.arange(count * per_prompt, dtype=torch.int32).view(count, per_prompt),
-            cu_seqlens_q=torch.from_numpy(bounds), seq_lens=torch.from_numpy(lens),
-            cu_seqlens_q_cpu=bounds, seq_lens_cpu=lens,
-        )  # fmt: skip
-        caches = [drawn(2, count * per_prompt, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
-        rows = drawn(count * length, HEADS, HEAD_DIM)
-        given = prompts, torch.empty_like(rows), HEAD_DIM**-0.5, 0, 0.0, None
-
-        def attention_of(
-            function: Callable[..., object], rows: torch.Tensor = rows, caches: list[torch.Tensor] = caches,
-            given: tuple[object, ...] = given,
-        ) -> Callable[[], object]:  # fmt: skip
-            layer = cycle(caches)
-            return lambda: function(rows, *next(layer), *given)
-
-        yield Case(name, attention_of(paged_attention_native), attention_of(paged_attention_cpu))
+    yield from prompt_cases(drawn)
 
     sizes = [HEADS, KV_HEADS, KV_HEADS]
     queries, keys, values = drawn(ROWS, sum(sizes), HEAD_DIM).split(sizes, dim=1)
@@ -104,6 +82,31 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         lambda: rms_norm_cpu(x, weight, 1e-6, residual, 0.0),
     )
     yield Case("activation", lambda: silu_and_mul_native(both), lambda: silu_and_mul_cpu(both))
+
+
+def prompt_cases(drawn: Callable[..., torch.Tensor]) -> Iterator[Case]:
+    for name, count, length in (("7 prompts of 300", 7, 300), ("a prompt of 2,048", 1, 2048)):
+        per_prompt = -(-length // BLOCK_SIZE)
+        bounds, lens = np.arange(count + 1, dtype=np.int32) * np.int32(length), np.full(count, length, np.int32)
+        prompts = AttentionMetadata(
+            slot_mapping=torch.arange(count * length), max_seqlen_q=length, max_seq_len=length, num_decodes=0,
+            block_tables=torch.arange(count * per_prompt, dtype=torch.int32).view(count, per_prompt),
+            cu_seqlens_q=torch.from_numpy(bounds), seq_lens=torch.from_numpy(lens),
+            cu_seqlens_q_cpu=bounds, seq_lens_cpu=lens,
+        )  # fmt: skip
+        caches = [drawn(2, count * per_prompt, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
+        rows = drawn(count * length, HEADS, HEAD_DIM)
+        given = prompts, torch.empty_like(rows), HEAD_DIM**-0.5, 0, 0.0, None
+        yield Case(
+            name, *(over_layers(f, rows, caches, given) for f in (paged_attention_native, paged_attention_cpu))
+        )
+
+
+def over_layers(
+    function: Callable[..., object], rows: torch.Tensor, caches: Sequence[torch.Tensor], given: tuple[object, ...]
+) -> Callable[[], object]:
+    layer = cycle(caches)
+    return lambda: function(rows, *next(layer), *given)
 
 
 def microseconds(call: Callable[[], object]) -> float:

@@ -104,12 +104,16 @@ def main() -> None:
         name: {field: summary([round(getattr(one, field), 4) for one in of_name]) for field in Run._fields}
         for name, of_name in taken.items()
     }
+    ours = results["tidewheel"]
+    ratios = {
+        name: {field: round(ours[field]["median"] / figure["median"], 3) for field, figure in figures.items()}
+        for name, figures in results.items()
+    }
     for name, figures in results.items():
         medians = ", ".join(f"{field} {figure['median']:.3f}" for field, figure in figures.items())
-        ratios = [one.first_s / other.first_s for one, other in zip(taken["tidewheel"], taken[name], strict=True)]
-        print(f"{name}: {medians}; tidewheel's first tokens {statistics.median(ratios):.2f} times")
+        print(f"{name}: {medians}; tidewheel over it: {ratios[name]}")
     commits = {"against": commit_of(options.against)} if options.against is not None else {}
-    study.save({"peers": versions, "commits": commits, "results": results})
+    study.save({"peers": versions, "commits": commits, "ratios": ratios, "results": results})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tidewheel.runner.device import (
     resolve_device,
     resolve_dtype,
 )
-from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_memory import available_host_bytes, keep_freed_memory
 from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
@@ -93,8 +93,10 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
     loaded = load_model(folder, fields, config, dtype, device, stages)
-    if device.type == "cpu" and config.num_threads is None:
-        limit_threads(loaded.model.weights_bytes)
+    if device.type == "cpu":
+        keep_freed_memory()
+        if config.num_threads is None:
+            limit_threads(loaded.model.weights_bytes)
     info = _draft_info(config, folder, loaded, dtype, device)
     layout = CacheLayout(loaded.model.shape, info.block_size, of_cache)
     if of_cache == FP8:

@@ -46,6 +46,12 @@ def arguments_of(item: Item, params: Mapping[str, Any]) -> dict[str, Any]:
     return {**params, **item} if isinstance(item, Mapping) else {"messages": item, **params}
 
 
+def session_params(session_id: str, ttl_s: float | None, tenant: str) -> dict[str, Any]:
+    """Return what each turn of a session sends."""
+    params = {"session_id": session_id, "session_ttl_s": ttl_s, "tenant": tenant or None}
+    return {name: value for name, value in params.items() if value is not None}
+
+
 def closing_params(session_id: str, tenant: str) -> dict[str, object]:
     return {"close_session": True, "session_id": session_id, "tenant": tenant}
 

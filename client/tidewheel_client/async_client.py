@@ -203,11 +203,7 @@ class AsyncSession:
         self.session_id = session_id
         self._client = client
         self._tenant = tenant
-        self._params: dict[str, Any] = {"session_id": session_id}
-        if ttl_s is not None:
-            self._params["session_ttl_s"] = ttl_s
-        if tenant:
-            self._params["tenant"] = tenant
+        self._params = asking.session_params(session_id, ttl_s, tenant)
 
     def stream(self, prompt: str | None = None, **arguments: Any) -> AsyncStream:
         return self._client.stream(prompt, **self._params, **arguments)

@@ -250,6 +250,19 @@ def test_prompts_of_many_tiles_in_c(dtype: torch.dtype, shape: dict[str, int], w
 
 @needs_compiler
 @pytest.mark.usefixtures("may_use_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_without_keys_become_zero_in_c(dtype: torch.dtype) -> None:
+    batch = paged_batch([(1, 33), (3, 9), (20, 37)], dtype=dtype)
+    empty = AttentionMetadata(
+        **{**vars(batch.meta), "seq_lens": batch.meta.seq_lens * torch.tensor([1, 0, 1], dtype=torch.int32)}
+    )
+    ours = torch.full_like(batch.q, NAN)
+    paged_attention_native(batch.q, batch.k_cache, batch.v_cache, empty, ours, SCALE, 0, 0.0, None)
+    assert ours[1:4].eq(0).all() and ours.isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("may_use_tiles")
 def test_soft_caps_of_bfloat16_prompts_in_c() -> None:
     check(paged_attention_native, paged_batch(MIXED.lengths, dtype=torch.bfloat16), window=10, cap=1.5)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from support.models import tiny_models
+from support.runner import capturable
+from support.runner.graphed_runner import LOADED_SIZES
+from support.runner.recorded_graphs import RecordingAccelerator
 from tidewheel.config import EngineConfig
+from tidewheel.runner import model_runner
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import GraphSizes
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +42,14 @@ def config(checkpoint: Path) -> EngineConfig:
 @pytest.fixture
 def runner(config: EngineConfig) -> ModelRunner:
     return ModelRunner.load(config)
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
+    """Load runners as on a GPU, with graphs of `LOADED_SIZES` that are recorded."""
+    accelerator = RecordingAccelerator()
+    monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
+    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(LOADED_SIZES))
+    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
+    with capturable.installed():
+        yield accelerator

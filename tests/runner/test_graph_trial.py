@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from support.models import tiny_models
-from support.runner import capturable
 from support.runner.decode_workloads import KINDS, workload
+from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
 from tidewheel.config import EngineConfig
@@ -22,9 +22,7 @@ from tidewheel.models.causal_lm import CausalLM
 from tidewheel.models.transformers_model import TransformersModel
 from tidewheel.runner import model_runner
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.step_graphs import GraphSizes
 
-SIZES = [1, 2, 4, 5]
 Forward = Callable[..., torch.Tensor]
 MODELS = {
     make.__name__: make
@@ -33,16 +31,6 @@ MODELS = {
         tiny_models.stablelm, tiny_models.granite,
     )
 }  # fmt: skip
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
-    accelerator = RecordingAccelerator()
-    monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
-    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(SIZES))
-    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
-    with capturable.installed():
-        yield accelerator
 
 
 def config_of(folder: Path, make: Callable[[], PreTrainedModel]) -> EngineConfig:
@@ -74,7 +62,7 @@ def test_graphs_of_a_model_that_passes_compute_as_it_does(
     with caplog.at_level(logging.INFO):
         runner = ModelRunner.load(config)
     assert "computed the same in a trial" in verdict(caplog)
-    assert len(accelerator.pools[-1].graphs) == 3 * len(SIZES)
+    assert len(accelerator.pools[-1].graphs) == 3 * len(LOADED_SIZES)
     requests = workload(KINDS["filtered"], 6)
     with_graphs = StepLoop(runner).run(requests)
     assert sum(graph.num_replays > 1 for graph in accelerator.pools[-1].graphs) > 0

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from support.runner import capturable
 from support.runner.decode_workloads import KINDS, workload
+from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
 from tidewheel.config import CacheDType, EngineConfig
@@ -22,24 +21,12 @@ from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.profiling import StepMemory
 from tidewheel.runner.step_graphs import GraphSizes
 
-SIZES = [1, 2, 4, 5]
-
 
 @pytest.fixture
 def small(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config, max_num_seqs=5, max_num_batched_tokens=64, max_model_len=128, enable_prefix_caching=False
     )
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
-    accelerator = RecordingAccelerator()
-    monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
-    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(SIZES))
-    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
-    with capturable.installed():
-        yield accelerator
 
 
 def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
@@ -70,7 +57,7 @@ def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
     assert list(stages)[-1] == "graphs"
     assert stages["graphs"] == 1.0
     trial, final = accelerator.pools
-    assert (len(trial.graphs), len(final.graphs)) == (3 * 3, 3 * len(SIZES))
+    assert (len(trial.graphs), len(final.graphs)) == (3 * 3, 3 * len(LOADED_SIZES))
     assert runner.info.graph_bytes == final.num_bytes
     assert reserved[0].graphs >= final.num_bytes > 0
 

@@ -88,6 +88,7 @@ API void decode_attention(
     float scale,
     float soft_cap, /* 0: none */
     int32_t num_threads) {
+    Paged cache = {k_cache, v_cache, NULL, k_block_stride, v_block_stride, num_kv_heads * head_dim, block_size};
     int64_t num_parts = (group + MAX_HEADS - 1) / MAX_HEADS;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads) if (num_threads > 1)
     for (int64_t job = 0; job < num_seqs * num_kv_heads * num_parts; job++) {
@@ -95,16 +96,7 @@ API void decode_attention(
         int64_t head = kv_head * group + job % num_parts * MAX_HEADS;
         int64_t left = (kv_head + 1) * group - head, end = seq_lens[seq];
         Context context = {
-            .paged =
-                {
-                    .keys = k_cache + kv_head * head_dim,
-                    .values = v_cache + kv_head * head_dim,
-                    .blocks = block_tables + seq * table_stride,
-                    .k_block_stride = k_block_stride,
-                    .v_block_stride = v_block_stride,
-                    .position_stride = num_kv_heads * head_dim,
-                    .block_size = block_size,
-                },
+            .paged = paged_of(cache, block_tables + seq * table_stride, kv_head * head_dim),
             .begin = sliding_window > 0 && end > sliding_window ? end - sliding_window : 0,
             .end = end,
             .q_head_stride = q_head_stride,

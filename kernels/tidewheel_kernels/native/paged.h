@@ -2,6 +2,8 @@
    calculation for softmax"). */
 #pragma once
 
+#include <stddef.h>
+
 #include "element.h"
 
 /* Keys of a tile. */
@@ -13,6 +15,14 @@ typedef struct {
     const int32_t *blocks;
     int64_t k_block_stride, v_block_stride, position_stride, block_size;
 } Paged;
+
+/* Return the cache of one sequence and one KV head, `offset` elements into each position. */
+INLINE Paged paged_of(Paged cache, const int32_t *blocks, int64_t offset) {
+    cache.keys += offset;
+    cache.values += offset;
+    cache.blocks = blocks;
+    return cache;
+}
 
 /* Find the keys and values of positions [first, first + count). */
 INLINE void find_tile(

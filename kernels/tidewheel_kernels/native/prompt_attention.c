@@ -52,7 +52,8 @@ static void pack(const Job *job, Scratch *s, int64_t first, int64_t count) {
 }
 
 #if defined USES_TILES
-/* 2^x for x <= 0 to about 2e-7, twice as fast as `fast_exp`: the Taylor series of 2^f for |f| <= 1/2, and its exponent. */
+/* 2^x for x <= 0 to about 3e-6, far below the rounding of the weights: the Taylor series of 2^f for |f| <= 1/2, and the
+   exponent. */
 INLINE __m512 exp2_of(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_min_ps(_mm512_setzero_ps(), x));
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(x, whole);
@@ -137,7 +138,7 @@ static void attend(const Job *job, Scratch *s, const element *q, int64_t q_strid
 INLINE void write_rows(const Job *job, const Scratch *s, element *out, int64_t num_q_heads) {
     for (int64_t row = 0; row < job->num_rows; row++) {
         element *to = out + (row / job->group * num_q_heads + row % job->group) * job->head_dim;
-        float factor = 1.0f / s->total[row];
+        float factor = s->total[row] > 0.0f ? 1.0f / s->total[row] : 0.0f;
         for (int64_t d = 0; d < job->head_dim; d++) to[d] = round_to_element(s->sums[row * job->width + d] * factor);
     }
 }
@@ -158,6 +159,7 @@ API void prompt_attention(
     float scale,
     float soft_cap, /* 0: none */
     int32_t num_threads) {
+    Paged cache = {k_cache, v_cache, NULL, k_block_stride, v_block_stride, num_kv_heads * head_dim, block_size};
     int64_t queries_per_job = max(MAX_ROWS / group, 1);
     int64_t num_parts = (max_query_len + queries_per_job - 1) / queries_per_job;
     int64_t num_jobs = (num_seqs - first_seq) * num_parts * num_kv_heads;
@@ -176,16 +178,7 @@ API void prompt_attention(
             int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq], begin = part * queries_per_job;
             if (begin >= query_len) continue;
             Job job = {
-                .paged =
-                    {
-                        .keys = k_cache + kv_head * head_dim,
-                        .values = v_cache + kv_head * head_dim,
-                        .blocks = block_tables + seq * table_stride,
-                        .k_block_stride = k_block_stride,
-                        .v_block_stride = v_block_stride,
-                        .position_stride = num_kv_heads * head_dim,
-                        .block_size = block_size,
-                    },
+                .paged = paged_of(cache, block_tables + seq * table_stride, kv_head * head_dim),
                 .head_dim = head_dim,
                 .width = padded(head_dim),
                 .group = group,

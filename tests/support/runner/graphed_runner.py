@@ -21,6 +21,7 @@ from tidewheel.runner.step_graphs import GraphSizes
 
 SIZES = [1, 2, 4, 8, 16]
 DECODES = GraphSizes(SIZES)
+LOADED_SIZES = [1, 2, 4, 5]  # of runners that are loaded with graphs
 
 
 def loaded(folder: Path) -> ModelRunner:

@@ -23,8 +23,7 @@ def available_host_bytes(
 def keep_freed_memory() -> None:
     """Have glibc keep what steps free, up to 1 GiB, for the next step.
 
-    Otherwise it gives the large results of each layer back to Linux, which clears their pages anew: a quarter of the
-    time of steps of 2,048 prompt tokens (`benchmarks/first_tokens.py`).
+    Otherwise it gives the large results of each layer back to Linux, which clears their pages anew in every step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

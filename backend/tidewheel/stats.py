@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from copy import copy
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ class Histogram(msgspec.Struct):
         self.sums[bucket] += value * count
 
     def observe_all(self, values: Float64Array) -> None:
-        buckets = np.searchsorted(self.bounds, values)
+        buckets = np.searchsorted(_edges(self.bounds), values)
         counts, sums = np.bincount(buckets), np.bincount(buckets, values)
         for bucket in counts.nonzero()[0].tolist():
             self.counts[bucket] += int(counts[bucket])
@@ -39,6 +40,11 @@ class Histogram(msgspec.Struct):
 
     def copy(self) -> Histogram:
         return Histogram(self.bounds, self.counts.copy(), self.sums.copy())
+
+
+@lru_cache
+def _edges(bounds: tuple[float, ...]) -> Float64Array:
+    return np.array(bounds, np.float64)
 
 
 class TenantFigures(msgspec.Struct):

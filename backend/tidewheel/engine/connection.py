@@ -65,6 +65,7 @@ class Outbox:
         self._queue: deque[_Add | _Cancel] = deque()
         self._refusal: TidewheelError | None = None
         self._is_closed = False
+        self._is_signalled = False  # `wake_fd` is to be read
         self._held: dict[int, _Add] = {}
         self._in_flight: dict[int, int] = {}  # unfinished sequences by key
         self._cancelled = _Cancel([], [])  # in flight, not yet sent
@@ -99,17 +100,18 @@ class Outbox:
 
     def _wake(self) -> None:
         if not self._is_closed:  # a closed descriptor's number may be reused
+            self._is_signalled = True
             os.eventfd_write(self.wake_fd, 1)
 
     # --- the io thread ----------------------------------------------------------------------------------------
 
     def take(self) -> list[int]:
         """Process the queue. Return keys cancelled before they were sent, which are over."""
-        try:
-            os.eventfd_read(self.wake_fd)
-        except BlockingIOError:
+        if not self._is_signalled:
             return []
         with self._lock:
+            os.eventfd_read(self.wake_fd)
+            self._is_signalled = False
             entries, self._queue = self._queue, deque()
         unsent: list[int] = []
         for entry in entries:
@@ -205,7 +207,9 @@ class Connection:
     def receive(self, timeout_ms: int = 0) -> list[FromEngine]:
         """Return arrived messages. Wait at most `timeout_ms` for the first."""
         messages: list[FromEngine] = []
-        while len(messages) < MAX_MESSAGES and self._socket.poll(0 if messages else timeout_ms):
+        if timeout_ms:
+            self._socket.poll(timeout_ms)
+        while len(messages) < MAX_MESSAGES and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
             payload = self._socket.recv(zmq.NOBLOCK)
             try:
                 messages.append(from_engine_decoder.decode(payload))

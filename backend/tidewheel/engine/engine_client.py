@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
+LOOK_S = 0.1
 CLOSED = "the front end was closed"
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
@@ -107,6 +108,7 @@ class EngineClient:
         self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
+        self._next_look = 0.0  # at the heartbeat
         self._problem = ""  # of the last start of an engine
         self._failure: TidewheelError | None = None
         self._hang: HangWatch | None = None  # of the connected engine
@@ -217,9 +219,9 @@ class EngineClient:
             self._put_off(_lost(str(error)))
         except Draining as error:
             self._fail(error)
-        problem = self._problem and f": {self._problem}"
-        late = _lost(f"the engine is not back after {self._options.hold_s:g} s{problem}")
-        self._lose(self._outbox.lose_expired(), late)
+        if expired := self._outbox.lose_expired():
+            problem = self._problem and f": {self._problem}"
+            self._lose(expired, _lost(f"the engine is not back after {self._options.hold_s:g} s{problem}"))
 
     def _seek(self) -> None:
         status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
@@ -251,9 +253,10 @@ class EngineClient:
 
     def _is_beyond_hope(self, connection: Connection) -> bool:
         """Watch the heartbeat. Return whether this front end has to end the engine."""
-        hang = self._hang
-        if hang is None:
+        hang, now = self._hang, time.monotonic()
+        if hang is None or now < self._next_look:
             return False
+        self._next_look = now + LOOK_S
         was_hung = hang.is_hung
         hang.look()
         if hang.is_hung and not was_hung and self.is_owner:

@@ -74,6 +74,8 @@ Response = Sequence[Chunk]  # by sequence
 
 
 def is_last(response: Response) -> bool:
+    if len(response) == 1:  # most, and each is asked twice
+        return response[0].finish_reason is not None
     return all(chunk.finish_reason is not None for chunk in response)
 
 

@@ -32,10 +32,11 @@ class Detokenizer:
         self._sent = len(self._decode(self._ids))  # emitted leading characters
 
     def push(self, token_ids: Sequence[int]) -> str:
-        new_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
-        if not new_ids:
+        if not self._hidden.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        if not token_ids:
             return ""
-        self._ids += new_ids
+        self._ids += token_ids
         num_new = len(self._ids) - self._num_context
         for num_held in range(min(num_new, _MAX_CHARACTER_BYTES)):  # tokens of a partial character
             num_whole = len(self._ids) - num_held

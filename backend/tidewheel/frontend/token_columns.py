@@ -61,7 +61,7 @@ class TokenColumns:
         """Have `due` return the key, once, when it has news."""
         slot = key & _SLOTS
         with self._lock:
-            self._is_awaited[slot] = self._keys[slot] == key
+            self._is_awaited[slot] = self._keys.item(slot) == key
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
         """Add one token to each key. Return the seconds since its last one, and the keys of first tokens."""
@@ -100,10 +100,11 @@ class TokenColumns:
         """Return the new tokens of the request, which counts as answered."""
         slot = key & _SLOTS
         with self._lock:
-            if self._keys[slot] != key:
+            if self._keys.item(slot) != key:
                 return []
-            taken = self._spilled.pop(slot, [])
-            taken += self._tokens[slot, : self._num_tokens[slot] % _WIDTH].tolist()
+            taken: list[int] = self._tokens[slot, : self._num_tokens.item(slot) % _WIDTH].tolist()
+            if self._spilled:
+                taken = self._spilled.pop(slot, []) + taken
             self._num_tokens[slot] = 0
             self._has_news[slot] = False
             self._taken_ns[slot] = now_ns

@@ -209,7 +209,7 @@ class Connection:
         messages: list[FromEngine] = []
         if timeout_ms:
             self._socket.poll(timeout_ms)
-        while len(messages) < MAX_MESSAGES and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while len(messages) < MAX_MESSAGES and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             payload = self._socket.recv(zmq.NOBLOCK)
             try:
                 messages.append(from_engine_decoder.decode(payload))

@@ -1,4 +1,4 @@
-"""Clients of a Tidewheel server over Triton's gRPC streams.
+"""Clients of a Tidewheel server, over Triton's gRPC streams or its HTTP endpoints.
 
 from tidewheel_client import Client
 
@@ -29,6 +29,7 @@ from tidewheel_client.request_errors import (
     ServerUnavailable,
     Unsupported,
 )
+from tidewheel_client.server_pages import Figures, Health, Sample
 from tidewheel_client.stream import AsyncStream, Stream
 from tidewheel_client.transport import Ask
 
@@ -46,6 +47,8 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "EngineDead",
+    "Figures",
+    "Health",
     "InternalError",
     "InvalidRequest",
     "Metadata",
@@ -56,6 +59,7 @@ __all__ = [
     "PromptTooLarge",
     "RequestError",
     "RequestTimeout",
+    "Sample",
     "ServerUnavailable",
     "Session",
     "Stream",

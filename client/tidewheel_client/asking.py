@@ -14,6 +14,15 @@ from tidewheel_client.transport import Ask
 Item = str | Sequence[codec.Message] | Mapping[str, Any]  # of `map`: a prompt, messages, or arguments of `generate`
 
 
+def is_http(url: str, credentials: object) -> bool:
+    """Return whether `url` is that of HTTP endpoints. Raise `InvalidRequest` if the credentials are not for them."""
+    if not url.startswith(("http://", "https://")):
+        return False
+    if credentials is not None:
+        raise InvalidRequest(f"credentials are for gRPC, and {url} is HTTP: https in place of http turns on TLS")
+    return True
+
+
 def ask_of(
     model: str,
     prompt: str | None,

@@ -15,8 +15,10 @@ from tidewheel_client import asking, codec
 from tidewheel_client.answers import Completion, Metadata
 from tidewheel_client.concurrent_map import in_tasks
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
+from tidewheel_client.http_transport import AsyncHttpTransport
 from tidewheel_client.request_errors import NotFound, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.retries import Retries
+from tidewheel_client.server_pages import Figures, Health, ServerPages
 from tidewheel_client.stream import AsyncStream, Limits
 from tidewheel_client.transport import Ask, AsyncTransport
 
@@ -36,12 +38,15 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         headers: Sequence[tuple[str, str]] = (),
         transport: AsyncTransport | None = None,
+        metrics_url: str | None = None,
+        health_url: str | None = None,
     ) -> None:
         self.url = url
         self.model = model
         self._timeout_s = timeout_s
         self._retries = Retries(retries)
-        self._transport: AsyncTransport = transport or AsyncGrpcTransport(url, credentials, headers)
+        self._transport: AsyncTransport = transport or _connect(url, credentials, headers)
+        self._pages = ServerPages(url, metrics_url, health_url)
 
     def stream(
         self,
@@ -175,6 +180,14 @@ class AsyncClient:
         names = {entry.name for entry in index.models}
         return tuple(sorted([name for name in names if await self._is_decoupled(name)]))
 
+    async def metrics(self) -> Figures:
+        """Return the server's metrics, from `metrics_url`: by default port 8002 of the host."""
+        return await self._pages.async_metrics()
+
+    async def health(self) -> Health:
+        """Return whether the server is ready, and why not, from `health_url`: by default port 8003 of the host."""
+        return await self._pages.async_health()
+
     async def close(self) -> None:
         """Close the connection, cancelling running requests."""
         await self._transport.close()
@@ -226,3 +239,11 @@ class AsyncSession:
     ) -> None:
         with contextlib.suppress(NotFound if error is None else RequestError):  # which must not hide the first
             await self.close()
+
+
+def _connect(
+    url: str, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]
+) -> AsyncTransport:
+    if asking.is_http(url, credentials):
+        return AsyncHttpTransport(url, headers)
+    return AsyncGrpcTransport(url, credentials, headers)

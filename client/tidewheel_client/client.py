@@ -14,8 +14,10 @@ from tidewheel_client import asking, codec
 from tidewheel_client.answers import Completion, Metadata
 from tidewheel_client.concurrent_map import in_threads
 from tidewheel_client.grpc_transport import GrpcTransport
+from tidewheel_client.http_transport import HttpTransport
 from tidewheel_client.request_errors import NotFound, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.retries import Retries
+from tidewheel_client.server_pages import Figures, Health, ServerPages
 from tidewheel_client.stream import Limits, Stream
 from tidewheel_client.transport import Ask, Transport
 
@@ -25,9 +27,10 @@ _POLL_S = 0.1
 class Client:
     """Thread-safe client of one model on one server. Methods raise `RequestError`.
 
+    `url` is the address of Triton's gRPC service, `HOST:PORT`, or of its HTTP endpoints, `http://HOST:PORT` or https.
     `timeout_s` bounds requests without their own, retries included: `retries` says how often a request is sent again
-    after a refusal that allows it. `credentials` turns on TLS. `headers` go with every call. `transport` replaces the
-    connection to `url`, for tests.
+    after a refusal that allows it. `credentials` turns on TLS of gRPC. `headers` go with every call. `transport`
+    replaces the connection to `url`, for tests.
     """
 
     def __init__(
@@ -40,12 +43,15 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         headers: Sequence[tuple[str, str]] = (),
         transport: Transport | None = None,
+        metrics_url: str | None = None,
+        health_url: str | None = None,
     ) -> None:
         self.url = url
         self.model = model
         self._timeout_s = timeout_s
         self._retries = Retries(retries)
-        self._transport: Transport = transport or GrpcTransport(url, credentials, headers)
+        self._transport: Transport = transport or _connect(url, credentials, headers)
+        self._pages = ServerPages(url, metrics_url, health_url)
 
     def stream(
         self,
@@ -186,6 +192,14 @@ class Client:
         names = {entry.name for entry in index.models}
         return tuple(sorted(name for name in names if self._is_decoupled(name)))
 
+    def metrics(self) -> Figures:
+        """Return the server's metrics, from `metrics_url`: by default port 8002 of the host."""
+        return self._pages.metrics()
+
+    def health(self) -> Health:
+        """Return whether the server is ready, and why not, from `health_url`: by default port 8003 of the host."""
+        return self._pages.health()
+
     def close(self) -> None:
         """Close the connection, cancelling running requests."""
         self._transport.close()
@@ -237,3 +251,9 @@ class Session:
     ) -> None:
         with contextlib.suppress(NotFound if error is None else RequestError):  # which must not hide the first
             self.close()
+
+
+def _connect(url: str, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]) -> Transport:
+    if asking.is_http(url, credentials):
+        return HttpTransport(url, headers)
+    return GrpcTransport(url, credentials, headers)

@@ -59,20 +59,36 @@ def encode(
             _add(request, name, "INT32", len(ids), ids.tobytes())
         else:
             _add_text(request, name, str(value))
-    _add_bool(request, "stream", stream)
-    _add_bool(request, "exclude_input_in_output", True)
-    _add_bool(request, "return_finish_reason", True)  # tells a whole stream from a broken one
-    sampling = dict(params)
+    flags, sampling = _flags_and_sampling(params)
+    for name, wanted in {"stream": stream, **flags}.items():
+        _add_bool(request, name, wanted)
+    _add_queue_fields(request, sampling)
+    if sampling:
+        _add_text(request, "sampling_parameters", _json("sampling parameters", sampling))
+    return request
+
+
+def json_body(
+    request_id: str, prompt: Mapping[str, object], params: Mapping[str, object], *, stream: bool
+) -> dict[str, object]:
+    """Encode a request for `generate_stream`, with the arguments of `encode`."""
+    given = {name: _token_ids(value).tolist() if name == "input_ids" else value for name, value in prompt.items()}
+    flags, sampling = _flags_and_sampling(params)
+    body = {"id": request_id, **given, "stream": stream, **flags}
+    return body | ({"sampling_parameters": _json("sampling parameters", sampling)} if sampling else {})
+
+
+def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], dict[str, object]]:
+    """Return the output flags that are set, and the other parameters."""
+    # The reason of the end tells a whole stream from a broken one.
+    flags, sampling = {"exclude_input_in_output": True, "return_finish_reason": True}, dict(params)
     for flag, default in OUTPUT_FLAGS.items():
         wanted = sampling.pop(flag, default)
         if wanted not in (True, False):
             raise InvalidRequest(f"{flag} must be true or false, not {wanted!r}")
         if wanted or (flag == "return_num_output_tokens" and params.get("return_token_ids")):
-            _add_bool(request, flag, True)  # counts assign ids to sequences
-    _add_queue_fields(request, sampling)
-    if sampling:
-        _add_text(request, "sampling_parameters", _json("sampling parameters", sampling))
-    return request
+            flags[flag] = True  # counts assign ids to sequences
+    return flags, sampling
 
 
 def prompt_input(
@@ -95,19 +111,26 @@ def prompt_input(
 def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
     outputs, is_plain = _outputs(response)
     texts = outputs.get("text_output", ("",))
+    if not is_plain or len(texts) != 1:
+        return chunks_of(outputs)
+    counts, reasons = outputs.get("num_output_tokens"), outputs.get("finish_reason")
+    inputs = outputs.get("num_input_tokens")
+    return [  # most responses, at half the cost
+        Chunk(
+            text=texts[0],
+            finish_reason=_finish_reason(reasons[0]) if reasons else None,
+            num_input_tokens=inputs[0] if inputs else None,
+            num_output_tokens=counts[0] if counts else None,
+        )
+    ]
+
+
+def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
+    """Return a chunk for each sequence, of the values by output."""
+    texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
     reasons = outputs.get("finish_reason")
     inputs = outputs.get("num_input_tokens")
-    if is_plain and len(texts) == 1:  # most responses, at half the cost
-        reason = _finish_reason(reasons[0]) if reasons else None
-        return [
-            Chunk(
-                text=texts[0],
-                finish_reason=reason,
-                num_input_tokens=inputs[0] if inputs else None,
-                num_output_tokens=counts[0],
-            )
-        ]
     token_ids = _split(outputs.get("token_ids"), counts)
     return [
         Chunk(

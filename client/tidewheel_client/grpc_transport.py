@@ -13,10 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tidewheel_client import codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.request_errors import from_rpc, from_text
-from tidewheel_client.transport import Ask
+from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 
-CALL_TIMEOUT_S = 5.0
-END_S = 1.0  # of a call, after its error
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -139,7 +137,7 @@ class AsyncGrpcResponses:
         except StopAsyncIteration:
             return None
         except asyncio.CancelledError:
-            if not self._is_cancelled or _is_cancelling():
+            if not self._is_cancelled or is_cancelling():
                 raise
             return None
         except grpc.RpcError as error:
@@ -167,9 +165,3 @@ class AsyncGrpcResponses:
 
 async def _once(request: service_pb2.ModelInferRequest) -> AsyncIterator[service_pb2.ModelInferRequest]:
     yield request
-
-
-def _is_cancelling() -> bool:
-    """Return whether the task itself is cancelled, and not only its call."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

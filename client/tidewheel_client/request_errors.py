@@ -116,6 +116,16 @@ _BY_STATUS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: PromptTooLarge,
 }
 
+_BY_HTTP_STATUS: dict[int, type[RequestError]] = {
+    401: Unsupported,
+    403: Unsupported,
+    404: NotFound,
+    413: PromptTooLarge,
+    502: ServerUnavailable,
+    503: ServerUnavailable,
+    504: ServerUnavailable,
+}
+
 # Triton's messages without a status, or with INTERNAL.
 _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("has no available versions", ServerUnavailable),  # shutting down
@@ -150,6 +160,14 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
         return ServerUnavailable(f"the connection to {url} was lost ({text})")
     cls = _BY_STATUS.get(error.code()) or _first_match(text)
     return _from_tagged(text) or cls(text or f"the call failed with {error.code().name}")
+
+
+def from_http(status: int, text: str) -> RequestError:
+    """Return the error of an answer by HTTP, whose status says little: 400 is Triton's for almost all."""
+    found = from_text(text)
+    if type(found) is RequestError and status in _BY_HTTP_STATUS:
+        return _BY_HTTP_STATUS[status](text or f"the server answered with HTTP status {status}")
+    return found if text else RequestError(f"the server answered with HTTP status {status}")
 
 
 def _from_tagged(text: str) -> RequestError | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tidewheel_client.answers import Chunk
+
+CALL_TIMEOUT_S = 5.0
+END_S = 1.0  # of a request, after its last response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +65,9 @@ class AsyncTransport(Protocol):
     async def call(self, method: str, request: Any) -> Any: ...
 
     async def close(self) -> None: ...
+
+
+def is_cancelling() -> bool:
+    """Return whether the task itself is cancelled, and not only its request."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

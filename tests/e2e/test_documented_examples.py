@@ -47,6 +47,7 @@ def test_an_example_runs(server: Server, language: str, block: str) -> None:
         "127.0.0.1:8001": server.grpc,
         "localhost:8000": server.http.removeprefix("http://"),
         "localhost:8002": f"127.0.0.1:{server.metrics_port}",
+        "localhost:8003": f"127.0.0.1:{server.health_port}",
     }
     for documented, actual in addresses.items():
         block = block.replace(documented, actual)

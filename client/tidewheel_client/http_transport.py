@@ -1,0 +1,208 @@
+"""Transports over Triton's HTTP endpoints. Requests go to `generate_stream`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import httpx2
+from google.protobuf.json_format import ParseDict
+from tritonclient.grpc import service_pb2
+
+from tidewheel_client import codec
+from tidewheel_client.answers import Chunk
+from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, from_http
+from tidewheel_client.server_pages import from_connection
+from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
+
+T = TypeVar("T")
+Headers = Sequence[tuple[str, str]]
+_MAX_EVENT_BYTES = 64 << 20  # a response with the log-probabilities of a long prompt
+_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+
+
+class AsyncHttpTransport:
+    """Transport of one event loop. `url` is that of the server, as `http://127.0.0.1:8000`."""
+
+    def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
+        """`verify`: certificates that an https server may show; False: any."""
+        self._url = url.rstrip("/")
+        try:
+            self._http = httpx2.AsyncClient(
+                base_url=self._url,
+                headers=list(headers),
+                verify=verify,
+                timeout=None,
+                limits=_LIMITS,
+                trust_env=False,  # as with gRPC, web proxies must not apply to the server
+            )
+        except httpx2.InvalidURL as error:
+            raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
+
+    def open(self, ask: Ask, timeout_s: float | None) -> AsyncHttpResponses:
+        body = codec.json_body(ask.request_id, ask.prompt, ask.params, stream=ask.stream)
+        path = f"/v2/models/{ask.model}/generate_stream"
+        request = self._http.build_request("POST", path, content=json.dumps(body).encode())
+        return AsyncHttpResponses(self._http, request, self._url, timeout_s)
+
+    async def call(self, method: str, request: Any) -> Any:
+        """Ask by HTTP what a message of the gRPC service asks, and return the answer as its message."""
+        verb, path, answer = _CALLS[method]
+        content = b'{"ready": true}' if verb == "POST" else None
+        try:
+            response = await self._http.request(
+                verb, path.format(getattr(request, "name", "")), content=content, timeout=CALL_TIMEOUT_S
+            )
+        except httpx2.TransportError as error:
+            raise from_connection(error, self._url) from None
+        if method == "ModelReady":
+            return answer(ready=response.is_success)
+        if not response.is_success:
+            raise from_http(response.status_code, _message(response.text))
+        return _parsed(answer, response.json())
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+class AsyncHttpResponses:
+    def __init__(self, http: httpx2.AsyncClient, request: httpx2.Request, url: str, timeout_s: float | None) -> None:
+        self._http = http
+        self._request = request
+        self._url = url
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._events = self._read()
+        self._is_cancelled = False
+        self._next: asyncio.Future[Mapping[str, Any] | None] | None = self._ask_next()  # sends the request
+
+    async def receive(self) -> list[Chunk] | None:
+        if self._is_cancelled:
+            return None
+        self._next = self._next or self._ask_next()
+        try:
+            async with asyncio.timeout(None if self._end is None else max(self._end - time.monotonic(), 0.0)):
+                event = await self._next
+        except TimeoutError:
+            raise RequestTimeout("the time limit of the request has passed") from None
+        except asyncio.CancelledError:
+            if not self._is_cancelled or is_cancelling():
+                raise
+            return None
+        except httpx2.TransportError as error:
+            raise from_connection(error, self._url) from None
+        self._next = None
+        return None if event is None or self._is_cancelled else codec.chunks_of(_outputs(event))
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._next is not None:
+            self._next.cancel()
+
+    async def close(self) -> None:
+        """Read the end of the response, so that its connection can serve another request; else end it."""
+        with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
+            if not self._is_cancelled:
+                async with asyncio.timeout(END_S):
+                    await (self._next or self._ask_next())
+        with contextlib.suppress(httpx2.HTTPError):
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    def _ask_next(self) -> asyncio.Future[Mapping[str, Any] | None]:
+        found = asyncio.ensure_future(anext(self._events, None))
+        found.add_done_callback(lambda one: one.cancelled() or one.exception())  # also without a reader
+        return found
+
+    async def _read(self) -> AsyncIterator[Mapping[str, Any]]:
+        response = await self._http.send(self._request, stream=True)
+        try:
+            if not response.is_success:
+                raise from_http(response.status_code, _message((await response.aread()).decode(errors="replace")))
+            async for event in httpx2.EventSource(response, _MAX_EVENT_BYTES):
+                values = json.loads(event.data)
+                if "error" in values:
+                    raise from_http(response.status_code, str(values["error"]))
+                yield values
+        finally:
+            await response.aclose()
+
+
+class HttpTransport:
+    """`AsyncHttpTransport` for threads; thread-safe. Its event loop runs in a thread of its own."""
+
+    def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
+        self._transport = AsyncHttpTransport(url, headers, verify=verify)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tidewheel-http", daemon=True)
+        self._thread.start()
+
+    def open(self, ask: Ask, timeout_s: float | None) -> HttpResponses:
+        async def send() -> AsyncHttpResponses:
+            return self._transport.open(ask, timeout_s)
+
+        return HttpResponses(self._loop, _result(self._loop, send()))
+
+    def call(self, method: str, request: Any) -> Any:
+        return _result(self._loop, self._transport.call(method, request))
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        _result(self._loop, self._transport.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class HttpResponses:
+    def __init__(self, loop: asyncio.AbstractEventLoop, responses: AsyncHttpResponses) -> None:
+        self._loop = loop
+        self._responses = responses
+
+    def receive(self) -> list[Chunk] | None:
+        return _result(self._loop, self._responses.receive())
+
+    def cancel(self) -> None:
+        self._loop.call_soon_threadsafe(self._responses.cancel)
+
+    def close(self) -> None:
+        _result(self._loop, self._responses.close())
+
+
+def _result(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+
+_CALLS: dict[str, tuple[str, str, Any]] = {
+    "ModelReady": ("GET", "/v2/models/{}/ready", service_pb2.ModelReadyResponse),
+    "ServerMetadata": ("GET", "/v2", service_pb2.ServerMetadataResponse),
+    "ModelMetadata": ("GET", "/v2/models/{}", service_pb2.ModelMetadataResponse),
+    "ModelConfig": ("GET", "/v2/models/{}/config", service_pb2.ModelConfigResponse),
+    "RepositoryIndex": ("POST", "/v2/repository/index", service_pb2.RepositoryIndexResponse),
+}
+
+
+def _parsed(answer: Any, content: Any) -> Any:
+    """Return the message with Triton's JSON, which leaves out the name of its only field."""
+    if answer is service_pb2.ModelConfigResponse:
+        content = {"config": content}
+    if answer is service_pb2.RepositoryIndexResponse:
+        content = {"models": content}
+    return ParseDict(content, answer(), ignore_unknown_fields=True)
+
+
+def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the values by name. Triton writes a tensor of one element as a scalar."""
+    return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}
+
+
+def _message(text: str) -> str:
+    """Return the message of an error, which Triton sends as JSON or as an event."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text.strip().removeprefix("data:"))["error"])
+    return text.strip()

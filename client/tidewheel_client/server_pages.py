@@ -1,0 +1,142 @@
+"""Metrics and health of a server, which are pages beside Triton's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable
+
+METRICS_PORT = 8002
+HEALTH_PORT = 8003
+TIMEOUT_S = 5.0
+_HOST = re.compile(r"(https?://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^][:/]+)(:\d+)?/?")
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Figures:
+    """Metrics of one moment."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
+
+    @classmethod
+    def parse(cls, text: str) -> Figures:
+        """Read Prometheus's text format. Raise `ValueError`."""
+        families = text_string_to_metric_families(text)
+        return cls(Sample(found.name, found.labels, found.value) for family in families for found in family.samples)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._by_name))
+
+    def samples(self, name: str, **labels: str) -> list[Sample]:
+        """Return the series of this name that have all of these labels."""
+        wanted = labels.items()
+        return [sample for sample in self._by_name.get(name, ()) if wanted <= sample.labels.items()]
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the sum of these series. Raise `KeyError` if there is none of this name."""
+        if name not in self._by_name:
+            raise KeyError(f"the server shows no metric {name}")
+        return sum(sample.value for sample in self.samples(name, **labels))
+
+
+class Health(NamedTuple):
+    is_ready: bool
+    state: str  # as docs/serve.md lists them
+    reason: str = ""
+
+
+class ServerPages:
+    """Addresses of one server: those given, or Triton's ports on the host of `url`."""
+
+    def __init__(self, url: str, metrics_url: str | None = None, health_url: str | None = None) -> None:
+        self._url = url
+        self._metrics_url = metrics_url
+        self._health_url = health_url
+
+    def metrics(self) -> Figures:
+        url = self._url_of("metrics", self._metrics_url)
+        return _figures(url, _get(url))
+
+    def health(self) -> Health:
+        url = self._url_of("health", self._health_url)
+        return _health(url, _get(url))
+
+    async def async_metrics(self) -> Figures:
+        url = self._url_of("metrics", self._metrics_url)
+        return _figures(url, await _async_get(url))
+
+    async def async_health(self) -> Health:
+        url = self._url_of("health", self._health_url)
+        return _health(url, await _async_get(url))
+
+    def _url_of(self, what: str, given: str | None) -> str:
+        if given is not None:
+            return given
+        match = _HOST.fullmatch(self._url)
+        if match is None:
+            raise InvalidRequest(f"{self._url!r} names no host and port: give {what}_url")
+        host = match["host"]
+        return f"http://{host}:{METRICS_PORT}/metrics" if what == "metrics" else f"http://{host}:{HEALTH_PORT}/ready"
+
+
+def _get(url: str) -> httpx2.Response:
+    try:
+        with httpx2.Client(trust_env=False, timeout=TIMEOUT_S) as http:
+            return http.get(url)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise from_connection(error, url) from None
+
+
+async def _async_get(url: str) -> httpx2.Response:
+    try:
+        async with httpx2.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as http:
+            return await http.get(url)
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise from_connection(error, url) from None
+
+
+def from_connection(error: Exception, url: str) -> RequestError:
+    if isinstance(error, httpx2.ConnectError):
+        return ServerUnavailable(f"no server answers at {url}")
+    if isinstance(error, httpx2.TimeoutException):
+        return RequestTimeout(f"{url} did not answer in time")
+    if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
+        return InvalidRequest(f"{url!r} is no address of a server: {error}")
+    return ServerUnavailable(f"the connection to {url} was lost ({error or type(error).__name__})")
+
+
+def _figures(url: str, response: httpx2.Response) -> Figures:
+    if not response.is_success:
+        raise _unexpected(url, response)
+    try:
+        return Figures.parse(response.text)
+    except ValueError as error:
+        raise ServerUnavailable(f"{url} shows no metrics: {error}") from None
+
+
+def _health(url: str, response: httpx2.Response) -> Health:
+    if response.status_code not in (200, 503):
+        raise _unexpected(url, response)
+    try:
+        body: Mapping[str, Any] = response.json()
+        return Health(bool(body["ready"]), str(body["state"]), str(body["reason"]))
+    except (ValueError, KeyError, TypeError):
+        raise ServerUnavailable(f"{url} is no health page of tidewheel serve") from None
+
+
+def _unexpected(url: str, response: httpx2.Response) -> ServerUnavailable:
+    return ServerUnavailable(f"{url} answered with HTTP status {response.status_code}")

@@ -9,11 +9,13 @@ The docstring of a class with a tag has two paragraphs: the cause, and what to d
     ├── NotFound            TW-NOT-FOUND
     ├── Busy                TW-BUSY
     │   └── WaitingSetFull
+    │       └── KvCacheFull TW-KV-FULL
     ├── Draining            TW-DRAINING
     ├── DeadlineExceeded    TW-DEADLINE
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD
     ├── NumericError        TW-NUMERIC
+    ├── WrongKey            TW-KEY          of the gateway
     └── InternalError       TW-INTERNAL
     ConfigError             never on the wire
     └── PermanentError
@@ -108,6 +110,16 @@ class WaitingSetFull(Busy):
     """The waiting set is full. Room is made as soon as another request starts."""
 
 
+class KvCacheFull(WaitingSetFull):
+    """The waiting set is full, and its first request waits for blocks of the KV cache, not for a row.
+
+    Nothing was computed. Send the request again after `retry_after_ms`. If it happens often, raise
+    `gpu_memory_utilization` or `kv_cache_memory_mb`, use `kv_cache_dtype`, or allow shorter prompts and outputs.
+    """
+
+    tag = "TW-KV-FULL"
+
+
 class Draining(TidewheelError):
     """The server is shutting down and takes no new requests.
 
@@ -157,6 +169,16 @@ class NumericError(TidewheelError):
     tag = "TW-NUMERIC"
 
 
+class WrongKey(TidewheelError):
+    """The gateway has API keys, and the request brings none or an unknown one. HTTP status 401.
+
+    Send `Authorization: Bearer KEY` with a key of the gateway's file.
+    """
+
+    tag = "TW-KEY"
+    code = Code.INVALID_ARG
+
+
 class InternalError(TidewheelError):
     """A bug of the server, or the device ran out of memory for one step.
 
@@ -192,8 +214,8 @@ class PermanentError(ConfigError):
 BY_TAG: dict[str, type[TidewheelError]] = {
     cls.tag: cls
     for cls in (
-        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
-        Cancelled, EngineDead, NumericError, InternalError,
+        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, KvCacheFull, Draining,
+        DeadlineExceeded, Cancelled, EngineDead, NumericError, WrongKey, InternalError,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from tidewheel.batch import Float64Array
+from tidewheel.errors import KvCacheFull, WaitingSetFull
 
 # Upper bounds of tokens per step, as in Triton's vLLM backend.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -122,6 +123,13 @@ class EngineStats(msgspec.Struct):
         return stats
 
 
+class BlockShortage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Free blocks of the KV cache that the first request in line waits for."""
+
+    num_needed: int  # its own, and those that running requests are expected to take
+    num_free: int  # fewer
+
+
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Limits and fill of the waiting set, by which front ends refuse requests."""
 
@@ -131,3 +139,15 @@ class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_tokens: int
     lowest_class: int  # first class that displaces no waiting request; over LOW: any class may
     retry_after_ms: int
+    shortage: BlockShortage | None  # None: the first request waits for something else
+
+    def refusal(self, full: str) -> WaitingSetFull:
+        """Return the error that says what is full."""
+        message = f"waiting set is full: {full}"
+        if self.shortage is None:
+            return WaitingSetFull(message, retry_after_ms=self.retry_after_ms)
+        blocks = f"{self.shortage.num_needed} must be free, and {self.shortage.num_free} are"
+        return KvCacheFull(
+            f"{message}; the first request in line waits for blocks of the KV cache: {blocks}",
+            retry_after_ms=self.retry_after_ms,
+        )

@@ -21,6 +21,7 @@ from tidewheel_client.request_errors import (
     EngineDead,
     InternalError,
     InvalidRequest,
+    KvCacheFull,
     NotFound,
     NumericError,
     PromptTooLarge,
@@ -28,6 +29,7 @@ from tidewheel_client.request_errors import (
     RequestTimeout,
     ServerUnavailable,
     Unsupported,
+    WrongKey,
 )
 from tidewheel_client.server_pages import Figures, Health, Sample
 from tidewheel_client.stream import AsyncStream, Stream
@@ -51,6 +53,7 @@ __all__ = [
     "Health",
     "InternalError",
     "InvalidRequest",
+    "KvCacheFull",
     "Metadata",
     "MockTransport",
     "NotFound",
@@ -65,4 +68,5 @@ __all__ = [
     "Stream",
     "TokenLogprob",
     "Unsupported",
+    "WrongKey",
 ]

@@ -6,11 +6,13 @@
     ├── Unsupported         TW-UNSUPPORTED   known, but not offered
     ├── NotFound            TW-NOT-FOUND     no such model or session
     ├── Busy                TW-BUSY          overload: retry after `retry_after_ms`
+    │   └── KvCacheFull     TW-KV-FULL       the KV cache is what is full
     ├── Draining            TW-DRAINING      shutting down: try another server
     ├── DeadlineExceeded    TW-DEADLINE      the request's `deadline_ms` passed
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD   the engine process is gone: safe to retry
     ├── NumericError        TW-NUMERIC       the model produced non-finite logits
+    ├── WrongKey            TW-KEY           the gateway does not know the API key
     ├── InternalError       TW-INTERNAL      server bug
     ├── ServerUnavailable   (no tag)         unreachable, or connection lost
     └── RequestTimeout      (no tag)         this client's `timeout_s` passed
@@ -36,6 +38,11 @@ class RequestError(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after_ms = retry_after_ms
+
+    @property
+    def label(self) -> str:
+        """Tag, or the name of a class without one."""
+        return self.tag or type(self).__name__
 
     def __str__(self) -> str:
         if not self.tag:
@@ -65,6 +72,10 @@ class Busy(RequestError):
     retryable = True
 
 
+class KvCacheFull(Busy):
+    tag = "TW-KV-FULL"
+
+
 class Draining(RequestError):
     tag = "TW-DRAINING"
     retryable = True
@@ -87,6 +98,10 @@ class NumericError(RequestError):
     tag = "TW-NUMERIC"
 
 
+class WrongKey(RequestError):
+    tag = "TW-KEY"
+
+
 class InternalError(RequestError):
     tag = "TW-INTERNAL"
 
@@ -102,8 +117,8 @@ class RequestTimeout(RequestError):
 BY_TAG: dict[str, type[RequestError]] = {
     cls.tag: cls
     for cls in (
-        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
-        Cancelled, EngineDead, NumericError, InternalError,
+        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, KvCacheFull, Draining,
+        DeadlineExceeded, Cancelled, EngineDead, NumericError, WrongKey, InternalError,
     )
 }  # fmt: skip
 

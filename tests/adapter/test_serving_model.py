@@ -235,10 +235,10 @@ def test_a_native_queue_has_a_door_that_holds_back(tmp_path: Path) -> None:
 def test_the_door_hears_what_the_engine_says_before_the_front_end_is_there() -> None:
     door = RefusingDoor()
     relay = EngineRelay(door)
-    relay.on_room(room := Room(1, 2, 3, 4, 0, 250, []))
+    relay.on_room(room := Room(1, 2, 3, 4, 0, 250, None, []))
     assert door._room == room
     relay.on_lost([], Draining("gone"))
-    assert door._room == Room(0, 2, 0, 4, 0, 250, [])
+    assert door._room == Room(0, 2, 0, 4, 0, 250, None, [])
 
 
 def test_the_log_says_what_fits(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Callers:
 
 
 def retry_after_s(error: str) -> float:
-    found = re.match(r"\[TW-BUSY retry_after_ms=(\d+)\] ", error)
+    found = re.match(r"\[TW-(?:BUSY|KV-FULL) retry_after_ms=(\d+)\] ", error)
     assert found is not None, error
     return int(found[1]) / 1000
 

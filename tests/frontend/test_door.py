@@ -15,10 +15,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness, Submitted, error_info
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, ErrorInfo, Room
-from tidewheel.errors import EngineDead, WaitingSetFull
+from tidewheel.errors import EngineDead, KvCacheFull, WaitingSetFull
 from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor, _Claim
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
+from tidewheel.stats import BlockShortage
 
 FULL = ErrorInfo("TW-BUSY", "waiting set is full: 2 of 2 requests", 250, True)
 RATE = ErrorInfo("TW-BUSY", "tenant acme is over its rate", 250)
@@ -29,9 +30,15 @@ def request(key: int, *, priority: int = 3, n: int = 1, num_tokens: int = 4) -> 
 
 
 def room(
-    waiting: int, *, tokens: int = 0, lowest: int = Priority.LOW, received: list[int] | None = None, most: int = 4
+    waiting: int,
+    *,
+    tokens: int = 0,
+    lowest: int = Priority.LOW,
+    received: list[int] | None = None,
+    most: int = 4,
+    shortage: BlockShortage | None = None,
 ) -> Room:
-    return Room(waiting, most, tokens, 100, lowest, 250, received or [])
+    return Room(waiting, most, tokens, 100, lowest, 250, shortage, received or [])
 
 
 # --- refusing at once ---------------------------------------------------------------------------------------------
@@ -88,6 +95,20 @@ def test_sequences_and_tokens_are_counted() -> None:
     with pytest.raises(WaitingSetFull, match="90 of 100 tokens, and this prompt has 12"):
         door.claim(request(1, n=2, num_tokens=6))
     door.claim(request(1, n=2, num_tokens=5))
+
+
+def test_a_refusal_names_the_cache_while_the_first_request_waits_for_its_blocks() -> None:
+    door = RefusingDoor()
+    door.hear(room(4, lowest=Priority.CRITICAL, shortage=BlockShortage(num_needed=9, num_free=2)))
+    with pytest.raises(KvCacheFull, match=r"4 of 4 requests; .* 9 must be free, and 2 are") as caught:
+        door.claim(request(1))
+    assert (caught.value.tag, caught.value.retry_after_ms) == ("TW-KV-FULL", 250)
+    door.hear(None)
+    for key in range(4):
+        door.claim(request(key))
+    with pytest.raises(WaitingSetFull) as of_next:
+        door.claim(request(4))
+    assert of_next.value.tag == "TW-BUSY"
 
 
 def test_a_new_engine_starts_empty_under_the_same_bound() -> None:
@@ -217,7 +238,7 @@ def is_open(door: Door) -> bool:
 
 def holding_door(max_requests: int = 4, max_tokens: int = 100) -> HoldingDoor:
     door = HoldingDoor()
-    door.hear(Room(0, max_requests, 0, max_tokens, 0, 250, []))
+    door.hear(Room(0, max_requests, 0, max_tokens, 0, 250, None, []))
     return door
 
 

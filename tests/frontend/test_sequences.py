@@ -165,7 +165,7 @@ def test_a_deadline_before_anything_started_is_an_error(harness: FrontendHarness
 def test_an_engine_that_forgets_a_deadline(harness: FrontendHarness) -> None:
     """It is left a little time to end what it has heard of, and no more."""
     key, sink = harness.submit(stream=True, parameters={"deadline_ms": 1e9})
-    harness.frontend.on_room(Room(1, 4, 0, 100, 4, 250, received=[key]))
+    harness.frontend.on_room(Room(1, 4, 0, 100, 4, 250, None, received=[key]))
     harness.deliver(key, harness.encode("x"))
     request = harness.frontend._live[key]
     harness.frontend._expire(request)
@@ -277,6 +277,6 @@ def test_a_request_that_the_engine_refuses_costs_no_output(
 
 
 def test_a_request_that_is_refused_at_the_door_costs_no_output(harness: FrontendHarness, built: Counter[str]) -> None:
-    harness.frontend.on_room(Room(4, 4, 0, 100, 1, 250, []))
+    harness.frontend.on_room(Room(4, 4, 0, 100, 1, 250, None, []))
     assert "TW-BUSY" in harness.refuse(text="x", parameters=LARGEST)
     assert not built

@@ -60,10 +60,13 @@ def test_only_known_keys_are_let_in(gateway: RunningGateway, triton: FakeTriton)
         ):
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.json()["error"]["tag"] == "TW-KEY"
             assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert triton.asked == []
     assert gateway.get("/health").ok
     assert gateway.post("completions", {"prompt": "x"}, headers=bearer("alice")).ok
+    figures = gateway.get("/metrics", headers=bearer("alice")).text
+    assert 'tidewheel_gateway_errors_total{tag="TW-KEY"} 20\n' in figures
 
 
 @pytest.mark.parametrize(

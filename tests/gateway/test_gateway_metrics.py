@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tidewheel.gateway.counters import Counters, add, merge
 from tidewheel.gateway.worker_place import WorkerPlace
+from tidewheel_client.request_errors import KvCacheFull, ServerUnavailable, WrongKey
 
 TEXT = """\
 # HELP f a family
@@ -23,10 +24,13 @@ def test_figures_of_workers(tmp_path: Path) -> None:
     assert not first.is_listening()
     counters = Counters(num_open=2, num_hang_ups=3, open_upstream={"u": 1})
     counters.count("/v1/completions", 200)
+    for error in (KvCacheFull("full"), WrongKey("wrong"), ServerUnavailable("gone"), KvCacheFull("full")):
+        counters.count_error(error)
     first.publish(counters)
     assert first.is_listening()
     total = add([counters, *second.others()])
     assert (total.num_open, total.num_hang_ups, total.open_upstream) == (4, 6, {"u": 2})
+    assert total.errors == {'tag="TW-KV-FULL"': 4, 'tag="TW-KEY"': 2, 'tag="ServerUnavailable"': 2}
     assert total.requests == {'path="/v1/completions",status="200"': 2}
     again = WorkerPlace(tmp_path, 0, 2).before()
     assert (again.num_open, again.num_hang_ups, again.requests) == (0, 3, counters.requests)

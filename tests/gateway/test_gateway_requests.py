@@ -220,6 +220,7 @@ def test_models(gateway: RunningGateway) -> None:
         ("[TW-TOO-LARGE] text_input has 9 tokens", 400, "context_length_exceeded", None),
         ("[TW-UNSUPPORTED] tools is [...]: tool calls are not offered", 400, "unsupported_parameter", None),
         ("[TW-BUSY retry_after_ms=2500] waiting set is full", 429, "rate_limit_exceeded", ("3", "2500")),
+        ("[TW-KV-FULL retry_after_ms=90] waiting set is full", 429, "rate_limit_exceeded", ("1", "90")),
         ("[TW-DRAINING] the server is shutting down", 503, "service_unavailable", ("1", "1000")),
         ("[TW-ENGINE-DEAD retry_after_ms=10] the engine died", 503, "service_unavailable", ("1", "10")),
         ("[TW-DEADLINE] deadline_ms has passed", 504, "deadline_exceeded", None),

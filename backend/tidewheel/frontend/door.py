@@ -11,7 +11,6 @@ from typing import NamedTuple
 import msgspec
 
 from tidewheel.engine.messages import AddRequest, Room
-from tidewheel.errors import WaitingSetFull
 from tidewheel.request import Priority
 
 
@@ -76,7 +75,7 @@ class Door:
                 for key in room.received:
                     self._count(key, None)
             elif self._room is not None:
-                self._room = msgspec.structs.replace(self._room, num_requests=0, num_tokens=0)
+                self._room = msgspec.structs.replace(self._room, num_requests=0, num_tokens=0, shortage=None)
             self._changed.notify_all()
 
     def forget(self, key: int) -> None:
@@ -119,7 +118,7 @@ class RefusingDoor(Door):
         if num_waiting + claim.num_requests <= room.max_requests:
             num_tokens = room.num_tokens + self._num_tokens
             full = f"{num_tokens} of {room.max_tokens} tokens, and this prompt has {claim.num_tokens}"
-        raise WaitingSetFull(f"waiting set is full: {full}", retry_after_ms=room.retry_after_ms)
+        raise room.refusal(full)
 
 
 class HoldingDoor(Door):

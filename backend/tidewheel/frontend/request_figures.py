@@ -32,7 +32,16 @@ REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 # Refusals before any computation.
 REJECTION_TAGS = frozenset(
-    {"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DEADLINE", "TW-DRAINING"}
+    {
+        "TW-INPUT",
+        "TW-TOO-LARGE",
+        "TW-UNSUPPORTED",
+        "TW-NOT-FOUND",
+        "TW-BUSY",
+        "TW-KV-FULL",
+        "TW-DEADLINE",
+        "TW-DRAINING",
+    }
 )
 
 

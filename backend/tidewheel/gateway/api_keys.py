@@ -16,10 +16,9 @@ import msgspec
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.ledger import Ledger
-from tidewheel.gateway.openai_errors import Unauthorized
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
-from tidewheel_client.request_errors import Busy, InvalidRequest
+from tidewheel_client.request_errors import Busy, InvalidRequest, WrongKey
 
 MAX_FILE_BYTES = 1 << 22
 _RETRY_MS = 1000  # after one too many at once
@@ -126,7 +125,7 @@ class ApiKeys:
             logger.warning("API keys stay as they were: %s", error)
 
     def account(self, authorization: str) -> Account:
-        """Return the account of an `Authorization` header. Raise `Unauthorized`."""
+        """Return the account of an `Authorization` header. Raise `WrongKey`."""
         if self._path is None:
             return self._anonymous
         scheme, _, secret = authorization.partition(" ")
@@ -134,7 +133,7 @@ class ApiKeys:
         # Every hash is compared, so that the time says nothing.
         found = [account for known, account in self._accounts.items() if hmac.compare_digest(known, given)]
         if scheme.lower() != "bearer" or not found:
-            raise Unauthorized("the API key is missing or wrong: send Authorization: Bearer KEY")
+            raise WrongKey("the API key is missing or wrong: send Authorization: Bearer KEY")
         return found[0]
 
     def _read(self, path: Path) -> None:

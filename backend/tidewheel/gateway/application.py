@@ -112,9 +112,9 @@ class Gateway:
                 await self._upstreams.look_again()
             response: web.StreamResponse = await handler(request)
         except RequestError as error:
-            response = _refusal(request, error)
+            response = self._refuse(request, error)
         except web.HTTPException as error:
-            response = _refusal(request, _of_http(request, error))
+            response = self._refuse(request, _of_http(request, error))
         except asyncio.CancelledError:
             self._counters.num_hang_ups += 1
             raise
@@ -123,13 +123,17 @@ class Gateway:
             response = _refusal(request, InternalError("the connection was lost"))
         except Exception:
             logger.exception("a request to %s failed", request.path)
-            response = _refusal(request, InternalError("the gateway failed; its log says why"))
+            response = self._refuse(request, InternalError("the gateway failed; its log says why"))
         finally:
             self._counters.num_open -= 1
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
         self._counters.count(path, response.status)
         return response
+
+    def _refuse(self, request: web.Request, error: RequestError) -> web.Response:
+        self._counters.count_error(error)
+        return _refusal(request, error)
 
     async def _health(self, _: web.Request) -> web.Response:
         await self._upstreams.look_again()
@@ -228,6 +232,7 @@ class Gateway:
         except RequestError as error:
             if not response.prepared:
                 raise
+            self._counters.count_error(error)
             await response.write(b"data: " + openai_errors.body_of(error) + b"\n\n")
         await response.write_eof()
         return response

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from tidewheel.gateway.upstreams import Upstream, Upstreams
+from tidewheel_client.request_errors import RequestError, WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -16,6 +17,7 @@ class Counters(msgspec.Struct):
     """Figures of a worker, or of several together."""
 
     requests: dict[str, int] = {}  # by labels: path and status
+    errors: dict[str, int] = {}  # by label: tag
     num_open: int = 0
     num_hang_ups: int = 0  # requests whose client went away
     num_moved: int = 0  # requests that a server refused and another one got
@@ -25,10 +27,16 @@ class Counters(msgspec.Struct):
         labels = f'path="{path}",status="{status}"'
         self.requests[labels] = self.requests.get(labels, 0) + 1
 
+    def count_error(self, error: RequestError) -> None:
+        label = _of_error(error.label)
+        self.errors[label] = self.errors.get(label, 0) + 1
+
     def render(self, upstreams: Upstreams) -> str:
         ready = {_of_upstream(one): int(not one.not_ready) for one in upstreams.each}
+        errors = {_of_error(WrongKey.tag): 0} | self.errors
         families = (
             ("requests_total", "counter", "answered requests", self.requests),
+            ("errors_total", "counter", "requests that ended with an error", errors),
             ("open_requests", "gauge", "requests without a whole answer", {"": self.num_open}),
             ("hang_ups_total", "counter", "requests whose client went away", {"": self.num_hang_ups}),
             ("moved_total", "counter", "requests that went on to another server", {"": self.num_moved}),
@@ -47,6 +55,7 @@ def add(each: Iterable[Counters]) -> Counters:
     parts = list(each)
     return Counters(
         requests=_sum(one.requests for one in parts),
+        errors=_sum(one.errors for one in parts),
         num_open=sum(one.num_open for one in parts),
         num_hang_ups=sum(one.num_hang_ups for one in parts),
         num_moved=sum(one.num_moved for one in parts),
@@ -59,6 +68,10 @@ def _sum(each: Iterable[dict[str, int]]) -> dict[str, int]:
     for one in each:
         total.update(one)
     return dict(total)
+
+
+def _of_error(label: str) -> str:
+    return f'tag="{label}"'
 
 
 def _of_upstream(upstream: Upstream) -> str:

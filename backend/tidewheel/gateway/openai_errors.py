@@ -13,10 +13,6 @@ from tidewheel_client import request_errors as errors
 _RETRY_AFTER_MS = 1000  # where the server names no time
 
 
-class Unauthorized(errors.RequestError):
-    """Missing or wrong API key."""
-
-
 class FieldMissing(errors.InvalidRequest):
     """Field that a body must have. Its name begins the message."""
 
@@ -49,7 +45,7 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
     errors.InvalidRequest: _Meaning(400, _INVALID, "invalid_value"),
     errors.PromptTooLarge: _Meaning(400, _INVALID, "context_length_exceeded"),
     errors.Unsupported: _Meaning(400, _INVALID, "unsupported_parameter"),
-    Unauthorized: _Meaning(401, "authentication_error", "invalid_api_key"),
+    errors.WrongKey: _Meaning(401, "authentication_error", "invalid_api_key"),
     errors.NotFound: _Meaning(404, _INVALID, "model_not_found"),
     UnknownUrl: _Meaning(404, _INVALID, "unknown_url"),
     MethodNotAllowed: _Meaning(405, _INVALID, "method_not_allowed"),
@@ -83,7 +79,7 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
     if error.retryable:
         retry_ms = error.retry_after_ms or _RETRY_AFTER_MS
         headers |= {"Retry-After": str(math.ceil(retry_ms / 1000)), "retry-after-ms": str(retry_ms)}
-    if isinstance(error, Unauthorized):
+    if isinstance(error, errors.WrongKey):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = ", ".join(error.allowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError, WaitingSetFull
+from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
@@ -80,7 +80,7 @@ class Admission:
         self._limits.check(request, count)
         over_quota = is_over_quota(state, request)
         service_class = request.priority.dropped() if over_quota else request.priority
-        victims = self._limits.choose_evictions(request, count, service_class, state.waiting, now)
+        victims = self._limits.choose_evictions(request, count, service_class, state, now)
         predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
         self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
         evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
@@ -93,7 +93,7 @@ class Admission:
         return evicted
 
     def waiting_room(self, now: float) -> WaitingRoom:
-        return self._limits.waiting_room(self._state.waiting, now)
+        return self._limits.waiting_room(self._state, now)
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
         for tenant, count in refused.items():
@@ -203,10 +203,10 @@ class WaitingLimits:
             )
 
     def choose_evictions(
-        self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
+        self, request: Request, count: int, service_class: Priority, state: State, now: float
     ) -> list[Request]:
         """Choose at most `MAX_DISPLACED` requests to evict for `count` new ones, or raise `WaitingSetFull`."""
-        limits = self.config
+        limits, waiting = self.config, state.waiting
         # Excess, at most the newcomer's own: a lowered limit evicts nothing.
         num_requests = count - max(limits.max_waiting_requests - waiting.num_new, 0)
         num_prompt_tokens = count * request.num_prompt_tokens
@@ -217,10 +217,7 @@ class WaitingLimits:
         while num_requests > 0 or num_tokens > 0:
             victim = next(candidates, None) if num_displaced < MAX_DISPLACED else None
             if victim is None:
-                raise WaitingSetFull(
-                    f"waiting set is full: {self._what_is_full(request, count, waiting)}",
-                    retry_after_ms=self.retry_after_ms(waiting, now),
-                )
+                raise self.waiting_room(state, now).refusal(self._what_is_full(request, count, waiting))
             size = 1 + len(victim.followers)
             victims.append(victim)
             num_displaced += size
@@ -242,7 +239,8 @@ class WaitingLimits:
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 
-    def waiting_room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
+    def waiting_room(self, state: State, now: float) -> WaitingRoom:
+        waiting = state.waiting
         return WaitingRoom(
             num_requests=waiting.num_new,
             max_requests=self.config.max_waiting_requests,
@@ -250,6 +248,7 @@ class WaitingLimits:
             max_tokens=self.config.max_waiting_tokens,
             lowest_class=waiting.lowest_class,
             retry_after_ms=self.retry_after_ms(waiting, now),
+            shortage=state.shortage(),
         )
 
     def observe_start(self, now: float) -> None:

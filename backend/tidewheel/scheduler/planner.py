@@ -7,14 +7,16 @@ a prefix under computation.
 from __future__ import annotations
 
 import enum
+import math
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tidewheel.batch import Int32Array, RowArray
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
+from tidewheel.scheduler.growth import Growth
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
@@ -22,12 +24,15 @@ from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
 
-FloatArray = npt.NDArray[np.float64]
-
-AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now: 4 to 131,072
-CAUTION = 2.0  # standard deviations that must be free beside the mean
 MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
 MAX_SKIPPED = 16  # requests per step that wait for a prefix
+
+
+class Short(NamedTuple):
+    """Request that cannot enter for want of blocks."""
+
+    request: Request
+    num_missing: int
 
 
 class Entry(enum.Enum):
@@ -42,8 +47,9 @@ def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
-    _plan_prompts(state, plan, chunk_rows, now)
+    short = _plan_prompts(state, plan, chunk_rows, now)
     _grow(state, plan)
+    state.short_of = None if short is None else (short.request, state.kv.num_free_blocks + short.num_missing)
     return plan
 
 
@@ -73,14 +79,15 @@ def _grow(state: State, plan: StepPlan) -> None:
     columns.num_grown_blocks[rows] += 1
 
 
-def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> None:
+def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> Short | None:
+    """Return the first request in line if it lacks blocks."""
     columns = state.columns
     entering = _Entering(state, plan, now)
     running = columns.requests(rows[columns.running[rows]])
     for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
         entering.run(before=key)
         if plan.token_budget < 1:
-            return
+            return entering.short
         row = request.row
         if row < 0:
             continue  # preempted for a CRITICAL request
@@ -90,6 +97,7 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
             plan.add_chunk(row, start, end, shared_level(state.policy, request), scores=request.scores_prompt)
     entering.run()
     plan.give_back()
+    return entering.short
 
 
 class _Entering:
@@ -100,6 +108,7 @@ class _Entering:
         self._is_open = True
         self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
         self._growth: Growth | None = None  # made on demand
+        self.short: Short | None = None  # the last that was tried
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}
@@ -141,6 +150,7 @@ class _Entering:
     def _try(self, request: Request) -> Entry:
         """Admit the request with blocks for all its tokens, so that no prompt under way runs out."""
         state, plan = self._state, self._plan
+        self.short = None
         if not self._has_turn(request):
             return Entry.BLOCKED
         if drop_over_quota(state, request, self._now):
@@ -162,13 +172,18 @@ class _Entering:
             return False
         if self._may_make_way(request):
             return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
-        return plan.token_budget > 0 and not plan.is_scarce and not self._needs_row()
+        if plan.token_budget < 1 or self._needs_row():
+            return False
+        if plan.is_scarce:
+            self._note_missing(request, self._state.find_hit(request))
+        return not plan.is_scarce
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
         was_new = request.is_new
         blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
         if blocks is None:
+            self._note_missing(request, hit)
             return False
         if was_new:
             plan.num_joined += 1 + len(request.followers)
@@ -187,7 +202,17 @@ class _Entering:
             return not self._needs_row() and plan.token_budget > 0
         if self._growth is None:
             self._growth = Growth(state)
-        return self._growth.allows(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
+        keep_free = plan.num_blocks_kept(state.columns.num_running)
+        num_slots = self._growth.num_missing_slots(request, hit, keep_free=keep_free)
+        if num_slots > 0.0:
+            self.short = Short(request, math.ceil(num_slots / state.kv.block_size))
+        return num_slots <= 0.0
+
+    def _note_missing(self, request: Request, hit: PrefixHit) -> None:
+        keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)
+        num_missing = self._state.kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
+        if num_missing > 0:
+            self.short = Short(request, num_missing)
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         """Preempt rows for a CRITICAL request; return whether any left."""
@@ -235,60 +260,3 @@ def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: in
     if state.kv.prefixes.is_enabled:
         state.stats.num_prefix_queries += request.num_prompt_tokens
         state.stats.num_prefix_hits += num_cached_tokens
-
-
-class Growth:
-    """Need for cache slots t steps from now: a request has grown by t, or ended and given back its own slots.
-
-    With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
-
-        mean        p · (t + o) - o
-        variance    p · (1 - p) · (t + o)²
-
-    Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
-    """
-
-    def __init__(self, state: State) -> None:
-        columns = state.columns
-        rows = columns.running.nonzero()[0]
-        self._state = state
-        self._rows = rows
-        self._num_most = int((columns.max_num_tokens[rows] - columns.num_slots[rows]).clip(0).sum())
-        self._newcomers: list[tuple[int, int, int]] = []  # output tokens, tokens left, own slots
-        self._curve: tuple[FloatArray, FloatArray] | None = None
-        self._of_rows = np.zeros((2, len(AHEAD)))
-
-    def allows(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
-        """Return whether the request may enter, and count it if so. Longest outputs that fit need no estimate."""
-        kv = self._state.kv
-        num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
-        left = request.max_tokens - request.num_output_tokens
-        own = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
-        newcomers = [*self._newcomers, (request.num_output_tokens, left, own)]
-        if self._num_most + left > num_free and self._need(newcomers) > num_free:
-            return False
-        self._num_most += left
-        self._newcomers = newcomers
-        return True
-
-    def _need(self, newcomers: list[tuple[int, int, int]]) -> float:
-        columns, rows = self._state.columns, self._rows
-        if self._curve is None:
-            outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
-            lefts = (columns.max_num_tokens[rows] - columns.num_tokens[rows]).astype(np.float64)
-            self._curve = self._state.predictor.survival(outputs)
-            self._of_rows = _moments(self._curve, outputs, lefts, columns.num_own_slots(rows))
-        mean, variance = self._of_rows + _moments(self._curve, *np.array(newcomers, dtype=np.float64).T)
-        return float((mean + CAUTION * np.sqrt(variance)).max())
-
-
-def _moments(
-    curve: tuple[FloatArray, FloatArray], outputs: FloatArray, lefts: FloatArray, own: FloatArray
-) -> FloatArray:
-    """Return mean and variance, [2, len(AHEAD)]."""
-    now = np.interp(outputs, *curve).clip(1e-9)[:, None]
-    alive = np.interp(outputs[:, None] + AHEAD, *curve) / now
-    alive *= lefts[:, None] > AHEAD
-    held = AHEAD + own[:, None]
-    mean = (alive * held - own[:, None]).sum(axis=0)
-    return np.stack((mean, (alive * (1.0 - alive) * held * held).sum(axis=0)))

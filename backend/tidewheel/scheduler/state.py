@@ -12,6 +12,7 @@ from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.step_time import PreemptionCost
+from tidewheel.stats import BlockShortage
 
 
 class Timetable:
@@ -68,6 +69,7 @@ class State:
         self.columns = Columns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats  # shared with the cache
+        self.short_of: tuple[Request, int] | None = None  # could not enter by the last plan; free blocks it needs
         self.last_applied = -1
         self.timetable = Timetable(config.ageing_s, ages_all=not self.policy.by_arrival)
         self._leaders: dict[str, Request] = {}  # running, with followers
@@ -133,6 +135,16 @@ class State:
             request.lift_time = None
         else:
             self.timetable.start_ageing(request, since, len(self.requests))
+
+    def shortage(self) -> BlockShortage | None:
+        """Return the blocks that the first request in line still waits for, if it does."""
+        if self.short_of is None:
+            return None
+        request, num_needed = self.short_of
+        num_free = self.kv.num_free_blocks
+        if num_free >= num_needed or next(self.waiting.candidates(with_new=True), None) is not request:
+            return None
+        return BlockShortage(num_needed, num_free)
 
     def find_hit(self, request: Request) -> PrefixHit:
         """Find a prefix in the cache or in the leader's row."""

@@ -71,9 +71,8 @@ class Reporter:
                 self._fire(row, f"{self._kind} {name}", value, 0)
 
     def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
-        label = error.tag or type(error).__name__
-        _log_first(self._kind, label, error)
-        self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, label)
+        _log_first(self._kind, error.label, error)
+        self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, error.label)
 
     def _fire(self, row: str, name: str, value: float, num_bytes: int, label: str | None = None) -> None:
         self._event.fire(

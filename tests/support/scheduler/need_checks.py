@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 from support.scheduler.budget_checks import may_await_prefix
 from support.scheduler.scheduler_model import Model
 from support.scheduler.scheduling import SchedulerDriver
+from tidewheel.errors import Busy, KvCacheFull
 from tidewheel.request import Priority, Request
+
+
+def check_shortage(driver: SchedulerDriver, error: Busy) -> None:
+    """Check that a refusal that names the cache is true now, and that no row is lacking as well."""
+    if not isinstance(error, KvCacheFull):
+        return
+    figures = re.search(r"KV cache: (\d+) must be free, and (\d+) are$", error.message)
+    assert figures is not None, error.message
+    needed, free = map(int, figures.groups())
+    columns = driver.scheduler._state.columns
+    assert free == driver.kv.num_free_blocks < needed
+    assert free < driver.kv.num_blocks, "no block is taken"
+    assert columns.num_free_rows and columns.num_running < driver.scheduler.stats().max_num_seqs
+    assert next(driver.scheduler._state.waiting.candidates(with_new=True)).row < 0
 
 
 class Blocks:

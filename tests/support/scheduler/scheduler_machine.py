@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from support.engine.fake_runner import VOCAB_SIZE
 from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix
-from support.scheduler.need_checks import Blocks, check_need
+from support.scheduler.need_checks import Blocks, check_need, check_shortage
 from support.scheduler.scheduler_model import Model, follows
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
@@ -177,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_limited = leader.tenant == "slow" and "requests_per_s" in str(error)
             assert not never_fits and (victims is None or is_limited)
             assert error.retry_after_ms is not None and error.retry_after_ms > 0
+            check_shortage(driver, error)
         else:
             assert not never_fits and not is_late
             assert not any(has_begun(request) for request in evicted)

@@ -91,6 +91,7 @@ class EngineStats(msgspec.Struct):
     started_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     evicted_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds from arrival to start
+    oldest_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds until now
     num_shed_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)  # refused by the breaker
     breaker_state: str = "closed"  # or open, half_open
     token_budget: int = 0  # current, per step

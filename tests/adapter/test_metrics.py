@@ -11,8 +11,10 @@ from support.triton.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.metric_families import BREAKER_STATES
 from tidewheel.adapter.metrics import RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
-from tidewheel.errors import Busy, EngineDead
+from tidewheel.errors import TAGS, Busy, EngineDead
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming
+from tidewheel.objective import Objective
+from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
 from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, TenantFigures
 
@@ -57,7 +59,7 @@ def test_figures_of_scheduling() -> None:
         breaker_state="half_open", token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
         num_host_blocks=100, num_free_host_blocks=90, num_swapped_out=11, num_swapped_in=12, num_sessions=13,
         num_session_blocks=14, num_hit_queries=150, num_device_hits=15, num_host_hits=16, num_session_hits=17,
-        num_used_slots=24, num_taken_slots=32, num_wasted_slots=6,
+        num_used_slots=24, num_taken_slots=32, num_wasted_slots=6, oldest_wait_by_class=[0.25, 0.5, 0.75, 1.0],
     )  # fmt: skip
     EngineMetrics(make_info(), LABELS).publish(stats)
     for name, expected in {
@@ -75,6 +77,7 @@ def test_figures_of_scheduling() -> None:
         ("requests_started_total", "class"): {"critical": 1, "high": 2, "normal": 3, "low": 4},
         ("requests_evicted_total", "class"): {"critical": 0, "high": 0, "normal": 5, "low": 6},
         ("wait_max_seconds", "class"): {"critical": 0.5, "high": 1.5, "normal": 2.5, "low": 3.5},
+        ("wait_oldest_seconds", "class"): {"critical": 0.25, "high": 0.5, "normal": 0.75, "low": 1.0},
         ("requests_shed_total", "class"): {"critical": 0, "high": 1, "normal": 2, "low": 3},
     }
     for (name, label), expected_values in by_label.items():
@@ -219,6 +222,47 @@ def test_request_histograms() -> None:
     }.items():  # fmt: skip
         assert (value(f"vllm:{name}_count"), value(f"vllm:{name}_sum")) == pytest.approx(expected), name
     assert [value("vllm:request_prompt_tokens_bucket", le=edge) for edge in ("2", "5", "10", "100")] == [0, 1, 2, 2]
+
+
+def test_goodput_by_class() -> None:
+    """A whole answer is in time if a stream just within the objective has all tokens by then."""
+    recorder = StatsRecorder(128, Objective(ttft_s=1.0, tpot_s=0.1))
+    for reason, seconds, num_tokens, priority in (
+        ("length", 1.5, [6], Priority.HIGH),  # just within
+        ("stop", 1.6, [6], Priority.HIGH),
+        ("stop", 1.5, [2, 6], Priority.LOW),  # of several sequences, the longest counts
+        ("cancelled", 0.1, [6], Priority.LOW),
+        ("deadline", 0.1, [6], Priority.LOW),
+        ("stop", 0.1, [], Priority.LOW),  # of the tokenizer
+    ):
+        recorder.finished(FinishedRequest(reason, seconds, 7, num_tokens, None, priority))
+    metrics = RequestMetrics(LABELS, recorder.snapshot())
+    metrics.publish(recorder.snapshot(), {}, with_tokens=False)
+    assert value("tidewheel_requests_answered_total", **{"class": "high"}) == 0
+    metrics.publish(recorder.snapshot(), {})
+    for name, expected in (("answered", [0, 2, 0, 1]), ("in_time", [0, 1, 0, 1])):
+        classes = ("critical", "high", "normal", "low")
+        assert [value(f"tidewheel_requests_{name}_total", **{"class": one}) for one in classes] == expected
+
+
+def test_every_series_with_a_tag_or_class_is_there_from_the_start() -> None:
+    """Prometheus sees no increase in a series that begins above zero."""
+    RequestMetrics(LABELS, StatsRecorder(128).snapshot())
+    for tag in TAGS:
+        assert value("tidewheel_requests_failed_total", tag=tag) == 0
+    for priority in Priority:
+        assert value("tidewheel_requests_in_time_total", **{"class": priority.name.lower()}) == 0
+
+
+def test_restarts_of_the_engine() -> None:
+    """Every front end sees them, and the owner publishes."""
+    owner, other = EngineMetrics(make_info(), LABELS), EngineMetrics(make_info(), LABELS)
+    for count in (0, 1):
+        owner.publish_restarts(count, is_owner=True)
+        other.publish_restarts(count, is_owner=False)
+    assert value("tidewheel_engine_restarts_total", **LABELS) == 1
+    other.publish_restarts(2, is_owner=True)
+    assert value("tidewheel_engine_restarts_total", **LABELS) == 2
 
 
 def test_figures_of_single_tokens_may_wait() -> None:

@@ -33,6 +33,7 @@ from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.objective import Objective
 from tidewheel.stats import EngineStats
 
 INFO = EngineInfo(
@@ -46,6 +47,7 @@ INFO = EngineInfo(
 class FakeClient:
     is_owner = True
     has_failed = False
+    num_restarts = 0
     readiness = READY
     failure: Exception | None = None
 
@@ -205,8 +207,11 @@ def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_front_end(tmp_path: Path) -> None:
-    started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
+    started, frontend = start(
+        make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok", objective_ttft_ms="500")
+    )
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
+    assert frontend.options.pop("objective") == Objective(ttft_s=0.5, tpot_s=0.1)
     del frontend.options["on_finished"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
     assert frontend.reader.options.pop("defaults").sampling == {}
@@ -330,6 +335,9 @@ def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     publish(started)
     assert MetricFamily.value("tidewheel_engine_ready", model_name="demo") == 1
     assert MetricFamily.value("vllm:num_requests_running", model_name="demo") == 3
+    monkeypatch.setattr(FakeClient, "num_restarts", 1)
+    publish(started)
+    assert MetricFamily.value("tidewheel_engine_restarts_total", model_name="demo") == 1
     assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
     started.finalize()
     assert MetricFamily.value("tidewheel_engine_ready", model_name="demo") == 0

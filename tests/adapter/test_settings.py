@@ -198,6 +198,8 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "default_max_tokens": "full"}, ["default_max_tokens", "full", "integer or context"]),
         ({"model": "m", "max_request_s": "0"}, ["max_request_s", "0", "seconds"]),
         ({"model": "m", "max_request_s": "inf"}, ["max_request_s", "inf", "above 0"]),
+        ({"model": "m", "objective_ttft_ms": "0"}, ["objective_ttft_ms", "0", "milliseconds"]),
+        ({"model": "m", "objective_tpot_ms": "inf"}, ["objective_tpot_ms", "inf", "above 0"]),
         ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
         ({"model": "m", "scheduling_policy": "lifo"}, ["scheduling_policy", "lifo", "fifo", "density"]),
         ({"model": "m", "scheduling_strategy": "magic"}, ["scheduling_strategy", "magic", "hybrid"]),

@@ -271,3 +271,15 @@ def test_stats_measure_the_time_between_two_calls() -> None:
     harness.now += 100.0
     assert harness.core.stats().busy_fraction == 0.0
     harness.run()
+
+
+def test_stats_have_the_age_of_the_oldest_in_each_class() -> None:
+    harness = CoreHarness(max_num_seqs=1)
+    harness.add(make_request("running", 4, max_tokens=4))
+    harness.core.step()
+    for seconds, priority in enumerate((Priority.LOW, Priority.LOW, Priority.HIGH)):
+        harness.add(make_request(f"{seconds}", 4, arrival_time=float(seconds), priority=priority))
+    harness.core.step()
+    harness.now = 10.0
+    assert harness.core.stats().oldest_wait_by_class == [0.0, 8.0, 0.0, 10.0]
+    harness.run()

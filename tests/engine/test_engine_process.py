@@ -142,6 +142,7 @@ def test_killed_engine_ends_every_request_and_comes_back(connect: Connect) -> No
         assert client.recorder.tokens[100] == expected(1, 2, 3)
         assert client.info.pid != old
         assert set(client.recorder.num_endings.values()) == {1}
+        assert client.num_restarts == 1
 
 
 @pytest.mark.parametrize("fault", [DIES, RAISES])

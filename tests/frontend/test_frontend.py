@@ -24,6 +24,7 @@ from tidewheel.frontend import request_reader, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.preparation import phrase_ids
+from tidewheel.request import Priority
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
 
@@ -608,6 +609,7 @@ def test_figures(harness: FrontendHarness) -> None:
     assert figures.finished == {"length": 1}
     assert figures.num_prompt_tokens == len(harness.encode("Hello"))
     assert figures.num_generation_tokens == 4
+    assert figures.answered == figures.in_time == {Priority.NORMAL: 1}
     assert sum(figures.time_to_first_token.counts) == 1
     assert sum(figures.inter_token_latency.counts) == 3
     assert sum(figures.e2e_latency.counts) == sum(figures.queue_time.counts) == 1

@@ -41,6 +41,7 @@ LAYERS = {
     "tidewheel.batch": 0,
     "tidewheel.version": 0,
     "tidewheel.stats": 0,
+    "tidewheel.objective": 0,
     "tidewheel.event_heap": 0,
     "tidewheel.health_endpoint": 0,
     "tidewheel.scheduler": 1,

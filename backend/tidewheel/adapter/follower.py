@@ -53,6 +53,7 @@ class Serving:
                 num_senders=settings.frontend.num_sender_threads,
                 stream_interval_s=1e-3 * settings.frontend.stream_interval_ms,
                 on_finished=self._publish_finished,
+                objective=settings.frontend.objective,
             )
         except BaseException:
             self._client.close()
@@ -90,6 +91,7 @@ class Serving:
             stats = self.frontend.stats()
             is_due = is_due or not stats.num_live
             requests.publish(stats, self.refused, with_tokens=is_due)
+            engine.publish_restarts(self._client.num_restarts, is_owner=self._client.is_owner)
             engine.publish_ready(self.readiness.is_ready if self._client.is_owner and not self.is_leaving else None)
             if self._relay.stats is None or not is_due:
                 return

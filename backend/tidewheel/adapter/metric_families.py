@@ -67,6 +67,7 @@ ENGINE_GAUGES: tuple[Figure[EngineStats], ...] = (
     Figure("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", lambda s: s.num_waiting_tokens),
     *_by_class("tidewheel_requests_waiting", "Waiting requests of one QoS class", lambda s: s.waiting_by_class),
     *_by_class("tidewheel_wait_max_seconds", "Longest wait of a request that started", lambda s: s.max_wait_by_class),
+    *_by_class("tidewheel_wait_oldest_seconds", "Age of the oldest waiting one", lambda s: s.oldest_wait_by_class),
     Figure("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", lambda s: s.num_cached_blocks),
     Figure("tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", _fragmentation),
     Figure("tidewheel_kv_slots_wasted", "Slots behind the last token of a row", lambda s: s.num_wasted_slots),
@@ -125,12 +126,15 @@ TENANT_COUNTERS: tuple[Figure[TenantFigures], ...] = (
 )
 CACHE_BLOCKS = Family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")  # Triton makes load headers of it
 ENGINE_READY = Family("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not")
+ENGINE_RESTARTS = Family("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
 STEP_TOKENS = Family("vllm:iteration_tokens_total", "Tokens of a step")
 
 RECEIVED = Family("tidewheel_requests_received_total", "Requests")
 FINISHED = Family("vllm:request_success_total", "Finished requests")
 REJECTED = Family("tidewheel_requests_rejected_total", "Requests refused before anything was computed")
 FAILED = Family("tidewheel_requests_failed_total", "Accepted requests that an error ended")
+ANSWERED = Family("tidewheel_requests_answered_total", "Requests answered in full, of one QoS class")
+IN_TIME = Family("tidewheel_requests_in_time_total", "Of these, requests within the objective: goodput")
 PROMPT_TOKENS = Family("vllm:prompt_tokens_total", "Prompt tokens")
 GENERATION_TOKENS = Family("vllm:generation_tokens_total", "Generated tokens")
 REQUEST_HISTOGRAMS = (

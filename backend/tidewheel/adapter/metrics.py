@@ -17,13 +17,16 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.metric_families import (
+    ANSWERED,
     CACHE_BLOCKS,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     ENGINE_READY,
+    ENGINE_RESTARTS,
     FAILED,
     FINISHED,
     GENERATION_TOKENS,
+    IN_TIME,
     PROMPT_TOKENS,
     RECEIVED,
     REJECTED,
@@ -34,8 +37,9 @@ from tidewheel.adapter.metric_families import (
     Labels,
 )
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.errors import TAGS
 from tidewheel.frontend.request_figures import REJECTION_TAGS, FrontendStats
-from tidewheel.request import FinishReason
+from tidewheel.request import FinishReason, Priority
 from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram
 
 FLUSH_INTERVAL_S = 0.4
@@ -176,6 +180,7 @@ class EngineMetrics:
             Gauge(blocks, {"kv_cache_block_type": kind, **names}) for kind in ("max", "used", "tokens_per")
         )
         self._ready = Gauge(gauge_family(*ENGINE_READY), labels)
+        self._restarts = Counter(counter_family(*ENGINE_RESTARTS), labels)
         self._step_tokens = HistogramSeries(*STEP_TOKENS, STEP_BOUNDS, labels)
         self._num_published = 0
 
@@ -185,6 +190,10 @@ class EngineMetrics:
             self._ready.forget()
         else:
             self._ready.set(float(is_ready))
+
+    def publish_restarts(self, count: int, *, is_owner: bool) -> None:
+        """Publish them, or note what the owner publishes."""
+        (self._restarts.advance if is_owner else self._restarts.follow)(count)
 
     def publish(self, stats: EngineStats) -> None:
         self._num_published += 1
@@ -230,7 +239,10 @@ class RequestMetrics:
         reasons = [reason for reason in FinishReason if reason != "error"]
         self._finished = CounterByLabel(counter_family(*FINISHED), labels, "finished_reason", reasons)
         self._rejected = CounterByLabel(counter_family(*REJECTED), labels, "tag", sorted(REJECTION_TAGS))
-        self._failed = CounterByLabel(counter_family(*FAILED), labels, "tag")
+        self._failed = CounterByLabel(counter_family(*FAILED), labels, "tag", sorted(TAGS))
+        classes = [priority.name.lower() for priority in Priority]
+        self._answered = CounterByLabel(counter_family(*ANSWERED), labels, "class", classes)
+        self._in_time = CounterByLabel(counter_family(*IN_TIME), labels, "class", classes)
         self._prompt = Counter(counter_family(*PROMPT_TOKENS), labels)
         self._generation = Counter(counter_family(*GENERATION_TOKENS), labels)
         self._histograms, self._token_histograms = (
@@ -239,7 +251,7 @@ class RequestMetrics:
         )
 
     def publish(self, stats: FrontendStats, refused: Mapping[str, int], *, with_tokens: bool = True) -> None:
-        """Publish figures, those of single tokens if asked to.
+        """Publish figures, those of single tokens and of classes if asked to.
 
         `refused`: requests that never reached the front end, by tag.
         """
@@ -250,8 +262,15 @@ class RequestMetrics:
         self._generation.advance(stats.num_generation_tokens)
         for of, histogram in self._histograms + (self._token_histograms if with_tokens else []):
             histogram.advance(of(stats))
+        if with_tokens:
+            self._answered.advance(_by_class(stats.answered))
+            self._in_time.advance(_by_class(stats.in_time))
         # Last, so that a visible refusal implies the others.
         self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
+
+
+def _by_class(counts: Mapping[Priority, int]) -> dict[str, float]:
+    return {priority.name.lower(): count for priority, count in counts.items()}
 
 
 class MetricsPublisher:

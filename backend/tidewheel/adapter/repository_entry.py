@@ -16,6 +16,7 @@ from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_overrides
+from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S, Objective
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
@@ -35,6 +36,8 @@ class FrontendSettings:
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    objective_ttft_ms: float = 1e3 * DEFAULT_TTFT_S  # goodput on /metrics: time to the first token of a good answer
+    objective_tpot_ms: float = 1e3 * DEFAULT_TPOT_S  # and for each later one
     health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
     health_host: str = "127.0.0.1"  # address of that port
     pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
@@ -47,12 +50,19 @@ class FrontendSettings:
             raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
         if self.health_port is not None and not 1 <= self.health_port <= 65535:
             raise ConfigError(f"health_port is {self.health_port}: use 1 to 65535")
+        for name in ("objective_ttft_ms", "objective_tpot_ms"):
+            if not 0.0 < (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name} is {value:g}: it must be above 0, in milliseconds")
         if not 0 <= self.stream_interval_ms <= _MAX_STREAM_INTERVAL_MS:
             raise ConfigError(
                 f"stream_interval_ms is {self.stream_interval_ms:g}: use 0 to {_MAX_STREAM_INTERVAL_MS}"
             )
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(1e-3 * self.objective_ttft_ms, 1e-3 * self.objective_tpot_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
 
 

@@ -159,7 +159,7 @@ class CapacitySearch:
 
     def _was_cut_short(self, outcome: Outcome) -> bool:
         """Return whether the request was cancelled with its objective still possible."""
-        limit = self._slo.whole_answer_s(outcome.offered)
+        limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
     def capacities(self) -> dict[str, Capacity]:
@@ -195,4 +195,5 @@ class Watch:
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
-        return outcome.ended is not None or now - outcome.sent > self._slo.whole_answer_s(outcome.offered)
+        limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
+        return outcome.ended is not None or now - outcome.sent > limit

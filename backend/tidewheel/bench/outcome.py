@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S
+from tidewheel.objective import Objective
 
 UNANSWERED = "UNANSWERED"  # the run ended first
 TIMEOUT = "TIMEOUT"  # client's limit
@@ -107,15 +107,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
-    """Objective, in seconds."""
-
-    ttft_s: float = DEFAULT_TTFT_S
-    tpot_s: float = DEFAULT_TPOT_S
-
-    def whole_answer_s(self, offered: Offered) -> float:
-        """Return when a stream just within the objective has all tokens."""
-        return self.ttft_s + self.tpot_s * (offered.num_output_tokens - 1)
+class Slo(Objective):
+    """Objective of requests that a client timed."""
 
     def is_met(self, outcome: Outcome) -> bool:
         """Judge TTFT and TPOT; an answer in one piece has its first token with its last."""
@@ -127,7 +120,7 @@ class Slo:
         """Judge the time of the whole answer, for streams and others alike."""
         if outcome.last_token is None or not outcome.is_complete:
             return False
-        return outcome.last_token <= self.whole_answer_s(outcome.offered)
+        return outcome.last_token <= self.whole_answer_s(outcome.offered.num_output_tokens)
 
 
 def error_code(code: str, message: str) -> str:

@@ -9,9 +9,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, BenchError
+from tidewheel.bench import SUITES, BenchError
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
+from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 
 DEFAULT_MODEL = DEFAULT_REPOSITORY / "demo" / "1" / "weights"
 _DTYPES = ("float32", "bfloat16", "float16")

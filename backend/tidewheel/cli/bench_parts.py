@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES
+from tidewheel.bench import SUITES
 from tidewheel.bench.arrivals import parse_loads
 from tidewheel.bench.deploy import Deployment, model_config
 from tidewheel.bench.environment import environment
@@ -24,6 +24,7 @@ from tidewheel.bench.targets import parse_targets
 from tidewheel.bench.terminal import result_tables
 from tidewheel.bench.workloads import Workload, parse_workload
 from tidewheel.cli.usage import UsageError
+from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 from tidewheel.server.repository import parse_settings
 
 INTERRUPTED = 130

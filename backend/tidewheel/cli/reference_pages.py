@@ -181,7 +181,8 @@ def _metrics() -> str:
         "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.ENGINE_READY),
         "counter": (
             metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
-            metric_families.PROMPT_TOKENS, metric_families.GENERATION_TOKENS, *metric_families.ENGINE_COUNTERS,
+            metric_families.ANSWERED, metric_families.IN_TIME, metric_families.PROMPT_TOKENS,
+            metric_families.GENERATION_TOKENS, metric_families.ENGINE_RESTARTS, *metric_families.ENGINE_COUNTERS,
             *metric_families.TENANT_COUNTERS,
         ),
         "histogram": (

@@ -104,6 +104,7 @@ class EngineClient:
         self._refused_lock = threading.Lock()
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
+        self.num_restarts = 0  # engines that followed another one
         self._is_ready = False
         self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
@@ -287,6 +288,7 @@ class EngineClient:
             case Room():
                 self._notify(self._listener.on_room, message)
             case Ready():
+                self.num_restarts += self._info is not None and self._info.pid != message.info.pid
                 self._info = message.info
                 self._is_ready = True
                 self._problem = ""

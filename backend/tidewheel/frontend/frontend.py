@@ -28,6 +28,7 @@ from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
 from tidewheel.frontend.token_columns import TokenColumns
 from tidewheel.frontend.turns import Turns
+from tidewheel.objective import Objective
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -53,6 +54,7 @@ class Frontend:
         num_senders: int = 4,
         stream_interval_s: float = 0.02,
         on_finished: Callable[[], None] = lambda: None,
+        objective: Objective | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
         """Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
@@ -63,7 +65,7 @@ class Frontend:
         self._tenants = info.tenants
         self._engine = engine
         self._door = door
-        self._recorder = StatsRecorder(info.max_model_len)
+        self._recorder = StatsRecorder(info.max_model_len, objective)
         self._columns = TokenColumns()
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}

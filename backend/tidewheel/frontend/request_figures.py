@@ -12,7 +12,8 @@ import numpy as np
 from tidewheel.batch import Float64Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
-from tidewheel.request import FinishReason
+from tidewheel.objective import Objective
+from tidewheel.request import FinishReason, Priority
 from tidewheel.stats import Histogram
 
 # Upper bounds, as in vLLM's metrics; in seconds.
@@ -63,6 +64,8 @@ class FrontendStats:
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     rejected: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)  # by error tag
+    answered: Counter[Priority] = field(default_factory=Counter)  # with tokens and their own end, by class
+    in_time: Counter[Priority] = field(default_factory=Counter)  # of these, within the objective
     num_prompt_tokens: int = 0  # of requests with tokens
     num_generation_tokens: int = 0
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))  # from arrival
@@ -95,10 +98,12 @@ class FinishedRequest(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: list[int]  # by sequence
     stats: RequestStats | None  # None: a stop string ended it, or it never ran
+    priority: Priority = Priority.NORMAL
 
 
 class StatsRecorder:
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, objective: Objective | None = None) -> None:
+        self._objective = objective or Objective()
         self._lock = threading.Lock()
         bounds = token_bounds(max_model_len)
         self._stats = FrontendStats(prompt_tokens=Histogram(bounds), output_tokens=Histogram(bounds))
@@ -138,6 +143,8 @@ class StatsRecorder:
             self._stats.num_sequences.observe(len(request.num_output_tokens))
             for num_tokens in request.num_output_tokens:
                 self._stats.output_tokens.observe(num_tokens)
+            if request.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._observe_answer(request)
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
         """Count an error. `refused_after`: seconds from arrival, if never accepted."""
@@ -151,6 +158,11 @@ class StatsRecorder:
     def snapshot(self) -> FrontendStats:
         with self._lock:
             return self._stats.snapshot()
+
+    def _observe_answer(self, request: FinishedRequest) -> None:
+        limit_s = self._objective.whole_answer_s(max(request.num_output_tokens))
+        self._stats.answered[request.priority] += 1
+        self._stats.in_time[request.priority] += request.seconds <= limit_s
 
     def _observe_stages(self, times: RequestStats) -> None:
         start_ns = times.first_scheduled_ns

@@ -15,6 +15,7 @@ from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder
 from tidewheel.frontend.threads import Workers
 from tidewheel.frontend.token_columns import TokenColumns
+from tidewheel.request import Priority
 
 logger = logging.getLogger(__name__)
 
@@ -198,4 +199,5 @@ def _summary(request: LiveRequest, response: Response) -> FinishedRequest:
         num_prompt_tokens=first.num_input_tokens,
         num_output_tokens=request.outputs.num_output_tokens if request.outputs is not None else [],
         stats=first.stats,
+        priority=Priority(request.urgency.priority),
     )

@@ -16,7 +16,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
 from tidewheel.scheduler.controllers import StepControl
@@ -180,6 +180,11 @@ class Scheduler:
         stats.num_predictions = state.predictor.num_observed
         stats.prediction_error = state.predictor.mean_abs_error
         return stats.snapshot()
+
+    def oldest_waits(self, now: float) -> list[float]:
+        """Return the ages of the oldest requests that never started, by the class that they have now."""
+        oldest = (self._state.waiting.oldest(service_class) for service_class in Priority)
+        return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
     def waiting_room(self, now: float) -> WaitingRoom:
         return self._admission.waiting_room(now)

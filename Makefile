@@ -54,7 +54,7 @@ test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
 test-e2e: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e
+	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e tests/deploy
 
 # What breaks a running server, and the processes of `serve`.
 test-faults: venv

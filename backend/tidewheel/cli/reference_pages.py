@@ -176,8 +176,9 @@ def _errors() -> str:
     return _table(("tag", "class", "code", "cause", "what to do"), rows)
 
 
-def _metrics() -> str:
-    families: Mapping[str, tuple[Any, ...]] = {
+def metric_families_by_kind() -> Mapping[str, tuple[Any, ...]]:
+    """Return every family of the backend on `/metrics`, in the order of the page."""
+    return {
         "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.ENGINE_READY),
         "counter": (
             metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
@@ -189,6 +190,14 @@ def _metrics() -> str:
             *metric_families.REQUEST_HISTOGRAMS, *metric_families.TOKEN_HISTOGRAMS, metric_families.STEP_TOKENS,
         ),
     }  # fmt: skip
+
+
+def metric_names() -> set[str]:
+    return {one.name for members in metric_families_by_kind().values() for one in members}
+
+
+def _metrics() -> str:
+    families = metric_families_by_kind()
     rows = [(f"`{one.name}`", kind, one.description) for kind, members in families.items() for one in members]
     return _table(("name", "type", "meaning"), dict.fromkeys(rows))
 

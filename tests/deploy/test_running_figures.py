@@ -1,0 +1,198 @@
+"""Figures of a running server under load.
+
+They are what its clients count. Prometheus, with the files of `deploy`, answers every query of the dashboard and of
+the rules, and fires the alerts of planted failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import pytest
+import requests
+
+from support.deploy.planted_load import KEY, Load, Tally, serving_with_gateway
+from support.deploy.prometheus_server import (
+    HAS_PROMETHEUS,
+    MISSING,
+    Prometheus,
+    alerts,
+    panel_queries,
+    prometheus,
+    rules,
+    without_limit,
+)
+from support.triton.serving import Server, wait_for
+from tidewheel.cli.reference_pages import metric_families_by_kind
+
+pytestmark = pytest.mark.e2e
+
+needs_prometheus = pytest.mark.skipif(not HAS_PROMETHEUS, reason=MISSING)
+
+DEMO = ("model", "demo")
+AGREEMENT = 0.01
+SETTLE_S = 20.0
+LIMIT_S = 90.0
+# Families of which a client knows nothing: how the engine came to its answers.
+OF_THE_ENGINE = {
+    "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total", "vllm:iteration_tokens_total",
+    "tidewheel_swap_preemptions_total", "tidewheel_steps_total", "tidewheel_step_seconds_total",
+    "tidewheel_scheduled_tokens_total", "tidewheel_engine_restarts_total", "tidewheel_requests_aged_total",
+    "tidewheel_requests_downgraded_total", "tidewheel_predictions_total", "tidewheel_kv_blocks_swapped_total",
+    "tidewheel_kv_queried_tokens_total", "tidewheel_kv_hit_tokens_total", "tidewheel_session_hit_tokens_total",
+    "tidewheel_requests_evicted_total", "tidewheel_requests_shed_total", "tidewheel_requests_rate_limited_total",
+    "tidewheel_requests_expired_total", "tidewheel_requests_hopeless_total", "tidewheel_tenant_queue_seconds_total",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_with_gateway(tmp_path_factory.mktemp("figures")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def load(server: Server) -> Load:
+    return Load(server)
+
+
+def counts(tally: Tally) -> dict[str, float]:
+    """Return what families show after whole answers and refusals, by the clients' count."""
+    num_refused, num_answered = tally.errors.total(), tally.finished.total()
+    return {
+        "tidewheel_requests_received_total": tally.num_sent,
+        "vllm:request_success_total": num_answered,
+        "tidewheel_requests_rejected_total": num_refused,
+        "tidewheel_requests_failed_total": 0,
+        "tidewheel_requests_answered_total": num_answered,
+        "vllm:prompt_tokens_total": tally.num_prompt_tokens,
+        "vllm:generation_tokens_total": tally.num_output_tokens,
+        "vllm:prefix_cache_queries_total": tally.num_prompt_tokens,
+        "vllm:request_prompt_tokens_sum": tally.num_prompt_tokens,
+        "vllm:request_generation_tokens_sum": tally.num_output_tokens,
+        "vllm:request_params_n_sum": num_answered,
+        "vllm:time_to_first_token_seconds_count": tally.num_first_tokens,
+        "vllm:inter_token_latency_seconds_count": tally.num_output_tokens - tally.num_first_tokens,
+        "vllm:time_per_output_token_seconds_count": tally.num_output_tokens - tally.num_first_tokens,
+        "tidewheel_refusal_seconds_count": num_refused - tally.num_displaced,
+        "tidewheel_requests_started_total": num_answered,
+        "tidewheel_tenant_requests_total": tally.num_sent,
+        "tidewheel_tenant_requests_rejected_total": num_refused,
+        "tidewheel_tenant_requests_started_total": num_answered,
+        "tidewheel_tenant_prompt_tokens_total": tally.num_prompt_tokens,
+        "tidewheel_tenant_generation_tokens_total": tally.num_output_tokens,
+    } | {
+        f"vllm:{name}_count": num_answered
+        for name in (
+            "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+            "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+            "request_generation_tokens", "request_params_n",
+        )
+    }  # fmt: skip
+
+
+def wait_agreement(server: Server, expected: dict[tuple[str, tuple[str, str]], float]) -> None:
+    """Wait until the sums of samples with a name and a label are what is expected, within 1 %."""
+
+    def disagreeing() -> list[str]:
+        samples = server.metrics()
+        found = []
+        for (name, (label, value)), count in expected.items():
+            matching = [s for s in samples if s.partition("{")[0] == name and f'{label}="{value}"' in s]
+            shown = sum(samples[sample] for sample in matching)
+            if abs(shown - count) > AGREEMENT * count:
+                found.append(f"{name} of {value} is {shown:g}, and clients counted {count:g}")
+        return found
+
+    with contextlib.suppress(pytest.fail.Exception):  # the assertion says more
+        wait_for(lambda: not disagreeing(), SETTLE_S, "agreement")
+    assert disagreeing() == []
+
+
+def test_every_family_is_compared() -> None:
+    families = metric_families_by_kind()
+    compared = {re.sub("_(sum|count)$", "", name) for name in counts(Tally())} | {"tidewheel_requests_in_time_total"}
+    assert compared | OF_THE_ENGINE == {one.name for kind in ("counter", "histogram") for one in families[kind]}
+    assert not compared & OF_THE_ENGINE
+
+
+def test_families_agree_with_the_count_of_clients(server: Server, load: Load) -> None:
+    """A round has few enough tokens for one flush: of more, histograms of single tokens hold a sample."""
+    tally = load.tally
+    for _ in range(3):
+        load.overload()
+        wait_agreement(server, {("vllm:generation_tokens_total", DEMO): tally.num_output_tokens})
+    assert tally.finished.keys() == {"length"} and tally.errors.keys() == {"TW-BUSY"}
+    wait_agreement(server, {(name, DEMO): count for name, count in counts(tally).items()})
+    by_class = {("tidewheel_requests_answered_total", ("class", name)): n for name, n in tally.answered.items()}
+    wait_agreement(server, by_class)
+    assert server.metric("tidewheel_requests_in_time_total") <= tally.answered.total()
+
+
+def test_reasons_and_tags_agree_with_the_count_of_clients(server: Server, load: Load) -> None:
+    for _ in range(3):
+        load.mishaps()
+    tally = load.tally
+    assert {"cancelled", "length"} < tally.finished.keys()
+    assert {"TW-BUSY", "TW-DEADLINE", "TW-INPUT", "TW-NUMERIC", "TW-KEY"} == tally.errors.keys()
+    wrong_keys, failures = tally.errors["TW-KEY"], tally.errors["TW-NUMERIC"]
+    refusals = {tag: count for tag, count in tally.errors.items() if tag not in ("TW-KEY", "TW-NUMERIC")}
+    wait_agreement(
+        server,
+        {("vllm:request_success_total", ("finished_reason", reason)): n for reason, n in tally.finished.items()}
+        | {("tidewheel_requests_rejected_total", ("tag", tag)): count for tag, count in refusals.items()}
+        | {("tidewheel_requests_failed_total", ("tag", "TW-NUMERIC")): failures}
+        | {("tidewheel_requests_received_total", DEMO): tally.num_sent},
+    )
+    text = requests.get(f"{server.openai}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=10).text
+    assert f'tidewheel_gateway_errors_total{{tag="TW-KEY"}} {wrong_keys}\n' in text
+
+
+@pytest.fixture(scope="module")
+def scraped(server: Server, load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Prometheus that scrapes the server, under load until the end."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    with prometheus(folder, server, gateway_key=KEY, window="20s") as running, load.going_on():
+        wait_for(lambda: running.targets() == {"tritonserver": "up", "gateway": "up"}, LIMIT_S, "two scraped targets")
+        yield running
+
+
+@needs_prometheus
+def test_every_query_and_rule_returns_data(scraped: Prometheus) -> None:
+    queries = {*panel_queries(), *(rule["record"] for rule in rules() if "record" in rule)}
+    queries |= {without_limit(alert["expr"]) for alert in alerts()}
+    wait_for(lambda: not [query for query in queries if not scraped.query(query)], LIMIT_S, "data for every query")
+
+
+@needs_prometheus
+@pytest.mark.parametrize("tag", ["TW-BUSY", "TW-KV-FULL"])
+def test_an_overload_fires_its_alert(scraped: Prometheus, tag: str) -> None:
+    wait_for(lambda: ("TidewheelOverload", tag) in firing(scraped), LIMIT_S, "the alert of an overload")
+    assert not {"TidewheelServerDown", "TidewheelGatewayDown"} & {name for name, _ in firing(scraped)}
+
+
+@needs_prometheus
+def test_other_planted_failures_fire_theirs(scraped: Prometheus) -> None:
+    expected = {
+        ("TidewheelFailures", "TW-NUMERIC"),
+        ("TidewheelWrongKeys", "TW-KEY"),
+        ("TidewheelDeadlines", "TW-DEADLINE"),
+    }
+    wait_for(lambda: expected <= firing(scraped), LIMIT_S, f"{expected}")
+
+
+@needs_prometheus
+def test_a_killed_engine_fires_its_alert(server: Server, scraped: Prometheus) -> None:
+    engine = server.engine_process()
+    assert engine is not None
+    engine.kill()
+    restarted = ("TidewheelEngineRestarted", "TW-ENGINE-DEAD")
+    wait_for(lambda: restarted in firing(scraped), LIMIT_S, "the alert of an engine that was started again")
+    failed = 'model_tag:tidewheel_failed:rate1m{tag="TW-ENGINE-DEAD"} > 0'
+    wait_for(lambda: scraped.query(failed), LIMIT_S, "failures by tag")
+
+
+def firing(running: Prometheus) -> set[tuple[str, str]]:
+    return {(labels["alertname"], labels.get("tag", "")) for labels in running.firing()}

@@ -33,8 +33,14 @@ class Arrivals:
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
         return [chunk for chunk in response if self._is_news(chunk)]
 
-    def add(self, response: list[Chunk]) -> None:
-        self._chunks.extend(self.take(response))
+    def add(self, response: list[Chunk]) -> Chunk | None:
+        """Note a response, and return its first news."""
+        news = self.take(response)
+        if len(response) == 1:  # most
+            self.finish_reason = news[0].finish_reason
+            return news[0]
+        self._chunks.extend(news)
+        return self.next()
 
     def next(self) -> Chunk | None:
         """Return the next chunk, if one has arrived."""
@@ -116,7 +122,8 @@ class Stream(Iterator[Chunk]):
         return self._arrivals.finish_reason
 
     def __next__(self) -> Chunk:
-        while (chunk := self._arrivals.next()) is None:
+        chunk = self._arrivals.next()
+        while chunk is None:
             if self._arrivals.is_over or self._has_ended:
                 self._responses.close()
                 raise StopIteration
@@ -126,7 +133,7 @@ class Stream(Iterator[Chunk]):
                 self._try_again(error)
                 continue
             if response is not None:
-                self._arrivals.add(response)
+                chunk = self._arrivals.add(response)
             elif self._cancelled.is_set():
                 self._has_ended = True
             else:
@@ -188,7 +195,8 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self._arrivals.finish_reason
 
     async def __anext__(self) -> Chunk:
-        while (chunk := self._arrivals.next()) is None:
+        chunk = self._arrivals.next()
+        while chunk is None:
             if self._arrivals.is_over or self._has_ended:
                 await self._responses.close()
                 raise StopAsyncIteration
@@ -198,7 +206,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                 await self._try_again(error)
                 continue
             if response is not None:
-                self._arrivals.add(response)
+                chunk = self._arrivals.add(response)
             elif self._is_cancelled:
                 self._has_ended = True
             else:

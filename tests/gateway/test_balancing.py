@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -12,8 +14,8 @@ import pytest
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, running
 from support.triton.serving import wait_for
-from tidewheel.gateway import upstreams
-from tidewheel.gateway.upstreams import Address
+from tidewheel.gateway import upstream, upstreams
+from tidewheel.gateway.upstream import Address
 from tidewheel.health_endpoint import HealthEndpoint, Readiness
 
 
@@ -106,7 +108,7 @@ def test_a_server_that_is_not_ready_is_left_out(
 
 def test_readiness_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton is ready, and its engine hangs. Each request for `/health` looks by itself."""
-    monkeypatch.setattr(upstreams, "LOOK_S", 1000.0)
+    monkeypatch.setattr(upstream, "LOOK_S", 1000.0)
     states = [Readiness("hung", "no step for 12 s")]
     endpoint = HealthEndpoint("127.0.0.1", 0, lambda: states[-1])
     try:
@@ -135,10 +137,80 @@ def test_metrics_of_several_servers_are_told_apart(gateway: RunningGateway) -> N
     ["", "host", "host:", ":8001", "host:http", "host:0", "host:8001,metrics", "host:8001,other=1", "h:1,health=x"],
 )
 def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="write HOST:PORT"):
+    with pytest.raises(ValueError, match=r"write \[dns:\]HOST:PORT"):
         Address.parse(text)
 
 
 def test_addresses() -> None:
     assert Address.parse("h:8001") == Address("h:8001")
     assert Address.parse("[::1]:1,health=3,metrics=2") == Address("[::1]:1", "[::1]:2", "[::1]:3")
+    assert Address.parse("dns:h:1,metrics=2") == Address("h:1", "h:2", is_name_of_many=True)
+    assert Address.parse("dns:h:1,metrics=2").at("::1") == Address("[::1]:1", "[::1]:2")
+
+
+class Names:
+    """Name service of one name, `servers`."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.hosts = list(hosts)
+        self.fails = False
+
+    def __call__(self, host: str, port: int, *args: Any, **kwargs: Any) -> list[Any]:
+        if host != "servers":
+            return _getaddrinfo(host, port, *args, **kwargs)
+        if self.fails or not self.hosts:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
+
+
+_getaddrinfo = socket.getaddrinfo
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    service = Names("127.0.0.1")
+    monkeypatch.setattr(socket, "getaddrinfo", service)
+    monkeypatch.setattr(upstreams, "RESOLVE_S", 0.02)
+    return service
+
+
+def test_servers_of_a_name_come_and_go(names: Names) -> None:
+    release = threading.Event()
+
+    def wait(asked: Asked) -> Answer:
+        release.wait(30)
+        yield from say(asked)
+
+    with running(FakeTriton(answer=say)) as one, running(FakeTriton(answer=wait), f"127.0.0.2:{one.port}") as other:
+        address = Address.parse(f"dns:servers:{one.port}")
+        with gateway_to(addresses=[address]) as gateway, ThreadPoolExecutor(1) as pool:
+            assert gateway.complete().ok
+            names.hosts = ["127.0.0.2"]
+            wait_for(lambda: authorities(gateway) == {f"127.0.0.2:{one.port}"}, 10, "the other server")
+            wait_for(lambda: gateway.get("/health").ok, 10, "its readiness")
+            running_there = pool.submit(gateway.complete)
+            wait_for(lambda: len(other.asked) == 1, 10, "a request")
+            names.hosts = ["127.0.0.1"]
+            wait_for(lambda: authorities(gateway) == {f"127.0.0.1:{one.port}"}, 10, "the first server")
+            release.set()
+            assert running_there.result().ok  # a server that is gone ends what it has
+            wait_for(lambda: gateway.get("/health").ok, 10, "its readiness")
+            assert gateway.complete().ok
+    assert (len(one.asked), len(other.asked)) == (2, 1)
+
+
+def test_a_name_service_that_fails_leaves_the_servers(names: Names) -> None:
+    with running(FakeTriton(answer=say)) as one:
+        with gateway_to(addresses=[Address.parse(f"dns:servers:{one.port}")]) as gateway:
+            names.fails = True
+            assert [gateway.complete().ok for _ in range(3)] == [True] * 3
+        with gateway_to(addresses=[Address.parse(f"dns:servers:{one.port}")]) as gateway:
+            answer = gateway.complete()
+            assert answer.status_code == 503
+            assert f"servers:{one.port} has no address" in answer.text
+            names.fails = False
+            wait_for(lambda: gateway.complete().ok, 10, "the server")
+
+
+def authorities(gateway: RunningGateway) -> set[str]:
+    return {one.address.grpc for one in gateway.upstreams.each}

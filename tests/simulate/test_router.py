@@ -63,7 +63,7 @@ def test_requests_without_a_key_go_to_the_least_loaded() -> None:
 
 
 def test_the_ring_spreads_keys_and_moves_few_when_a_replica_comes() -> None:
-    before, after = HashRing(10), HashRing(11)
+    before, after = HashRing(range(10)), HashRing(range(11))
     keys = [f"key {number}" for number in range(5000)]
     shares = Counter(before.owner(key) for key in keys)
     assert min(shares.values()) > 250 and max(shares.values()) < 900  # 500 each on average

@@ -125,6 +125,7 @@ TENANT_COUNTERS: tuple[Figure[TenantFigures], ...] = (
     ),
 )
 CACHE_BLOCKS = Family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")  # Triton makes load headers of it
+CACHE_CONFIG = Family("vllm:cache_config_info", "1; its labels are the size of the KV cache")
 ENGINE_READY = Family("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not")
 ENGINE_RESTARTS = Family("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
 STEP_TOKENS = Family("vllm:iteration_tokens_total", "Tokens of a step")

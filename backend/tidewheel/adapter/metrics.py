@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from tidewheel.adapter.metric_families import (
     ANSWERED,
     CACHE_BLOCKS,
+    CACHE_CONFIG,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
     ENGINE_READY,
@@ -179,6 +180,8 @@ class EngineMetrics:
         self._max, self._used, self._tokens_per = (
             Gauge(blocks, {"kv_cache_block_type": kind, **names}) for kind in ("max", "used", "tokens_per")
         )
+        sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}  # on a CPU, too
+        self._config = Gauge(gauge_family(*CACHE_CONFIG), {**labels, **sizes})
         self._ready = Gauge(gauge_family(*ENGINE_READY), labels)
         self._restarts = Counter(counter_family(*ENGINE_RESTARTS), labels)
         self._step_tokens = HistogramSeries(*STEP_TOKENS, STEP_BOUNDS, labels)
@@ -208,6 +211,7 @@ class EngineMetrics:
         self._max.set(stats.num_blocks)
         self._used.set(stats.num_blocks - stats.num_free_blocks)
         self._tokens_per.set(self._block_size)
+        self._config.set(1.0)
         self._step_tokens.advance(stats.step_tokens)
 
     def follow(self, stats: EngineStats) -> None:
@@ -224,12 +228,15 @@ class EngineMetrics:
         idle = EngineStats()
         for of, gauge in self._gauges:
             gauge.set(of(idle))
-        for gauge in (self._max, self._used, self._tokens_per, self._ready):
+        for gauge in self._others():
             gauge.set(0.0)
 
     def _forget(self) -> None:
-        for gauge in (*(gauge for _, gauge in self._gauges), self._max, self._used, self._tokens_per, self._ready):
+        for gauge in (*(gauge for _, gauge in self._gauges), *self._others()):
             gauge.forget()
+
+    def _others(self) -> tuple[Gauge, ...]:
+        return self._max, self._used, self._tokens_per, self._config, self._ready
 
 
 class RequestMetrics:

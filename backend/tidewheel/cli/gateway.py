@@ -10,8 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         action="append",
-        metavar="HOST:PORT[,metrics=PORT][,health=PORT]",
-        help="gRPC endpoint of a server, and its ports of metrics and readiness; several are balanced "
+        metavar="[dns:]HOST:PORT[,metrics=PORT][,health=PORT]",
+        help="gRPC endpoint of a server, and its ports of metrics and readiness; several are balanced; with dns:, "
+        "every address that the name has is a server, asked for again every 2 s "
         "(default: 127.0.0.1:8001,metrics=8002,health=8003)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.cli.usage import UsageError
     from tidewheel.gateway.gateway_options import GatewayOptions
     from tidewheel.gateway.run_gateway import serve_gateway
-    from tidewheel.gateway.upstreams import Address
+    from tidewheel.gateway.upstream import Address
 
     if not 0 <= args.port < 65536 or not 0 <= args.drain_s <= 86_400:
         raise UsageError("--port must be 0 to 65535, and --drain-s 0 to 86400")

@@ -179,7 +179,8 @@ def _errors() -> str:
 def metric_families_by_kind() -> Mapping[str, tuple[Any, ...]]:
     """Return every family of the backend on `/metrics`, in the order of the page."""
     return {
-        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.ENGINE_READY),
+        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.CACHE_CONFIG,
+            metric_families.ENGINE_READY),
         "counter": (
             metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
             metric_families.ANSWERED, metric_families.IN_TIME, metric_families.PROMPT_TOKENS,

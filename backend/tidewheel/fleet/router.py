@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from hashlib import blake2b
+from operator import itemgetter
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tidewheel.errors import ConfigError
+
+T = TypeVar("T", bound=Hashable)
 
 VIRTUAL_NODES = 64  # ring points per replica
 LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
@@ -45,24 +48,28 @@ class LeastLoaded:
         return loads.index(min(loads))
 
 
-class HashRing:
+class HashRing(Generic[T]):
     """Consistent hashing (Karger et al., STOC 1997): adding or removing a replica moves few keys."""
 
-    def __init__(self, num_replicas: int) -> None:
-        points = sorted(
+    def __init__(self, replicas: Iterable[T]) -> None:
+        """`replicas`: names, or numbers, whose text is hashed."""
+        points = [
             (_hash(f"replica {replica} point {point}"), replica)
-            for replica in range(num_replicas)
+            for replica in replicas
             for point in range(VIRTUAL_NODES)
-        )
+        ]
+        points.sort(key=itemgetter(0))
         self._hashes = [point for point, _ in points]
         self._replicas = [replica for _, replica in points]
 
-    def owner(self, key: str) -> int:
+    def owner(self, key: str) -> T:
         return self._replicas[self._position(key)]
 
-    def first(self, key: str, accepts: Callable[[int], bool]) -> int | None:
+    def first(self, key: str, accepts: Callable[[T], bool]) -> T | None:
         """Return the first accepting replica clockwise from the key, or None."""
-        start, refused = self._position(key), set[int]()
+        if not self._replicas:
+            return None
+        start, refused = self._position(key), set[T]()
         for offset in range(len(self._replicas)):
             replica = self._replicas[(start + offset) % len(self._replicas)]
             if replica in refused:
@@ -80,7 +87,7 @@ class SessionAffinity:
     """One replica for a session; the least loaded for other requests."""
 
     def __init__(self, num_replicas: int) -> None:
-        self._ring = HashRing(num_replicas)
+        self._ring = HashRing(range(num_replicas))
         self._others = LeastLoaded(num_replicas)
 
     def choose(self, key: RouteKey, loads: list[int]) -> int:
@@ -94,7 +101,7 @@ class PrefixAware:
     """
 
     def __init__(self, num_replicas: int) -> None:
-        self._ring = HashRing(num_replicas)
+        self._ring = HashRing(range(num_replicas))
         self._others = LeastLoaded(num_replicas)
 
     def choose(self, key: RouteKey, loads: list[int]) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from tidewheel.gateway.upstreams import Upstream, Upstreams
+from tidewheel.gateway.upstream import Upstream
+from tidewheel.gateway.upstreams import Upstreams
 from tidewheel_client.request_errors import RequestError, WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

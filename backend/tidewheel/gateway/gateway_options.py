@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.gateway.spoken import Reasoning
-from tidewheel.gateway.upstreams import Address
+from tidewheel.gateway.upstream import Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,171 +1,56 @@
-"""Servers behind the gateway: which are ready, which models they have, and which one gets a request."""
+"""Servers behind the gateway, and which one gets a request."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NamedTuple
+import socket
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import NamedTuple
 
-import aiohttp
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.router import HashRing
+from tidewheel.gateway.upstream import LOOK_S, Address, Upstream, watch
 from tidewheel_client import Chunk
-from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavailable
-from tidewheel_client.stream import Arrivals
 
-LOOK_S = 0.5  # between two looks at a server
-FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
-PROBE_S = 3.0
-
-
-class Address(NamedTuple):
-    """Authorities (host:port) of a server; empty: unknown."""
-
-    grpc: str
-    metrics: str = ""
-    health: str = ""  # of `tidewheel serve`, or of an entry's `health_port`
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """Read `HOST:PORT[,metrics=PORT][,health=PORT]`. Raise ValueError."""
-        authority, *others = text.split(",")
-        host, _, port = authority.rpartition(":")
-        pairs = (other.partition("=") for other in others)
-        ports = {name: number for name, _, number in pairs}
-        is_number = all(one.isdecimal() and 0 < int(one) < 65536 for one in (port, *ports.values()))
-        if not host or not is_number or len(ports) < len(others) or ports.keys() - {"metrics", "health"}:
-            raise ValueError(f"{text!r} is no address: write HOST:PORT[,metrics=PORT][,health=PORT]")
-        return cls(authority, **{name: f"{host}:{port}" for name, port in ports.items()})
-
-
-class Upstream:
-    """One server."""
-
-    def __init__(self, address: Address) -> None:
-        self.address = address
-        self.num_open = 0  # requests
-        self.not_ready = "it was not asked yet"  # why; empty: it is ready
-        self.models: frozenset[str] = frozenset()  # as seen last
-        self._foreign: set[str] = set()  # models that are not ours
-        self._http: aiohttp.ClientSession | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._looked_at = -FRESH_S
-
-    async def open(self) -> None:
-        self._triton = AsyncGrpcTransport(self.address.grpc)
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
-
-    async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-        await self._triton.close()
-        if self._http is not None:
-            await self._http.close()
-
-    async def look(self) -> None:
-        """Note whether it is ready, and its models. Looks at one time are one."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        await asyncio.shield(self._looking)
-
-    async def look_again(self) -> None:
-        """Look unless it was just done. Do not wait long for a server that hangs: the look goes on."""
-        if time.monotonic() - self._looked_at >= FRESH_S:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FRESH_S):
-                    await self.look()
-
-    async def _look(self) -> None:
-        try:
-            reason = await self._reason()
-            if not reason:
-                self.models = await self._list_models()
-            self.not_ready = reason
-        except RequestError as error:
-            self.not_ready = str(error)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
-        self._looked_at = time.monotonic()
-
-    async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
-        """Yield the news of each response. Raise `RequestError`. Leaving it early cancels the request."""
-        arrivals = Arrivals()
-        responses = self._triton.send(request)
-        self.num_open += 1
-        try:
-            while (response := await responses.receive()) is not None:
-                if chunks := arrivals.take(response):
-                    yield chunks
-            if not arrivals.is_over:
-                raise ServerUnavailable("the stream ended before its last response")
-        finally:
-            self.num_open -= 1
-            responses.cancel()
-
-    async def metrics(self) -> str:
-        """Return the text of its `/metrics`, empty if it cannot be had."""
-        if not self.address.metrics or self._http is None:
-            return ""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            async with self._http.get(f"http://{self.address.metrics}/metrics") as answer:
-                return await answer.text() if answer.ok else ""
-        return ""
-
-    async def _reason(self) -> str:
-        """Return why it is not ready. Triton knows nothing of an engine that is dead or hangs."""
-        if self.address.health:
-            assert self._http is not None
-            async with self._http.get(f"http://{self.address.health}/ready") as answer:
-                said = await answer.json()
-                return "" if said["ready"] is True else f"{said['state']}: {said['reason']}"
-        answer = await self._ask("ServerReady", pb.ServerReadyRequest())
-        return "" if answer.ready else "Triton is not ready"
-
-    async def _list_models(self) -> frozenset[str]:
-        index = await self._ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
-        names = {model.name for model in index.models}
-        self._foreign &= names
-        for name in names - self.models - self._foreign:
-            if not await self._is_ours(name):
-                self._foreign.add(name)
-        return frozenset(names - self._foreign)
-
-    async def _is_ours(self, model: str) -> bool:
-        """Return whether it streams, and has the inputs that the gateway sends."""
-        config = (await self._ask("ModelConfig", pb.ModelConfigRequest(name=model))).config
-        inputs = {tensor.name for tensor in config.input}
-        is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
-        return is_plain and {"messages", "sampling_parameters"} <= inputs
-
-    async def _ask(self, method: str, request: Any) -> Any:
-        return await self._triton.call(method, request, PROBE_S)
+RESOLVE_S = 2.0  # between two questions for the servers of a name
 
 
 class Upstreams:
-    """All servers, looked at as long as the `async with` block lasts."""
+    """All servers, looked at as long as the `async with` block lasts.
+
+    Those of a name come and go as it says. One that is gone gets no more requests, and ends those that it has.
+    """
 
     def __init__(self, addresses: Sequence[Address]) -> None:
-        self.each = [Upstream(address) for address in addresses]
+        self._addresses = addresses
+        self._members: dict[str, _Member] = {}  # by authority
+        self._ring = HashRing[str](())
+        self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
         self.num_moved = 0  # requests that a server refused and another one got
-        self._ring = HashRing(len(addresses))
-        self._watches: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Upstreams:
-        for one in self.each:
-            await one.open()
-        self._watches = [asyncio.create_task(_watch(one)) for one in self.each]
+        for address in self._addresses:
+            if address.is_name_of_many:
+                await self._resolve(address)
+                self._start(self._follow(address))
+            else:
+                await self._add(address, name="")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        tasks = [*self._tasks, *(member.watch for member in self._members.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for one in self.each:
             await one.close()
+
+    @property
+    def each(self) -> list[Upstream]:
+        return [member.upstream for member in self._members.values()]
 
     async def look_again(self) -> None:
         """See `Upstream.look_again`."""
@@ -179,6 +64,8 @@ class Upstreams:
     def not_ready(self) -> str:
         """Return why no server takes requests; empty if one does."""
         reasons = [one.not_ready for one in self.each]
+        if not reasons:
+            return "; ".join(f"{address.grpc} has no address" for address in self._addresses)
         return "" if "" in reasons else "; ".join(reasons)
 
     def model(self, name: str) -> str:
@@ -194,38 +81,83 @@ class Upstreams:
 
     async def stream(self, request: pb.ModelInferRequest, session: str) -> AsyncGenerator[list[Chunk]]:
         """Yield the news of each response, of the first server that does not refuse. Raise `RequestError`."""
-        refused: list[int] = []
+        refused: list[Upstream] = []
         while True:
-            index = self._choose(request.model_name, session, refused)
+            one = self._choose(request.model_name, session, refused)
             has_begun = False
             try:
-                async with contextlib.aclosing(self.each[index].stream(request)) as responses:
+                async with contextlib.aclosing(one.stream(request)) as responses:
                     async for chunks in responses:
                         has_begun = True
                         yield chunks
                 return
             except RequestError as error:
                 if isinstance(error, ServerUnavailable):
-                    self.each[index].not_ready = str(error)  # until the next look
-                refused.append(index)
+                    one.not_ready = str(error)  # until the next look
+                refused.append(one)
                 if has_begun or not error.retryable or not self._ready(request.model_name, refused):
                     raise
                 self.num_moved += 1
 
-    def _choose(self, model: str, session: str, refused: Sequence[int]) -> int:
+    def _choose(self, model: str, session: str, refused: Sequence[Upstream]) -> Upstream:
         """Return the server of the session, or the least loaded one. Raise `ServerUnavailable`."""
-        ready = self._ready(model, refused)
+        ready = {one.address.grpc: one for one in self._ready(model, refused)}
         if not ready:
             raise ServerUnavailable(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
-        own = self._ring.first(session, lambda index: index in ready) if session else None
-        return min(ready, key=lambda index: self.each[index].num_open) if own is None else own
+        own = self._ring.first(session, lambda authority: authority in ready) if session else None
+        return min(ready.values(), key=lambda one: one.num_open) if own is None else ready[own]
 
-    def _ready(self, model: str, refused: Sequence[int]) -> list[int]:
-        every = enumerate(self.each)
-        return [index for index, one in every if not one.not_ready and model in one.models and index not in refused]
+    def _ready(self, model: str, refused: Sequence[Upstream]) -> list[Upstream]:
+        return [one for one in self.each if not one.not_ready and model in one.models and one not in refused]
+
+    # --- members ----------------------------------------------------------------------------------------------
+
+    async def _follow(self, name: Address) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_S)
+            await self._resolve(name)
+
+    async def _resolve(self, name: Address) -> None:
+        """Take in the servers that a name has now. A name service that fails leaves those that are known."""
+        host, _, port = name.grpc.rpartition(":")
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except OSError:
+            return
+        addresses = {address.grpc: address for address in (name.at(str(info[4][0])) for info in found)}
+        for authority in addresses.keys() - self._members.keys():
+            await self._add(addresses[authority], name.grpc)
+        for authority, member in list(self._members.items()):
+            if member.name == name.grpc and authority not in addresses:
+                self._remove(authority)
+
+    async def _add(self, address: Address, name: str) -> None:
+        upstream = Upstream(address)
+        await upstream.open()
+        self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(watch(upstream)))
+        self._ring = HashRing(self._members)
+
+    def _remove(self, authority: str) -> None:
+        member = self._members.pop(authority)
+        self._ring = HashRing(self._members)
+        member.watch.cancel()
+        self._start(_close_when_idle(member.upstream))
+
+    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-async def _watch(upstream: Upstream) -> None:
-    while True:
-        await upstream.look()
-        await asyncio.sleep(LOOK_S)
+class _Member(NamedTuple):
+    upstream: Upstream
+    name: str  # that it was found by; empty: it was given itself
+    watch: asyncio.Task[None]
+
+
+async def _close_when_idle(upstream: Upstream) -> None:
+    try:
+        while upstream.num_open:
+            await asyncio.sleep(LOOK_S)
+    finally:
+        await upstream.close()

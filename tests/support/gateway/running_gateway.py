@@ -18,7 +18,8 @@ from support.triton.grpc_triton import Answer, Asked, response
 from support.triton.serving import wait_for
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
-from tidewheel.gateway.upstreams import Address, Upstreams
+from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.upstreams import Upstreams
 
 
 @dataclass

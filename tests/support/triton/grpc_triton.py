@@ -125,11 +125,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @contextmanager
-def running(fake: FakeTriton) -> Iterator[FakeTriton]:
-    """Serve on a free port of the loopback, `fake.port`."""
+def running(fake: FakeTriton, address: str = "127.0.0.1:0") -> Iterator[FakeTriton]:
+    """Serve on the loopback, by default on a free port, `fake.port`."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=40))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
-    fake.port = server.add_insecure_port("127.0.0.1:0")
+    fake.port = server.add_insecure_port(address)
     server.start()
     yield fake
     server.stop(grace=None).wait()

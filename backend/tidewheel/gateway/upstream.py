@@ -1,0 +1,159 @@
+"""A server behind the gateway: where it is, whether it is ready, and which models it has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple
+
+import aiohttp
+from tritonclient.grpc import service_pb2 as pb
+
+from tidewheel_client import Chunk
+from tidewheel_client.grpc_transport import AsyncGrpcTransport
+from tidewheel_client.request_errors import RequestError, ServerUnavailable
+from tidewheel_client.stream import Arrivals
+
+LOOK_S = 0.5  # between two looks at a server
+FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
+PROBE_S = 3.0
+DNS = "dns:"
+
+
+class Address(NamedTuple):
+    """Authorities (host:port) of a server; empty: unknown."""
+
+    grpc: str
+    metrics: str = ""
+    health: str = ""  # of `tidewheel serve`, or of an entry's `health_port`
+    is_name_of_many: bool = False  # the host's addresses are a server each, as those of a headless service are
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `[dns:]HOST:PORT[,metrics=PORT][,health=PORT]`. Raise ValueError."""
+        authority, *others = text.removeprefix(DNS).split(",")
+        host, _, port = authority.rpartition(":")
+        pairs = (other.partition("=") for other in others)
+        ports = {name: number for name, _, number in pairs}
+        is_number = all(one.isdecimal() and 0 < int(one) < 65536 for one in (port, *ports.values()))
+        if not host or not is_number or len(ports) < len(others) or ports.keys() - {"metrics", "health"}:
+            raise ValueError(f"{text!r} is no address: write [dns:]HOST:PORT[,metrics=PORT][,health=PORT]")
+        authorities = {name: f"{host}:{port}" for name, port in ports.items()}
+        return cls(authority, **authorities, is_name_of_many=text.startswith(DNS))
+
+    def at(self, host: str) -> Address:
+        """Return that of one server of many."""
+        host = f"[{host}]" if ":" in host else host
+        grpc, metrics, health = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:3])
+        return Address(grpc, metrics, health)
+
+
+class Upstream:
+    """One server."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.num_open = 0  # requests
+        self.not_ready = "it was not asked yet"  # why; empty: it is ready
+        self.models: frozenset[str] = frozenset()  # as seen last
+        self._foreign: set[str] = set()  # models that are not ours
+        self._http: aiohttp.ClientSession | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_at = -FRESH_S
+
+    async def open(self) -> None:
+        self._triton = AsyncGrpcTransport(self.address.grpc)
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        await self._triton.close()
+        if self._http is not None:
+            await self._http.close()
+
+    async def look(self) -> None:
+        """Note whether it is ready, and its models. Looks at one time are one."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def look_again(self) -> None:
+        """Look unless it was just done. Do not wait long for a server that hangs: the look goes on."""
+        if time.monotonic() - self._looked_at >= FRESH_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FRESH_S):
+                    await self.look()
+
+    async def _look(self) -> None:
+        try:
+            reason = await self._reason()
+            if not reason:
+                self.models = await self._list_models()
+            self.not_ready = reason
+        except RequestError as error:
+            self.not_ready = str(error)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
+        self._looked_at = time.monotonic()
+
+    async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
+        """Yield the news of each response. Raise `RequestError`. Leaving it early cancels the request."""
+        arrivals = Arrivals()
+        responses = self._triton.send(request)
+        self.num_open += 1
+        try:
+            while (response := await responses.receive()) is not None:
+                if chunks := arrivals.take(response):
+                    yield chunks
+            if not arrivals.is_over:
+                raise ServerUnavailable("the stream ended before its last response")
+        finally:
+            self.num_open -= 1
+            responses.cancel()
+
+    async def metrics(self) -> str:
+        """Return the text of its `/metrics`, empty if it cannot be had."""
+        if not self.address.metrics or self._http is None:
+            return ""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            async with self._http.get(f"http://{self.address.metrics}/metrics") as answer:
+                return await answer.text() if answer.ok else ""
+        return ""
+
+    async def _reason(self) -> str:
+        """Return why it is not ready. Triton knows nothing of an engine that is dead or hangs."""
+        if self.address.health:
+            assert self._http is not None
+            async with self._http.get(f"http://{self.address.health}/ready") as answer:
+                said = await answer.json()
+                return "" if said["ready"] is True else f"{said['state']}: {said['reason']}"
+        answer = await self._ask("ServerReady", pb.ServerReadyRequest())
+        return "" if answer.ready else "Triton is not ready"
+
+    async def _list_models(self) -> frozenset[str]:
+        index = await self._ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+        names = {model.name for model in index.models}
+        self._foreign &= names
+        for name in names - self.models - self._foreign:
+            if not await self._is_ours(name):
+                self._foreign.add(name)
+        return frozenset(names - self._foreign)
+
+    async def _is_ours(self, model: str) -> bool:
+        """Return whether it streams, and has the inputs that the gateway sends."""
+        config = (await self._ask("ModelConfig", pb.ModelConfigRequest(name=model))).config
+        inputs = {tensor.name for tensor in config.input}
+        is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
+        return is_plain and {"messages", "sampling_parameters"} <= inputs
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        return await self._triton.call(method, request, PROBE_S)
+
+
+async def watch(upstream: Upstream) -> None:
+    while True:
+        await upstream.look()
+        await asyncio.sleep(LOOK_S)

@@ -202,6 +202,10 @@ class EngineConfig(SchedulingSettings):
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
         for key, raw in translate(settings).settings.items():
+            if key in ENTRY_ARGUMENTS:
+                raise ConfigError(
+                    f"{key} is a setting of an entry of a model repository, not of an engine: leave it out"
+                )
             if key not in hints:
                 raise ConfigError(unknown_setting(key, (HONOURED.keys() | hints.keys()) - ENTRY_ARGUMENTS))
             values[key] = coerce_setting(key, raw, hints[key])

@@ -18,7 +18,7 @@ from tidewheel.sampling import MAX_LOGPROBS
 log = logging.getLogger(__name__)
 
 # Honoured: our setting by vLLM's name.
-ENTRY_ARGUMENTS = frozenset({"REPORT_CUSTOM_METRICS"})  # settings of an entry, not of its engine
+ENTRY_ARGUMENTS = frozenset({"REPORT_CUSTOM_METRICS", "otlp_traces_endpoint"})  # of an entry, not of its engine
 _SAME_NAME = """
     model tokenizer dtype quantization kv_cache_dtype device load_format seed max_model_len block_size
     gpu_memory_utilization revision download_dir enable_prefix_caching enforce_eager async_scheduling
@@ -26,7 +26,7 @@ _SAME_NAME = """
     max_logprobs generation_config override_generation_config served_model_name disable_log_stats
 """
 HONOURED: Mapping[str, str] = {
-    **{name: name for name in (*_SAME_NAME.split(), *ENTRY_ARGUMENTS)},
+    **{name: name for name in (*_SAME_NAME.split(), *sorted(ENTRY_ARGUMENTS))},
     "num_gpu_blocks_override": "num_blocks",
     "kv_cache_memory_bytes": "kv_cache_memory_mb",
     "kv_offloading_size": "swap_space",
@@ -118,7 +118,7 @@ _WITHOUT_EFFECT = {
         guided_decoding_disable_additional_properties structured_outputs_config reasoning_parser reasoning_config
         enable_reasoning
     """,
-    "logs, traces and figures are Triton's; requests are never logged": """
+    "logs, traces and figures have settings of their own here": """
         disable_log_requests enable_log_requests max_log_len logging_config log_level log_config_file
         aggregate_engine_logging enable_logging_iteration_details show_hidden_metrics_for_version
         custom_histogram_buckets cudagraph_metrics enable_mfu_metrics enable_layerwise_nvtx_tracing
@@ -216,7 +216,6 @@ _NOT_OFFERED = (
     ("text is always detokenised", _REMOVE, "tokens_only=false"),
     ("the limit of waiting requests has another name", "set max_waiting_requests", "max_num_queued_reqs"),
     ("the limit of waiting tokens has another name", "set max_waiting_tokens", "max_num_queued_tokens"),
-    ("traces are Triton's", "set --trace-config of tritonserver", "otlp_traces_endpoint"),
 )
 
 

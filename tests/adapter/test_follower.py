@@ -23,7 +23,8 @@ from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError, Draining
 
 LIMIT_S = 10.0
-SETTINGS = SimpleNamespace(frontend=SimpleNamespace(health_host="127.0.0.1", health_port=None))
+FRONTEND = SimpleNamespace(health_host="127.0.0.1", health_port=None, request_log="", otlp_traces_endpoint="")
+SETTINGS = SimpleNamespace(frontend=FRONTEND, entry=SimpleNamespace(labels={"model_name": "demo"}))
 
 
 class FakeServing:
@@ -34,7 +35,9 @@ class FakeServing:
     hangs = False
     num_hanging = 0
 
-    def __init__(self, settings: object, place: Place, name: str, must_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, settings: object, place: Place, name: str, must_stop: Callable[[], bool], on_ended: object
+    ) -> None:
         if self.failures:
             raise self.failures.pop(0)
         while self.hangs:

@@ -30,6 +30,10 @@ _OUTPUT_DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _OUTPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in OUTPUTS}
 
 
+CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRITONS = "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
+
+
 def tensor(name: str, value: Any) -> Tensor:
     items = value if isinstance(value, list) else [value]
     encoded = [item.encode() if isinstance(item, str) else item for item in items]
@@ -55,6 +59,28 @@ def test_a_plain_prompt() -> None:
     request, response_format = read(text_input="Hello")
     assert request == GenerateRequest(request_id="r7", text=b"Hello", echo=True, arrival_ns=5)
     assert response_format == ResponseFormat()
+
+
+@pytest.mark.parametrize(
+    ("context", "parameters", "expected"),
+    [
+        (None, {}, ""),
+        (None, {"traceparent": CLIENTS, "tracestate": "a=b"}, CLIENTS),
+        ("", {"traceparent": CLIENTS}, CLIENTS),
+        (json.dumps({"traceparent": TRITONS, "tracestate": ""}), {"traceparent": CLIENTS}, TRITONS),
+        (json.dumps({"tracestate": ""}), {}, ""),
+        (None, {"traceparent": 7}, ""),
+        (None, {"traceparent": "0" * 4000}, ""),
+    ],
+)
+def test_the_span_that_asks_is_triton_s_or_the_client_s(
+    context: str | None, parameters: dict[str, Any], expected: str
+) -> None:
+    request = InferenceRequest([tensor("text_input", "x")], json.dumps(parameters), trace_context=context)
+    for traced in (True, False):
+        read_it, _ = read_request(request, decoupled=True, max_prompt_bytes=10, arrival_ns=5, traced=traced)
+        assert read_it.traceparent == (expected if traced else "")
+        assert read_it.parameters == ()
 
 
 def test_prompt_bytes_are_passed_on_unchecked() -> None:

@@ -188,6 +188,30 @@ def test_requests_are_answered_each_for_itself(tmp_path: Path) -> None:
     started.finalize()
 
 
+def test_a_request_that_cannot_be_read_is_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    started, frontend = start(make_args(tmp_path, request_log=str(log), served_model_name="llama"))
+    unreadable = Tensor("sampling_parameters", np.array([b'{"a secret'], dtype=np.object_))
+    bad = InferenceRequest([unreadable], request_id="q")
+    started.execute([bad, ask("hello")])
+    assert frontend.options["on_ended"] == started._follower.events.put
+    started.finalize()
+    (line,) = map(json.loads, log.read_text().splitlines())
+    assert (line["model"], line["request_id"], line["tag"], line["responses"]) == ("llama", "q", "TW-INPUT", 0)
+    assert line["total_ms"] >= 0 and "secret" not in log.read_text()
+
+
+def test_without_log_and_traces_nothing_is_told(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path))
+    assert frontend.options["on_ended"] is None
+    started.finalize()
+
+
+def test_a_log_that_cannot_be_written_stops_the_load(tmp_path: Path) -> None:
+    with pytest.raises(TritonModelException, match=r"^request_log is .* cannot be written \(No such file"):
+        start(make_args(tmp_path, request_log=str(tmp_path / "missing" / "log")))
+
+
 def test_a_twin_refuses_to_stream(tmp_path: Path) -> None:
     started, _ = start(make_args(tmp_path, decoupled=False))
     request = ask("hello", stream=True)
@@ -212,7 +236,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     )
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
     assert frontend.options.pop("objective") == Objective(ttft_s=0.5, tpot_s=0.1)
-    del frontend.options["on_finished"]
+    del frontend.options["on_finished"], frontend.options["on_ended"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
     assert frontend.reader.options.pop("defaults").sampling == {}
     assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16, "pooling": "last"}

@@ -51,6 +51,29 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     assert settings.frontend.num_sender_threads == 4
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        (
+            "request_log",
+            "requests.jsonl",
+            "request_log is 'requests.jsonl': use a path that begins with /, or stderr",
+        ),
+        (
+            "otlp_traces_endpoint",
+            "grpc://127.0.0.1:4317",
+            "otlp_traces_endpoint is 'grpc://127.0.0.1:4317': use a URL",
+        ),
+        ("otlp_traces_endpoint", "http://", "otlp_traces_endpoint is 'http://': use a URL of OTLP over HTTP"),
+        ("otlp_traces_endpoint", "http://h:99999/", "otlp_traces_endpoint is 'http://h:99999/': use a URL"),
+    ],
+)
+def test_where_requests_are_told_of_is_checked(tmp_path: Path, setting: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_new(tmp_path, {"model": "m", setting: value})
+    assert str(caught.value).startswith(message)
+
+
 def test_decoupled_is_read_from_the_config(tmp_path: Path) -> None:
     folder = write_entry(tmp_path, "demo", {})
     policy = {"decoupled": True}

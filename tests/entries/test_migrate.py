@@ -27,8 +27,8 @@ def test_the_sample(write: WriteEntry, tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "out"
     printed = migrate(capsys, entry, "--out", out, "--model", WEIGHTS)
     assert printed == [
-        f"{entry}/1/model.json:3:5: changed: disable_log_requests has no effect here: logs, traces and figures are "
-        "Triton's; requests are never logged",
+        f"{entry}/1/model.json:3:5: changed: disable_log_requests has no effect here: logs, traces and figures have "
+        "settings of their own here",
         f"wrote {out}/sample",
         f"now: tidewheel check {out}",
     ]

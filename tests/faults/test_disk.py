@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections import Counter
@@ -39,6 +40,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_MB = 96  # two front ends take 16 each
 RUN_DIR_MB = 16
 NUM_DESCRIPTORS = 128
+REQUEST_LOG = "requests"  # folder
 LARGE_BYTES = 20 << 20
 FULL = "cannot be written (No space left on device): make room"
 
@@ -80,9 +82,11 @@ def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="tw-") as run:  # a short path, for unix sockets
         folder = tmp_path_factory.mktemp("cramped")
         shutil.copytree(WEIGHTS, folder / "weights")
-        mounts = with_mounts({str(SHARED_MEMORY): SHARED_MEMORY_MB, run: RUN_DIR_MB})
+        (folder / REQUEST_LOG).mkdir()
+        mounts = with_mounts({str(SHARED_MEMORY): SHARED_MEMORY_MB, run: RUN_DIR_MB, str(folder / REQUEST_LOG): 1})
         limits = ("prlimit", f"--nofile={NUM_DESCRIPTORS}:{NUM_DESCRIPTORS}")
         settings = {**SETTINGS, "model": str(folder / "weights")}
+        settings["request_log"] = str(folder / REQUEST_LOG / "requests.log")
         variables = {"TIDEWHEEL_RUN_DIR": run}
         arguments = ("--log-file", "/dev/full")  # takes no byte
         with serving(folder, *arguments, settings=settings, prefix=(*mounts, *limits), variables=variables) as server:
@@ -120,6 +124,23 @@ def test_clients_beyond_the_open_files_wait_and_are_served(cramped: Server, toke
             canaries.finish()
             assert cramped.readiness("live")[0] == 200
         assert late.finish() == tokens[CANARIES[0]][:20]
+
+
+def test_a_full_disk_costs_lines_of_the_request_log(cramped: Server, tokens: Recorded) -> None:
+    with nothing_lost(cramped, tokens), filled(cramped, cramped.log.parent / REQUEST_LOG) as mount:
+        assert mount.logs().endswith("}\n")
+        with streaming_canaries(cramped) as beside:
+            assert_survived(beside, tokens)
+        wait_for(lambda: not mount.logs().endswith("}\n") or ask(cramped), LIMIT_S, "a line that does not fit")
+        mount.free()
+        num_lines = mount.logs().count("\n")
+
+        def is_written() -> bool:
+            return not ask(cramped) and mount.logs().count("\n") > num_lines
+
+        wait_for(is_written, LIMIT_S, "lines again")
+        assert json.loads(mount.logs().splitlines()[-1])["finish_reason"] == "length"
+        mount.fill()
 
 
 def test_weights_that_are_away_for_one_reload(cramped: Server, tokens: Recorded) -> None:

@@ -69,6 +69,14 @@ def test_only_known_keys_are_let_in(gateway: RunningGateway, triton: FakeTriton)
     assert 'tidewheel_gateway_errors_total{tag="TW-KEY"} 20\n' in figures
 
 
+def test_wrong_keys_are_logged_together(gateway: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        gateway.get("/v1/models", headers=bearer("eve"))
+    wait_for(lambda: sum(record.args[1] for record in caplog.records if record.args) == 5, 10, "a line")
+    assert all(record.getMessage().startswith("[TW-KEY] ") for record in caplog.records if record.args)
+    assert "eve" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("key", "asked", "tenant", "granted"),
     [

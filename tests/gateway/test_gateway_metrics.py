@@ -30,7 +30,7 @@ def test_figures_of_workers(tmp_path: Path) -> None:
     assert first.is_listening()
     total = add([counters, *second.others()])
     assert (total.num_open, total.num_hang_ups, total.open_upstream) == (4, 6, {"u": 2})
-    assert total.errors == {'tag="TW-KV-FULL"': 4, 'tag="TW-KEY"': 2, 'tag="ServerUnavailable"': 2}
+    assert total.errors == {"TW-KV-FULL": 4, "TW-KEY": 2, "ServerUnavailable": 2}
     assert total.requests == {'path="/v1/completions",status="200"': 2}
     again = WorkerPlace(tmp_path, 0, 2).before()
     assert (again.num_open, again.num_hang_ups, again.requests) == (0, 3, counters.requests)

@@ -214,6 +214,25 @@ def test_models(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "passed_on"),
+    [
+        ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", True),
+        ("00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01", False),
+        ("nonsense", False),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
+def test_the_client_s_trace_is_passed_on(
+    gateway: RunningGateway, triton: FakeTriton, header: str, passed_on: bool, prompt: Any
+) -> None:
+    body = {"model": "demo", "prompt": prompt}
+    assert gateway.post("completions", body, headers={"traceparent": header}).ok
+    assert len(triton.asked) == len(prompt)
+    for asked in triton.asked:
+        assert asked.message.parameters["traceparent"].string_param == (header if passed_on else "")
+
+
+@pytest.mark.parametrize(
     ("text", "status", "code", "retry"),
     [
         ("[TW-INPUT] n is 99: it must be 1 to 16", 400, "invalid_value", None),

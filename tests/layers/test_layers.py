@@ -227,7 +227,7 @@ def test_nothing_unpickles() -> None:
 
 
 def test_durations_are_monotonic() -> None:
-    """A wall clock may jump. It is read for times of files, and for dates in templates, answers and reports."""
+    """A wall clock may jump. It is read for times of files, and for dates in templates, answers, logs and reports."""
     readers = {
         m for m, path in MODULES.items() if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
     }
@@ -235,6 +235,7 @@ def test_durations_are_monotonic() -> None:
         "tidewheel.server.repository",
         "tidewheel.server.workdir",
         "tidewheel.frontend.chat_template",
+        "tidewheel.frontend.request_log",
         "tidewheel.gateway.answering",
         "tidewheel.gateway.application",
         "tidewheel.bench.environment",

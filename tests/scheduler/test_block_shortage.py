@@ -46,6 +46,12 @@ def test_blocks_that_are_free_again_are_not_lacking() -> None:
     assert type(refusal(driver)) is WaitingSetFull
 
 
+def test_growth_of_requests_that_have_ended_is_not_needed() -> None:
+    driver = with_two_waiting(num_blocks=8, running=8, max_tokens=24, prompt=12, admit_by_growth=True)
+    driver.scheduler.cancel("runs")
+    assert type(refusal(driver)) is WaitingSetFull
+
+
 def test_a_shortage_of_a_request_that_has_left_is_forgotten() -> None:
     driver = with_two_waiting()
     driver.scheduler.cancel("a")

@@ -12,6 +12,7 @@ import pytest
 from tidewheel.config import EngineConfig
 from tidewheel.engine_arguments import (
     ARGUMENTS,
+    ENTRY_ARGUMENTS,
     HONOURED,
     NOT_OFFERED,
     WITHOUT_EFFECT,
@@ -37,7 +38,7 @@ def test_an_argument_is_of_one_kind() -> None:
 
 
 def test_what_is_honoured_is_a_setting_here() -> None:
-    fields = {*EngineConfig.__dataclass_fields__, "REPORT_CUSTOM_METRICS"}
+    fields = {*EngineConfig.__dataclass_fields__, *ENTRY_ARGUMENTS}
     assert set(HONOURED.values()) <= fields
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from tidewheel.adapter.health_port import HealthPort
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.adapter.repository_entry import ModelSettings
+from tidewheel.adapter.request_events import RequestEvents
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.placement import find_place, may_start
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
+from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import Folder
@@ -34,7 +36,14 @@ FOLLOW_S = 1.0
 class Serving:
     """A front end of one engine, with its metrics."""
 
-    def __init__(self, settings: ModelSettings, place: Place, name: str, must_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        place: Place,
+        name: str,
+        must_stop: Callable[[], bool],
+        on_ended: Callable[[EndedRequest], None] | None = None,
+    ) -> None:
         """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve or `must_stop`."""
         self.place = place
         self.refused: Counter[str] = Counter()  # by tag, before the front end
@@ -54,6 +63,7 @@ class Serving:
                 stream_interval_s=1e-3 * settings.frontend.stream_interval_ms,
                 on_finished=self._publish_finished,
                 objective=settings.frontend.objective,
+                on_ended=on_ended,
             )
         except BaseException:
             self._client.close()
@@ -149,12 +159,14 @@ class Follower:
         self._name = name
         self._leaving: list[Serving] = []
         self._stopped = threading.Event()
+        self.events = RequestEvents(settings)
         self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
         self._health.try_open()
         try:
             self.serving = self._serve(place)
         except BaseException:
             self._health.close()
+            self.events.close()
             raise
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
@@ -165,6 +177,7 @@ class Follower:
         self._health.close()
         for serving in (*self._leaving, self.serving):
             serving.close()
+        self.events.close()
 
     def _readiness(self) -> Readiness:
         loads = not hasattr(self, "serving")
@@ -193,7 +206,7 @@ class Follower:
         log.info("%s follows to engine %s", self._name, place.folder.name)
 
     def _serve(self, place: Place) -> Serving:
-        return Serving(self._settings, place, self._name, self._stopped.is_set)
+        return Serving(self._settings, place, self._name, self._stopped.is_set, self.events.listener)
 
     def _next_place(self) -> Place | None:
         place, now = find_place(self._model_dir), self.serving.place

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_overrides
+from tidewheel.frontend.request_log import STDERR
 from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S, Objective
 from tidewheel.settings import coerce_setting, unknown_setting
 
@@ -40,6 +42,8 @@ class FrontendSettings:
     objective_tpot_ms: float = 1e3 * DEFAULT_TPOT_S  # and for each later one
     health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
     health_host: str = "127.0.0.1"  # address of that port
+    request_log: str = ""  # file, with its whole path, of a JSON line for each ended request; stderr; empty: none
+    otlp_traces_endpoint: str = ""  # URL of a collector of OpenTelemetry, as http://127.0.0.1:4318/v1/traces
     pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
@@ -53,6 +57,13 @@ class FrontendSettings:
         for name in ("objective_ttft_ms", "objective_tpot_ms"):
             if not 0.0 < (value := getattr(self, name)) < math.inf:
                 raise ConfigError(f"{name} is {value:g}: it must be above 0, in milliseconds")
+        if self.request_log not in ("", STDERR) and not Path(self.request_log).is_absolute():
+            raise ConfigError(f"request_log is {self.request_log!r}: use a path that begins with /, or {STDERR}")
+        if self.otlp_traces_endpoint and not _is_http_url(self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}: use a URL of OTLP over HTTP, such as "
+                "http://127.0.0.1:4318/v1/traces"
+            )
         if not 0 <= self.stream_interval_ms <= _MAX_STREAM_INTERVAL_MS:
             raise ConfigError(
                 f"stream_interval_ms is {self.stream_interval_ms:g}: use 0 to {_MAX_STREAM_INTERVAL_MS}"
@@ -63,6 +74,14 @@ class FrontendSettings:
     @property
     def objective(self) -> Objective:
         return Objective(1e-3 * self.objective_ttft_ms, 1e-3 * self.objective_tpot_ms)
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ from tidewheel.frontend.coercion import check_size, parse_json, show, to_text
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource, Task
 
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
+_TRACE_HEADERS = ("traceparent", "tracestate")  # that Triton or the gateway passes on as parameters
+_MAX_TRACEPARENT_CHARS = 128
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
@@ -29,6 +31,7 @@ def read_request(
     arrival_ns: int,
     max_request_s: float | None = None,
     dialect: IoDialect = "vllm",
+    traced: bool = False,
 ) -> tuple[GenerateRequest, ResponseFormat]:
     """Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
@@ -64,6 +67,7 @@ def read_request(
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
+        traceparent=_traceparent(request) if traced else "",
         timeout_us=_time_limit_us(request.timeout(), max_request_s),
     ), response_format
 
@@ -118,7 +122,17 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
 def _request_parameters(request: Any) -> dict[str, object]:
     values: dict[str, object] = json.loads(request.parameters() or "{}")
     values.pop("id", None)  # of `/generate`
+    for name in _TRACE_HEADERS:
+        values.pop(name, None)
     return values
+
+
+def _traceparent(request: Any) -> str:
+    """Return the span of Triton, if it traces for OpenTelemetry, or else that of the client."""
+    context = request.trace().get_context()
+    carried = json.loads(context) if context else json.loads(request.parameters() or "{}")
+    found = carried.get("traceparent", "")
+    return found if isinstance(found, str) and len(found) <= _MAX_TRACEPARENT_CHARS else ""
 
 
 def _parameter(tensor: Any) -> object:

@@ -20,6 +20,7 @@ from tidewheel.adapter.tensors import complete
 from tidewheel.engine.folder import Place, engine_dir
 from tidewheel.engine.placement import choose_place, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
+from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class TritonPythonModel:
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""
         arrival_ns = time.monotonic_ns()
+        request_id = request.request_id()  # Triton may free the request with its answer
         self._presence.open_request()
         sink = TritonSink(request.get_response_sender(), self._presence.close_request)
         try:
@@ -80,18 +82,21 @@ class TritonPythonModel:
                 max_request_s=self._settings.frontend.max_request_s,
                 arrival_ns=arrival_ns,
                 dialect=self._settings.frontend.io_dialect,
+                traced=self._follower.events.has_spans,
             )
             with self._follower.lock:
                 self._follower.serving.frontend.submit(generate, sink)
         except TidewheelError as error:
-            self._refuse(sink, error)
+            self._refuse(sink, request_id, arrival_ns, error)
         except Exception:
             log.exception("a request could not be submitted")
-            self._refuse(sink, InternalError("the request could not be submitted; the server's log says why"))
+            unknown = InternalError("the request could not be submitted; the server's log says why")
+            self._refuse(sink, request_id, arrival_ns, unknown)
 
-    def _refuse(self, sink: TritonSink, error: TidewheelError) -> None:
+    def _refuse(self, sink: TritonSink, request_id: str, arrival_ns: int, error: TidewheelError) -> None:
         self._follower.serving.refused[error.tag] += 1
         sink.fail(error)
+        self._follower.events.put(EndedRequest.refused(request_id, arrival_ns, time.monotonic_ns(), error))
 
 
 def _follow(model_dir: Path, settings: ModelSettings, place: Place, name: str) -> Follower:

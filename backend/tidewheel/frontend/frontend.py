@@ -20,6 +20,7 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.door import Door
+from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.frontend.interface import GenerateRequest, Sink
 from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.preparation import read_urgency
@@ -55,9 +56,12 @@ class Frontend:
         stream_interval_s: float = 0.02,
         on_finished: Callable[[], None] = lambda: None,
         objective: Objective | None = None,
+        on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
         """Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
+
+        Call `on_ended` after the last response of each request.
 
         `close` closes the reader, too.
         """
@@ -81,6 +85,7 @@ class Frontend:
             self._recorder,
             self._forget,
             on_finished,
+            on_ended,
         )
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
@@ -182,6 +187,7 @@ class Frontend:
         timings = []
         for request in self._known(first):
             timings.append(_timing(request, 1, request.arrival_ns, now_ns))
+            request.first_output_ns = now_ns
             if request.receive_first():
                 self._turns.put(request)
         self._recorder.tokens(timings, seconds)
@@ -211,7 +217,10 @@ class Frontend:
             request.last_token_ns[delta.index] = now_ns
         else:
             since_ns = self._columns.note_token(request.key, now_ns)
-        return since_ns if request.has_output else request.arrival_ns
+        if request.has_output:
+            return since_ns
+        request.first_output_ns = now_ns
+        return request.arrival_ns
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._door.hear(None)

@@ -34,6 +34,7 @@ class GenerateRequest:
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)
     arrival_ns: int = 0  # monotonic
+    traceparent: str = ""  # W3C's, of the span that asks
     timeout_us: int = 0  # from the arrival, by Triton or the entry; 0: none
 
     @property

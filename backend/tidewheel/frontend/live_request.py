@@ -40,6 +40,8 @@ class LiveRequest:
         self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
         self.has_output = False
+        self.first_output_ns = 0  # when the first token came here
+        self.num_responses = 0  # used only in turns
         self.last_token_ns: dict[int, int] = {}  # of all sequences but the first; of the listener thread
         self.outputs: Outputs | None = None  # used only in turns
         self.message: AddRequest | CloseSession | None = None

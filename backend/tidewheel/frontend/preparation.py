@@ -30,9 +30,9 @@ from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
 
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
-_URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
+_URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
-_TASK_KEYS = frozenset({*PROMPT_OPTIONS, *_URGENCY_KEYS}) - {"echo"}  # of the tokenizer's tasks
+_TASK_KEYS = frozenset({*PROMPT_OPTIONS, *_URGENCY_KEYS}) - {"echo", "session_id"}  # of the tokenizer's tasks
 _EMBEDDING_KEYS = frozenset({"cache_salt", "truncate_prompt_tokens"})
 
 
@@ -44,11 +44,13 @@ class ParsedParameters(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Place in queues. Deadline 0: none."""
+    """Place in queues, and what else is known before the prompt is read. Deadline 0: none."""
 
     priority: int = Priority.NORMAL
     deadline_ns: int = 0
     soft_deadline_ns: int = 0
+    tenant: str = ""
+    has_session: bool = False
 
 
 class _Given(NamedTuple):
@@ -196,7 +198,8 @@ def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str
         options = RequestOptions()
     wire = options.to_wire(arrival_ns, request.timeout_us)
     priority = limits_of(tenants, options.tenant).granted(options.priority)
-    return Urgency(priority, wire["deadline_ns"], wire["soft_deadline_ns"])
+    has_session = bool(options.session_id)
+    return Urgency(priority, wire["deadline_ns"], wire["soft_deadline_ns"], options.tenant, has_session)
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import Delta
 from tidewheel.errors import Cancelled, InternalError, TidewheelError
+from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.frontend.interface import Chunk, Response, is_last
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder
@@ -43,6 +44,7 @@ class Turns:
         recorder: StatsRecorder,
         forget: Callable[[LiveRequest], None],
         on_finished: Callable[[], None],
+        on_ended: Callable[[EndedRequest], None] | None,
     ) -> None:
         """Call `forget` before the last response of a request."""
         self._live = live
@@ -51,6 +53,7 @@ class Turns:
         self._recorder = recorder
         self._forget = forget
         self._on_finished = on_finished
+        self._on_ended = on_ended
         self._max_interval_ns = interval_s * 1e9
         self._turn_ns = 0.0  # of one turn, smoothed
         self._num_senders = num_senders
@@ -79,6 +82,7 @@ class Turns:
         self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
         with contextlib.suppress(Exception):  # no client is left to tell
             request.sink.fail(error)
+        self._tell_ended(request, error=error)
 
     def close(self, timeout_s: float) -> bool:
         """Return whether all turns ended in time."""
@@ -171,12 +175,15 @@ class Turns:
         if is_over:
             self._close(request)
             self._count_finished(request, response)
+        request.num_responses += 1
         try:
             request.sink.send(response)
         except Exception:
             logger.exception("a response could not be sent")
             if not is_over:
                 self.fail(request, Cancelled("the response could not be sent"))
+        if is_over:
+            self._tell_ended(request, response)
 
     def _count_finished(self, request: LiveRequest, response: Response) -> None:
         try:
@@ -184,6 +191,14 @@ class Turns:
             self._on_finished()
         except Exception:
             logger.exception("the figures of a request could not be published")
+
+    def _tell_ended(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
+        if self._on_ended is None:
+            return
+        try:
+            self._on_ended(EndedRequest.of(request, time.monotonic_ns(), response, error))
+        except Exception:
+            logger.exception("the end of a request could not be noted")
 
     def _close(self, request: LiveRequest) -> None:
         if request.mark_answered():

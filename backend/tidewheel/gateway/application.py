@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -30,6 +31,7 @@ from tidewheel_client.request_errors import (
     RequestError,
     RequestTimeout,
     Unsupported,
+    WrongKey,
 )
 
 BODY_S = 60.0  # for a body to arrive
@@ -39,6 +41,7 @@ _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _OPEN_PATHS = ("/health",)
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Answering = Callable[[web.Request, Ask], Awaitable[web.StreamResponse]]
@@ -63,6 +66,7 @@ class Gateway:
         self._reasoning = reasoning
         self._place = place or WorkerPlace()
         self._counters = self._place.before()
+        self._num_wrong_told = self._counters.errors.get(WrongKey.tag, 0)
         self._started = int(time.time())
         self._large = asyncio.Lock()
 
@@ -96,6 +100,14 @@ class Gateway:
             await asyncio.sleep(_REFRESH_S)
             self._keys.refresh()
             self.publish()
+            self._tell_wrong_keys()
+
+    def _tell_wrong_keys(self) -> None:
+        """Log once a second at most, however many there are."""
+        num_wrong = self._counters.errors.get(WrongKey.tag, 0)
+        if num_wrong > self._num_wrong_told:
+            logger.warning("[%s] %d requests without a known API key", WrongKey.tag, num_wrong - self._num_wrong_told)
+            self._num_wrong_told = num_wrong
 
     def publish(self) -> None:
         """Tell the other workers the own figures."""
@@ -174,7 +186,8 @@ class Gateway:
 
                 ask = await self._beside(len(body), understand)
                 request["schema_name"] = ask.schema_name
-                return await answer(request, ask._replace(model=self._upstreams.model(ask.model)))
+                model = self._upstreams.model(ask.model)
+                return await answer(request, ask._replace(model=model, traceparent=_traceparent(request)))
 
         return handle
 
@@ -242,10 +255,7 @@ class Gateway:
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
 
         def encode() -> list[pb.ModelInferRequest]:
-            return [
-                codec.encode(ask.model, one_id, prompt, ask.params, stream=ask.stream)
-                for one_id, prompt in zip(ids, ask.prompts, strict=True)
-            ]
+            return [_encode(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
 
         requests = await self._beside(ask.size, encode)
         streams = [self._upstreams.stream(request, ask.session) for request in requests]
@@ -257,6 +267,13 @@ class Gateway:
         async with contextlib.aclosing(_merged(streams)) as merged:
             async for item in merged:
                 yield item
+
+
+def _encode(ask: Ask, request_id: str, prompt: dict[str, object]) -> pb.ModelInferRequest:
+    request = codec.encode(ask.model, request_id, prompt, ask.params, stream=ask.stream)
+    if ask.traceparent:
+        request.parameters["traceparent"].string_param = ask.traceparent
+    return request
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenerator[tuple[int, list[Chunk]]]:
@@ -314,6 +331,12 @@ def _request_id(request: web.Request, ask: Ask) -> str:
     if len(given) > bodies.MAX_REQUEST_ID_CHARS or not given.isprintable():
         raise InvalidRequest(f"X-Request-Id has more than {bodies.MAX_REQUEST_ID_CHARS} printable characters")
     return given or uuid.uuid4().hex
+
+
+def _traceparent(request: web.Request) -> str:
+    """Return W3C's header. One that is malformed counts as absent, as its specification says."""
+    header = request.headers.get("traceparent", "").strip()
+    return header if _TRACEPARENT.fullmatch(header) else ""
 
 
 def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

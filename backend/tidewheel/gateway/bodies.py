@@ -104,6 +104,7 @@ class Ask(NamedTuple):
     has_one_call: bool = False
     follows_grammar: bool = False
     schema_name: str = ""  # of a forced call, for messages
+    traceparent: str = ""  # of the client's span, by W3C's header
 
     @property
     def size(self) -> int:

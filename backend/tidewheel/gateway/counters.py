@@ -18,7 +18,7 @@ class Counters(msgspec.Struct):
     """Figures of a worker, or of several together."""
 
     requests: dict[str, int] = {}  # by labels: path and status
-    errors: dict[str, int] = {}  # by label: tag
+    errors: dict[str, int] = {}  # by tag, or class of an error without one
     num_open: int = 0
     num_hang_ups: int = 0  # requests whose client went away
     num_moved: int = 0  # requests that a server refused and another one got
@@ -29,12 +29,11 @@ class Counters(msgspec.Struct):
         self.requests[labels] = self.requests.get(labels, 0) + 1
 
     def count_error(self, error: RequestError) -> None:
-        label = _of_error(error.label)
-        self.errors[label] = self.errors.get(label, 0) + 1
+        self.errors[error.label] = self.errors.get(error.label, 0) + 1
 
     def render(self, upstreams: Upstreams) -> str:
         ready = {_of_upstream(one): int(not one.not_ready) for one in upstreams.each}
-        errors = {_of_error(WrongKey.tag): 0} | self.errors
+        errors = {f'tag="{label}"': count for label, count in ({WrongKey.tag: 0} | self.errors).items()}
         families = (
             ("requests_total", "counter", "answered requests", self.requests),
             ("errors_total", "counter", "requests that ended with an error", errors),
@@ -69,10 +68,6 @@ def _sum(each: Iterable[dict[str, int]]) -> dict[str, int]:
     for one in each:
         total.update(one)
     return dict(total)
-
-
-def _of_error(label: str) -> str:
-    return f'tag="{label}"'
 
 
 def _of_upstream(upstream: Upstream) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,19 +19,12 @@ from tidewheel.scheduler.growth import Growth
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import Short, State
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
 
 MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
 MAX_SKIPPED = 16  # requests per step that wait for a prefix
-
-
-class Short(NamedTuple):
-    """Request that cannot enter for want of blocks."""
-
-    request: Request
-    num_missing: int
 
 
 class Entry(enum.Enum):
@@ -48,8 +40,9 @@ def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
     short = _plan_prompts(state, plan, chunk_rows, now)
+    num_grown = len(plan.growing_rows)
     _grow(state, plan)
-    state.short_of = None if short is None else (short.request, state.kv.num_free_blocks + short.num_missing)
+    state.short = short and short._replace(num_needed=short.num_needed - num_grown, num_free=state.kv.num_free_blocks)
     return plan
 
 
@@ -205,14 +198,18 @@ class _Entering:
         keep_free = plan.num_blocks_kept(state.columns.num_running)
         num_slots = self._growth.num_missing_slots(request, hit, keep_free=keep_free)
         if num_slots > 0.0:
-            self.short = Short(request, math.ceil(num_slots / state.kv.block_size))
+            self._note_missing(request, hit, math.ceil(num_slots / state.kv.block_size))
         return num_slots <= 0.0
 
-    def _note_missing(self, request: Request, hit: PrefixHit) -> None:
-        keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)
-        num_missing = self._state.kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
+    def _note_missing(self, request: Request, hit: PrefixHit, num_missing: int | None = None) -> None:
+        """Note a request that waits for so many more blocks; None: for its own and those that are kept."""
+        kv, num_free = self._state.kv, self._state.kv.num_free_blocks
+        if num_missing is None:
+            keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)
+            num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         if num_missing > 0:
-            self.short = Short(request, num_missing)
+            num_own = num_free + kv.num_missing_blocks(request.num_tokens, hit)
+            self.short = Short(request, num_own, num_free + num_missing, num_free)
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         """Preempt rows for a CRITICAL request; return whether any left."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tidewheel.errors import require
 from tidewheel.event_heap import Event, EventHeap
 from tidewheel.kvcache.manager import KVCacheManager
@@ -13,6 +15,15 @@ from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.step_time import PreemptionCost
 from tidewheel.stats import BlockShortage
+
+
+class Short(NamedTuple):
+    """Request that a plan could not enter for want of blocks."""
+
+    request: Request
+    num_own: int  # free blocks that its tokens take
+    num_needed: int  # with those that running requests are expected to take
+    num_free: int  # after the plan
 
 
 class Timetable:
@@ -69,7 +80,7 @@ class State:
         self.columns = Columns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats  # shared with the cache
-        self.short_of: tuple[Request, int] | None = None  # could not enter by the last plan; free blocks it needs
+        self.short: Short | None = None  # as of the last plan
         self.last_applied = -1
         self.timetable = Timetable(config.ageing_s, ages_all=not self.policy.by_arrival)
         self._leaders: dict[str, Request] = {}  # running, with followers
@@ -138,13 +149,11 @@ class State:
 
     def shortage(self) -> BlockShortage | None:
         """Return the blocks that the first request in line still waits for, if it does."""
-        if self.short_of is None:
+        short, num_free = self.short, self.kv.num_free_blocks
+        if short is None or next(self.waiting.candidates(with_new=True), None) is not short.request:
             return None
-        request, num_needed = self.short_of
-        num_free = self.kv.num_free_blocks
-        if num_free >= num_needed or next(self.waiting.candidates(with_new=True), None) is not request:
-            return None
-        return BlockShortage(num_needed, num_free)
+        num_needed = short.num_needed if num_free <= short.num_free else short.num_own  # others may have ended
+        return BlockShortage(num_needed, num_free) if num_free < num_needed else None
 
     def find_hit(self, request: Request) -> PrefixHit:
         """Find a prefix in the cache or in the leader's row."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, wri
 from support.engine.request_ledger import check_all_over
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
+from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
@@ -40,6 +41,7 @@ class FrontendHarness:
         door: Door | None = None,
         default_max_tokens: int | Literal["context"] = "context",
         poll_interval_s: float = 0.001,
+        on_ended: Callable[[EndedRequest], None] | None = None,
         **files: object,
     ) -> None:
         vocab_size = write_model_folder(folder, **files)  # type: ignore[arg-type]
@@ -62,6 +64,7 @@ class FrontendHarness:
             num_senders=num_senders,
             stream_interval_s=stream_interval_s,
             poll_interval_s=poll_interval_s,
+            on_ended=on_ended,
         )
         self._sinks: list[RecordingSink] = []
         self._arrivals = itertools.count(time.monotonic_ns())

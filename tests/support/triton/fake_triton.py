@@ -78,10 +78,24 @@ class InferenceResponseSender:
         return self.cancelled
 
 
+class InferenceTrace:
+    def __init__(self, context: str | None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        return self._context
+
+
 class InferenceRequest:
     def __init__(
-        self, tensors: list[Tensor], parameters: str = "", request_id: str = "", timeout_us: int = 0
+        self,
+        tensors: list[Tensor],
+        parameters: str = "",
+        request_id: str = "",
+        timeout_us: int = 0,
+        trace_context: str | None = None,
     ) -> None:
+        self._trace = InferenceTrace(trace_context)
         self._tensors, self._parameters, self._request_id = tensors, parameters, request_id
         self._timeout_us = timeout_us
         self.sender = InferenceResponseSender()
@@ -97,6 +111,9 @@ class InferenceRequest:
 
     def timeout(self) -> int:
         return self._timeout_us
+
+    def trace(self) -> InferenceTrace:
+        return self._trace
 
     def get_response_sender(self) -> InferenceResponseSender:
         return self.sender

@@ -220,12 +220,17 @@ class StreamError(Exception):
 
 
 def grpc_stream(
-    server: Server, inputs: list[grpcclient.InferInput], *, model: str = "demo", **options: Any
+    server: Server,
+    inputs: list[grpcclient.InferInput],
+    *,
+    model: str = "demo",
+    headers: dict[str, str] | None = None,
+    **options: Any,
 ) -> list[grpcclient.InferResult]:
     """Return the responses of one request on a stream of its own. Raise `StreamError` when one is an error."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with grpcclient.InferenceServerClient(server.grpc) as client:
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        client.start_stream(callback=lambda result, error: answers.put((result, error)), headers=headers)
         client.async_stream_infer(model, inputs, enable_empty_final_response=True, **options)
         results = []
         while True:
@@ -254,11 +259,11 @@ def sse_events(response: requests.Response) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def serving_demo(folder: Path, config: str) -> Iterator[Server]:
+def serving_demo(folder: Path, config: str, *arguments: str) -> Iterator[Server]:
     """Serve the demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
     (folder / "demo" / "config.pbtxt").write_text(config)
     log = folder / "serve.log"
-    server = wait_ready(start_server("--model-repository", str(folder), log=log))
+    server = wait_ready(start_server("--model-repository", str(folder), *arguments, log=log))
     yield server
     assert stop_server(server) == 0, log.read_text()

@@ -1,0 +1,128 @@
+"""Spans of requests that ended, for a collector of OpenTelemetry, with the attributes of its conventions for
+generative AI.
+
+    text_completion demo ── queue ─ prefill ─ decode ─ send
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from tidewheel.errors import ConfigError
+from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.request_log import wall_offset_ns
+from tidewheel.request import Priority
+from tidewheel.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+_OPERATIONS = {"generate": "text_completion", "embed": "embeddings"}
+_SERVICE = "tidewheel"
+_CLOSE_S = 2.0
+_MISSING = (
+    "otlp_traces_endpoint is set, and OpenTelemetry's packages are not installed: pip install 'tidewheel[tracing]'"
+)
+
+Attributes = dict[str, str | bool | int | float | list[str]]
+
+
+class RequestSpans:
+    """Maker of a span for each request and each of its stages, and their exporter, which has a thread of its own.
+
+    The exporter reads the standard environment variables, such as `OTEL_EXPORTER_OTLP_HEADERS` and
+    `OTEL_SERVICE_NAME`. A collector that does not answer costs spans, and no request.
+    """
+
+    name = "otlp_traces_endpoint"
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """Raise `ConfigError` if the packages are missing."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ConfigError(_MISSING) from None
+        resource = Resource.create(
+            {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", _SERVICE), SERVICE_VERSION: __version__}
+        )
+        self._model = model
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer: Tracer = self._provider.get_tracer(_SERVICE, __version__)
+
+    def write(self, ended: list[EndedRequest]) -> None:
+        wall_ns = wall_offset_ns()
+        for one in ended:
+            self._make(one, wall_ns)
+
+    def close(self) -> None:
+        """Send the rest. A collector that does not answer is not waited for."""
+        sender = threading.Thread(target=self._provider.shutdown, name=self.name, daemon=True)
+        sender.start()
+        sender.join(_CLOSE_S)
+
+    def _make(self, ended: EndedRequest, wall_ns: int) -> None:
+        """Make the spans with the times at which they were. Without a `traceparent`, they begin a trace."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        stages, attributes = ended.stages, attributes_of(ended, self._model)
+        root = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {self._model}",
+            context=self._propagator.extract({"traceparent": ended.traceparent}),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=stages.arrival_ns + wall_ns,
+        )
+        if ended.tag:
+            root.set_status(Status(StatusCode.ERROR, ended.tag))
+        for name, begin_ns, end_ns in stages_of(ended):
+            span: Span = self._tracer.start_span(
+                name, context=set_span_in_context(root), start_time=begin_ns + wall_ns
+            )
+            span.end(end_ns + wall_ns)
+        root.end(stages.end_ns + wall_ns)
+
+
+def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
+    """Return name, begin and end of each stage of which both are known."""
+    stages = ended.stages
+    moments = (
+        ("queue", stages.arrival_ns, stages.scheduled_ns),
+        ("prefill", stages.scheduled_ns, stages.first_token_ns),
+        ("decode", stages.first_token_ns, stages.last_token_ns),
+        ("send", stages.last_token_ns, stages.end_ns),
+    )
+    return [(name, begin, max(begin, end)) for name, begin, end in moments if begin and end]
+
+
+def attributes_of(ended: EndedRequest, model: str) -> Attributes:
+    """Return OpenTelemetry's names where there are some, and else names of our own."""
+    optional: dict[str, str | bool | int | float | list[str] | None] = {
+        "gen_ai.response.id": ended.request_id or None,
+        "gen_ai.response.finish_reasons": [ended.finish_reason] if ended.finish_reason else None,
+        "gen_ai.usage.cache_read.input_tokens": ended.num_cached_tokens,
+        "error.type": ended.tag or None,
+        "tidewheel.class": Priority(ended.priority).name if ended.priority else None,
+        "tidewheel.tenant": ended.tenant or None,
+        "tidewheel.preemptions": ended.num_preemptions,
+        "tidewheel.deadline_ms": ended.deadline_ms,
+    }
+    return {
+        "gen_ai.operation.name": _OPERATIONS.get(ended.task, ended.task),
+        "gen_ai.provider.name": _SERVICE,
+        "gen_ai.request.model": model,
+        "gen_ai.request.choice.count": ended.num_sequences,
+        "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": ended.num_output_tokens,
+        "tidewheel.responses": ended.num_responses,
+        "tidewheel.session": ended.has_session,
+        "tidewheel.client_cancelled": ended.is_cancelled,
+        **{name: value for name, value in optional.items() if value is not None},
+    }

@@ -8,7 +8,7 @@ can be scheduled before the tokens of the last one are read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
+Launch = Literal["eager", "graph", "graphs of pieces"]  # how a step ran: pieces are what lies between attentions
 
 
 def no_ids() -> Int32Array:
@@ -93,6 +94,7 @@ class SampledTokens:
     logprobs: dict[int, TopLogprobs] | None = None  # by index into the batch; only rows that asked
     prompt_logprobs: dict[int, list[TopLogprobs]] | None = None  # of the tokens behind the chunk's, by index
     pooled: dict[int, Float32Array] | None = None  # [hidden_size] of the chunk, by index
+    launch: Launch = "eager"
 
 
 @dataclass(frozen=True, slots=True)

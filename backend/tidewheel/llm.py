@@ -114,7 +114,7 @@ class LLM:
         self._waiting: deque[_Group] = deque()  # not yet accepted
         self._open: dict[str, _Route] = {}  # unfinished, by request id
         self._core: EngineCore | None = EngineCore(
-            build_scheduler(self.config, self.info), runner, self._deliver, receive=self._feed
+            build_scheduler(self.config, self.info, time.monotonic), runner, self._deliver, receive=self._feed
         )
 
     def generate(

@@ -23,6 +23,7 @@ from support.runner.graphed_runner import (
     as_new,
     graphed_tokens,
     graphs_of,
+    launches,
     loaded,
     model_of,
     with_graphs,
@@ -139,6 +140,12 @@ def test_every_native_architecture_can_be_captured(
     tiny_models.save(make, tmp_path)
     plain = loaded(tmp_path)
     assert graphed_tokens(with_graphs(plain), decoding(3)) == StepLoop(plain).run(decoding(3))
+
+
+def test_a_step_says_how_it_ran(graphed: ModelRunner) -> None:
+    assert launches(graphed, decoding(3)) == ["eager", *7 * ["graph"]]
+    assert launches(graphed, decoding(2, SamplingParams(temperature=0.0, logprobs=2))) == ["eager", *7 * ["graph"]]
+    assert launches(graphed, decoding(1), token_budget=1)[0] == "eager"
 
 
 def test_a_step_with_a_prompt_runs_eagerly(graphed: ModelRunner) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.models import tiny_models
 from support.runner import capturable
 from support.runner.decode_workloads import KINDS, LOOPS, workload
-from support.runner.graphed_runner import as_new, graphed_tokens, graphs_of, loaded, with_graphs
+from support.runner.graphed_runner import as_new, graphed_tokens, graphs_of, launches, loaded, with_graphs
 from support.runner.recorded_graphs import NotCapturable
 from support.runner.step_loop import StepLoop, request
 from tidewheel.models.decoder import DecoderLayer
@@ -85,6 +85,12 @@ def test_a_step_of_more_tokens_is_launched_kernel_by_kernel(plain: ModelRunner, 
     assert graphed_tokens(with_graphs(plain, GraphSizes([16], [16, 32])), workload(KIND)) == eager
     assert used
     assert max(num_tokens for _, num_tokens in used) <= 32
+
+
+def test_a_step_says_how_it_ran(plain: ModelRunner) -> None:
+    graphed = with_graphs(plain, GraphSizes([16], [16, 32]))
+    prompt = tiny_models.prompts(1, 20, 20)[0]
+    assert launches(graphed, [request("r", prompt, 3)]) == ["graphs of pieces", "graph", "graph"]
 
 
 @pytest.mark.parametrize("make", [tiny_models.mistral, tiny_models.qwen2, tiny_models.qwen3])

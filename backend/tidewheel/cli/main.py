@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "send one prompt and stream the answer",
     "chat": "talk to a model",
     "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",
+    "trace": "turn a recording into a trace of steps and requests that Perfetto opens",
     "bench": "measure any targets on the same requests, and report",
     "demo": "start a server with the demo model, let it write, and end it",
 }

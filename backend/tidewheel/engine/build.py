@@ -68,8 +68,8 @@ def is_async(config: EngineConfig, device: str) -> bool:
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
-def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written."""
+def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
+    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written. It uses the clock."""
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,
@@ -79,7 +79,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
         session_limits=session_limits(config),
     )
     if config.record:
-        return RecordingScheduler(settings, kv, open_recorder(config, info))
+        return RecordingScheduler(settings, kv, open_recorder(config, info), clock)
     return Scheduler(settings, kv)
 
 

@@ -131,7 +131,7 @@ def serve(
 
 def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float) -> int:
     info = engine_info(runner.info, config)
-    scheduler = build_scheduler(config, info)
+    scheduler = build_scheduler(config, info, time.monotonic)
     stop = StopSignal(status)
     with _bound_socket(status.engine_dir) as socket:
         server = EngineServer(

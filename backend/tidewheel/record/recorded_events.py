@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tidewheel.batch import ScheduledBatch
+from tidewheel.batch import Launch, ScheduledBatch
 
 SCHEMA = 1
 STOP_TOKEN = 0
@@ -98,6 +98,7 @@ class Scheduled(Event, frozen=True, tag="schedule"):
     digest: str = ""
     new_requests: list[str] = []
     freed_rows: list[int] = []
+    seconds: float = 0.0  # that planning took; 0: not measured
 
     @property
     def features(self) -> StepFeatures:
@@ -112,6 +113,8 @@ class Applied(Event, frozen=True, tag="apply"):
     tokens: bytes  # int32 token names by row; empty: all ORDINARY_TOKEN
     num_delivered: int
     ended: list[tuple[str, str]]  # id, finish reason
+    seconds: float = 0.0  # that applying took; 0: not measured
+    launch: Launch = "eager"
 
 
 class Full(Event, frozen=True, tag="full"):

@@ -125,7 +125,7 @@ class Recorder:
     def session_closed(self, tenant: str, session_id: str, *, was_there: bool) -> None:
         self._write(SessionClosed(self._tenant(tenant), self._names.word(session_id), was_there))
 
-    def scheduled(self, now: float, batch: ScheduledBatch | None) -> None:
+    def scheduled(self, now: float, batch: ScheduledBatch | None, seconds: float = 0.0) -> None:
         expired, self._pending_expire = self._pending_expire == now, None
         if batch is None:
             self._write(Scheduled(now, expired))
@@ -135,12 +135,13 @@ class Recorder:
             self._rows[new.row] = self._streams[new.request_id]
         rows = self._rows
         self._in_flight.append([rows[row] for row in batch.rows.tolist()])
-        self._write(describe_batch(now, batch, expired=expired))
+        self._write(describe_batch(now, batch, expired=expired, seconds=seconds))
 
-    def applied(self, now: float, sampled: SampledTokens, outputs: StepOutputs) -> None:
+    def applied(self, now: float, sampled: SampledTokens, outputs: StepOutputs, seconds: float = 0.0) -> None:
         delivered = {request.request_id for request in outputs.requests}
         names = self._token_names(self._in_flight.popleft(), sampled, delivered)
-        self._write(Applied(now, sampled.step_id, names, len(outputs.token_ids), describe_ended(outputs)))
+        ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
+        self._write(Applied(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
         self._ended(outputs.finished)
 
     def flush(self) -> None:
@@ -230,7 +231,7 @@ class Recorder:
         return [request.request_id for request in requests]
 
 
-def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Scheduled:
+def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds: float = 0.0) -> Scheduled:
     return Scheduled(
         now,
         expired,
@@ -239,6 +240,7 @@ def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Sched
         digest=batch_digest(batch),
         new_requests=[new.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),
+        seconds=seconds,
     )
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import TidewheelError
@@ -14,9 +14,17 @@ from tidewheel.scheduler.scheduler_config import SchedulerConfig
 class RecordingScheduler(Scheduler):
     """Scheduler that reports every call and its result to a recorder."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        recorder: Recorder,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`clock` measures how long calls take."""
         super().__init__(config, kv)
         self._recorder = recorder
+        self._clock = clock
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         try:
@@ -57,15 +65,17 @@ class RecordingScheduler(Scheduler):
                 self._recorder.session_closed(tenant, session_id, was_there=was_there)
 
     def schedule(self, now: float) -> ScheduledBatch | None:
+        begin = self._clock()
         batch = super().schedule(now)
         if self._recorder.is_open:
-            self._recorder.scheduled(now, batch)
+            self._recorder.scheduled(now, batch, self._clock() - begin)
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
+        begin = self._clock()
         outputs = super().apply(batch, sampled, now)
         if self._recorder.is_open:
-            self._recorder.applied(now, sampled, outputs)
+            self._recorder.applied(now, sampled, outputs, self._clock() - begin)
             if not self.has_unfinished:
                 self._recorder.flush()
         return outputs

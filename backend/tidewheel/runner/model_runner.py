@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.batch import Launch, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, no_progress
@@ -168,13 +168,14 @@ class ModelRunner:
         plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
         more = _More(self._sampling.scoring(batch, host.logit_indices), self._sampling.pooling(batch))
         graph = self._graphs.find_decodes(batch) if self._graphs is not None and more.is_nothing else None
+        launch: Launch = "eager"
         if not more.is_nothing:
             sampled: Sampled | None = self._computed_with_more(batch, host, plan, changes, more)
         elif plan is not None and graph is not None:
-            sampled = self._replayed(batch, host, plan, changes, graph)
+            sampled, launch = self._replayed(batch, host, plan, changes, graph), "graph"
         else:
-            sampled = self._computed(batch, host, plan, changes)
-        pending = PendingTokens(batch, plan, sampled, self._accelerator, *more)
+            sampled, launch = self._computed(batch, host, plan, changes)
+        pending = PendingTokens(batch, plan, sampled, self._accelerator, *more, launch)
         if plan is not None and plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending)
         return pending
@@ -192,8 +193,8 @@ class ModelRunner:
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
-    ) -> Sampled | None:
-        """Launch kernel by kernel, or with graphs between the attentions."""
+    ) -> tuple[Sampled | None, Launch]:
+        """Launch kernel by kernel, or with graphs between the attentions, and say which."""
         bounds, graph = Bounds.exact(batch, host), None if self._graphs is None else self._graphs.find_prompts(batch)
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
@@ -203,7 +204,8 @@ class ModelRunner:
             logits = self._forward(inputs, bounds)
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
-        return None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+        sampled = None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+        return sampled, "eager" if graph is None else "graphs of pieces"
 
     def _computed_with_more(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _More

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidewheel.batch import Float32Array, Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.batch import Float32Array, Int32Array, Launch, SampledTokens, ScheduledBatch
 from tidewheel.runner.accelerator import Accelerator, Event
 from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.runner.staging import Sent
@@ -98,8 +98,10 @@ class PendingTokens:
         accelerator: Accelerator | None = None,
         scoring: PromptScoring | None = None,
         pooling: PoolingPlan | None = None,
+        launch: Launch = "eager",
     ) -> None:
         self._batch = batch
+        self._launch = launch
         self._plan = plan
         self._scoring = scoring
         self._pooling = pooling
@@ -124,16 +126,16 @@ class PendingTokens:
         token_ids = np.full(len(batch.rows), SampledTokens.NOT_SAMPLED, dtype=np.int32)
         others = self._prompt_logprobs(sampled.prompt_logprobs), self._pooled(sampled.pooled)
         if plan is None or sampled.token_ids is None:
-            return SampledTokens(batch.step_id, token_ids, None, *others)
+            return SampledTokens(batch.step_id, token_ids, None, *others, self._launch)
         sampling = np.flatnonzero(batch.samples)
         drawn = sampled.token_ids.numpy().astype(np.int32)
         token_ids[sampling] = np.where(drawn < 0, SampledTokens.NOT_FINITE, drawn)
         if sampled.logprobs is None:
-            return SampledTokens(batch.step_id, token_ids, None, *others)
+            return SampledTokens(batch.step_id, token_ids, None, *others, self._launch)
         rows = plan.logprob_rows
         pairs = zip(sampling[rows].tolist(), _top_logprobs(sampled.logprobs, plan.num_top_logprobs), strict=True)
         logprobs = {index: entry for index, entry in pairs if token_ids[index] >= 0}
-        return SampledTokens(batch.step_id, token_ids, logprobs, *others)
+        return SampledTokens(batch.step_id, token_ids, logprobs, *others, self._launch)
 
     def _pooled(self, states: torch.Tensor | None) -> dict[int, Float32Array] | None:
         if states is None or self._pooling is None:

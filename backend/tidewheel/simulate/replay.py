@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
@@ -86,7 +86,12 @@ def scheduler_of(header: record.Header) -> Scheduler:
 
 def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
     """Replay up to the first difference, on a new scheduler."""
-    player, num_events, difference = _Player(scheduler), 0, ""
+    return play(recording, Player(scheduler))
+
+
+def play(recording: Recording, player: Player) -> Replayed:
+    """Replay up to the first difference."""
+    num_events, difference = 0, ""
     for num_events, event in enumerate(recording.events(), 1):
         if found := player.play(event):
             difference = f"event {num_events}: {found}"
@@ -94,11 +99,13 @@ def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
     return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
 
 
-class _Player:
+class Player:
+    """Scheduler that gets the recorded calls. A subclass may look at what became of each."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_steps = 0
         self.num_requests = 0
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._in_flight: deque[ScheduledBatch] = deque()
 
     def play(self, event: record.AnyEvent) -> str:
@@ -107,14 +114,14 @@ class _Player:
             case record.Added():
                 return self._add(event)
             case record.Cancelled():
-                request = self._scheduler.cancel(event.request_id, FinishReason(event.reason))
+                request = self.scheduler.cancel(event.request_id, FinishReason(event.reason))
                 return _differs(f"cancel of {event.request_id}, was it there", event.was_there, request is not None)
             case record.Expired():
-                ended = _ids(self._scheduler.expire(event.now))
+                ended = _ids(self.scheduler.expire(event.now))
                 return _differs("requests whose deadline passed", event.ended, ended)
             case record.Failed():
                 self._in_flight.clear()
-                return _differs("requests that fail", event.ended, _ids(self._scheduler.fail_all(_FAILURE)))
+                return _differs("requests that fail", event.ended, _ids(self.scheduler.fail_all(_FAILURE)))
             case record.SessionClosed():
                 return self._close_session(event)
             case record.Scheduled():
@@ -124,6 +131,15 @@ class _Player:
             case _:
                 return f"a second {type(event).__name__}"
 
+    def on_added(self, event: record.Added, requests: list[Request]) -> None:
+        """Requests were accepted or refused."""
+
+    def on_scheduled(self, event: record.Scheduled, batch: ScheduledBatch) -> None:
+        """A step was planned."""
+
+    def on_applied(self, event: record.Applied, outputs: StepOutputs) -> None:
+        """A step was applied."""
+
     def _add(self, event: record.Added) -> str:
         requests = [to_request(recorded) for recorded in event.requests]
         for follower in requests[1:]:
@@ -131,9 +147,10 @@ class _Player:
         self.num_requests += len(requests)
         refused, evicted = "", list[str]()
         try:
-            evicted = _ids(self._scheduler.add_group(requests, event.now))
+            evicted = _ids(self.scheduler.add_group(requests, event.now))
         except TidewheelError as error:
             refused = error.tag
+        self.on_added(event, requests)
         name = requests[0].request_id
         return _differs(f"refusal of {name}", event.refused, refused) or _differs(
             f"requests evicted for {name}", event.evicted, evicted
@@ -142,7 +159,7 @@ class _Player:
     def _close_session(self, event: record.SessionClosed) -> str:
         was_there = True
         try:
-            self._scheduler.close_session(event.tenant, event.session_id)
+            self.scheduler.close_session(event.tenant, event.session_id)
         except NotFound:
             was_there = False
         return _differs("close of a session, was it there", event.was_there, was_there)
@@ -150,12 +167,13 @@ class _Player:
     def _schedule(self, event: record.Scheduled) -> str:
         if event.expired and (difference := self.play(record.Expired(event.now, []))):
             return difference
-        batch = self._scheduler.schedule(event.now)
+        batch = self.scheduler.schedule(event.now)
         if batch is None:
             return _differs("scheduled step", event.step_id, -1)
         self._in_flight.append(batch)
         self.num_steps += 1
-        decision = describe_batch(event.now, batch, expired=event.expired)
+        self.on_scheduled(event, batch)
+        decision = describe_batch(event.now, batch, expired=event.expired, seconds=event.seconds)
         differences = (
             _differs(f"step {event.step_id}, {name}", getattr(event, name), getattr(decision, name))
             for name in (*_COMPARED_FIRST, *decision.__struct_fields__)
@@ -168,9 +186,10 @@ class _Player:
         batch = self._in_flight.popleft()
         tokens = _tokens(event.tokens, len(batch.rows))
         try:
-            outputs = self._scheduler.apply(batch, SampledTokens(event.step_id, tokens), event.now)
+            outputs = self.scheduler.apply(batch, SampledTokens(event.step_id, tokens), event.now)
         except InternalError as error:
             return f"step {event.step_id} cannot be applied: {error}"
+        self.on_applied(event, outputs)
         return _differs(
             f"step {event.step_id}, tokens delivered", event.num_delivered, len(outputs.token_ids)
         ) or _differs(f"step {event.step_id}, requests that end", event.ended, describe_ended(outputs))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from support.runner import capturable
 from support.runner.recorded_graphs import RecordedGraph, RecordingAccelerator
 from support.runner.step_loop import StepLoop, poison
+from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.models.causal_lm import CausalLM, no_progress
 from tidewheel.request import Request
@@ -18,6 +20,7 @@ from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.scheduler.scheduler import Scheduler
 
 SIZES = [1, 2, 4, 8, 16]
 DECODES = GraphSizes(SIZES)
@@ -76,3 +79,17 @@ def graphed_tokens(
 ) -> list[list[int]]:
     with capturable.installed():
         return loop(graphed, **settings).run(requests)
+
+
+def launches(graphed: ModelRunner, requests: Sequence[Request], **settings: object) -> list[str]:
+    """Return how each step ran."""
+    seen: list[str] = []
+    apply = Scheduler.apply
+
+    def noted(self: Scheduler, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
+        seen.append(sampled.launch)
+        return apply(self, batch, sampled, now)
+
+    with mock.patch.object(Scheduler, "apply", noted):
+        graphed_tokens(graphed, requests, **settings)
+    return seen

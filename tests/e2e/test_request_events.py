@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from support.triton.burst import bursting
 from support.triton.otlp_collector import Collector, attributes, collecting
 from support.triton.serving import (
     WEIGHTS,
@@ -23,6 +25,7 @@ from support.triton.serving import (
     token_ids,
     wait_for,
 )
+from tidewheel_client.request_errors import Busy, KvCacheFull, from_text
 
 pytestmark = pytest.mark.e2e
 
@@ -188,3 +191,32 @@ def test_spans_continue_triton_s_trace(tmp_path: Path, collector: Collector) -> 
 
         (parent,) = wait_for(parents, 20, "Triton's span")
     assert (parent["name"], parent["traceId"]) == ("demo", TRACE)
+
+
+def test_a_full_cache_has_one_name_everywhere(tmp_path: Path) -> None:
+    """Rows are free, and two long answers hold the blocks: refusals say so to client, log and metrics."""
+    log = tmp_path / "requests.jsonl"
+    small = {"num_blocks": "66", "block_size": "16", "admit_by_growth": "false", "request_log": str(log)}
+    config = CONFIG + "".join(setting(name, value) for name, value in small.items())
+    with serving_demo(tmp_path / "repository", config) as server, bursting(server) as burst:
+        for number in range(2):
+            burst.send([3 + number, *range(5, 400)], 600)
+        burst.receive_until_all_run()
+        for number in range(8):
+            burst.send([50 + number, *range(5, 400)], 4)
+        wait_for(lambda: server.metric("vllm:num_requests_waiting", model_name="demo") >= 8, 20, "a full waiting set")
+        for number in range(8):
+            burst.send([150 + number, *range(5, 400)], 4)
+        burst.finish()
+        refusals = [from_text(error) for error in burst.errors]
+        named = [error for error in refusals if isinstance(error, KvCacheFull)]
+        assert named and all(isinstance(error, Busy) and error.retry_after_ms for error in refusals)
+        assert all(re.search(r"KV cache: \d+ must be free, and \d+ are$", error.message) for error in named)
+
+        def tags() -> list[str]:
+            return [line["tag"] for line in lines(log) if line["tag"]]
+
+        wait_for(lambda: len(tags()) == len(refusals), 10, "a line for each")
+        assert sorted(tags()) == sorted(error.tag for error in refusals)
+        rejected = server.metric("tidewheel_requests_rejected_total", model_name="demo", tag="TW-KV-FULL")
+        assert rejected == len(named)

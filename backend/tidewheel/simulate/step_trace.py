@@ -132,7 +132,8 @@ class TracingPlayer(Player):
         args = (
             {**args} | {name: round(1e3 * seconds, 3) for name, seconds in times.items()} | {"launch": event.launch}
         )
-        self.events.append(_slice(f"step of {args['tokens']}", STEPS, begin, event.now, args))
+        name = " and ".join(f"{kind}s" for kind in ("prompt", "decode") if args[f"{kind} tokens"])
+        self.events.append(_slice(name, STEPS, begin, event.now, args))
         self.events.append(_slice("apply", SCHEDULER, event.now, end, {"step": event.step_id}))
         self._last_tokens, self._applied_until = event.now, end
         for request in outputs.requests:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dashboard_panels import legend, read_panels
 from documentation.test_pages_and_code import anchors
 from support.deploy.prometheus_server import (
     DASHBOARD,
@@ -99,11 +100,24 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
+def test_panels_are_named_by_their_title() -> None:
+    assert [panel["title"] for panel in read_panels(["Running", "Cache hits"])] == ["Running", "Cache hits"]
+    with pytest.raises(ValueError, match="no panel is called 'Runing': use Arrivals"):
+        read_panels(["Runing"])
+
+
+def test_a_line_is_named_after_its_labels() -> None:
+    labels = {"class": "high", "model": "demo"}
+    assert legend("{{class}} {{model}}", labels, ".*") == "high demo"
+    assert legend("{{class}} {{model}}", labels, "demo") == "high"
+    assert legend("{{alertname}} {{tag}}", {"alertname": "Slow"}, "demo") == "Slow"
+
+
 @needs_prometheus
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["check", "config", DEPLOY / "prometheus" / "prometheus.yml"],
+        ["check", "config", "--syntax-only", DEPLOY / "prometheus" / "prometheus.yml"],
         ["check", "rules", "--lint-fatal", *RULES],
         ["test", "rules", Path(__file__).parent / "alerts_test.yml"],
     ],

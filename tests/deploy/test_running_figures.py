@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
 import requests
 
+from dashboard_panels import Span, draw, read_lines, read_panels
 from support.deploy.planted_load import KEY, Load, Tally, serving_with_gateway
 from support.deploy.prometheus_server import (
     HAS_PROMETHEUS,
@@ -164,6 +166,16 @@ def test_every_query_and_rule_returns_data(scraped: Prometheus) -> None:
     queries = {*panel_queries(), *(rule["record"] for rule in rules() if "record" in rule)}
     queries |= {without_limit(alert["expr"]) for alert in alerts()}
     wait_for(lambda: not [query for query in queries if not scraped.query(query)], LIMIT_S, "data for every query")
+
+
+@needs_prometheus
+def test_panels_are_drawn(scraped: Prometheus) -> None:
+    span = Span(time.time() - 10.0, time.time())
+    (panel,) = read_panels(["Waiting by class"])
+    lines = read_lines(scraped.url, panel, "demo", span)
+    assert {line.legend for line in lines} == {"critical", "high", "normal", "low"}
+    assert all(span.start - 1 < at < span.end + 1 and value >= 0 for line in lines for at, value in line.points)
+    assert draw(scraped.url, read_panels(), ".*", span).startswith(b"\x89PNG")
 
 
 @needs_prometheus

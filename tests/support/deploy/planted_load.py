@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,13 +44,15 @@ LIMIT_S = 60.0
 
 
 @contextmanager
-def serving_with_gateway(folder: Path) -> Iterator[Server]:
-    """Serve the demo model with few rows, with faults to plant, and with a gateway that wants `KEY`."""
+def serving_with_gateway(
+    folder: Path, settings: Mapping[str, str] = SETTINGS, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Serve the demo model, with faults to plant, and with a gateway that wants `KEY`."""
     (port,) = free_ports(1)
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     (folder / "keys.toml").write_text(f'[[keys]]\nname = "tests"\nsha256 = "{digest}"\ntenant = "acme"\n')
     arguments = ("--openai-port", str(port), "--api-keys", str(folder / "keys.toml"))
-    with serving(folder, *arguments, settings=SETTINGS) as server:
+    with serving(folder, *arguments, settings=settings, variables=variables) as server:
         server.openai_port = port
         yield server
 

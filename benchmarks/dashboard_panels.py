@@ -151,6 +151,8 @@ def main() -> None:
     parser.add_argument("--model", default=".*", help="entries of the repository, as a pattern (default: all)")
     parser.add_argument("--panel", action="append", default=[], metavar="TITLE", help="repeatable (default: all)")
     arguments = parser.parse_args()
+    if not arguments.prometheus.startswith(("http://", "https://")):
+        parser.error(f"the address is {arguments.prometheus!r}: write http://HOST:PORT")
     if not arguments.minutes > 0:
         parser.error(f"--minutes is {arguments.minutes:g}: it must be above 0")
     now = time.time()

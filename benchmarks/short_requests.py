@@ -2,7 +2,7 @@
 
     python benchmarks/short_requests.py --save
 
-Engine process, front ends and server are real, the device is a formula whose steps take no time
+Engine process, front ends and server are real, the device is a formula whose steps take `--step-ms`, 0 for none
 (`modelled_engine.py`). The client is a process of sockets (`stream_readers.py`), in a closed loop.
 """
 
@@ -38,9 +38,9 @@ parameters { key: "engine_of" value { string_value: "modelled" } }
 
 
 @contextmanager
-def serving() -> Iterator[Address]:
+def serving(step_ms: float) -> Iterator[Address]:
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "benchmarks")]))  # of the engine
-    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: "0", "PYTHONPATH": paths}
+    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(step_ms / 1e3), "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)
         without_weights(repository / "modelled" / "1" / "weights", replace(SHAPES["tiny"], vocab=64))
@@ -78,10 +78,11 @@ def main() -> None:
     study = Study("short_requests", __doc__, "numpy", "tritonclient")
     study.add_argument("--in-flight", type=int, default=64)
     study.add_argument("--tokens", type=int, default=4, help="of an answer")
+    study.add_argument("--step-ms", type=float, default=2.0, help="of every step (default: %(default)g)")
     study.add_argument("--seconds", type=float, default=5.0, help="of a run")
     study.add_argument("--rounds", type=int, default=3)
     options = study.begin()
-    with serving() as address:
+    with serving(options.step_ms) as address:
         runs = {name: lambda name=name: measure(address, name, options) for name in TRANSPORTS}
         samples = in_turns(runs, options.rounds, warm_up=1)
     show(
@@ -94,7 +95,8 @@ def main() -> None:
         for row in rows
     )
     rates = {name: summary([row["requests_per_s"] for row in rows]) for name, rows in samples.items()}
-    study.save({"in_flight": options.in_flight, "tokens": options.tokens, "requests_per_s": rates, "runs": samples})
+    given = {name: getattr(options, name) for name in ("in_flight", "tokens", "step_ms")}
+    study.save({**given, "requests_per_s": rates, "runs": samples})
 
 
 if __name__ == "__main__":

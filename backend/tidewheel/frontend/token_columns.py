@@ -138,6 +138,8 @@ class TokenColumns:
         """Return awaited keys with news whose last turn was before, longest ago first. They are awaited no more."""
         with self._lock:
             slots = (self._is_awaited & self._has_news).nonzero()[0]
+            if not len(slots):
+                return []
             taken_ns = self._taken_ns.take(slots)
             is_due = taken_ns <= before_ns
             due = slots[is_due][np.argsort(taken_ns[is_due], kind="stable")]

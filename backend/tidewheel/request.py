@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -172,3 +172,11 @@ class Request:
             f"Request({self.request_id!r}, {self.state.name}, prompt={self.num_prompt_tokens}, "
             f"output={self.num_output_tokens}/{self.max_tokens}, row={self.row})"
         )
+
+
+class Progress(NamedTuple):
+    """Unfinished request with counters that are in the scheduler's columns while it runs."""
+
+    request: Request
+    num_tokens: int  # prompt and output
+    num_preemptions: int

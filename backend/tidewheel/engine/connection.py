@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -20,17 +20,15 @@ from tidewheel.engine.messages import (
     WHOLE_REQUEST,
     Cancel,
     Delta,
-    Drain,
     FromEngine,
     Message,
-    Stats,
     encoder,
     from_engine_decoder,
 )
 from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import Busy, TidewheelError, from_wire
-from tidewheel.stats import EngineStats
 
+T = TypeVar("T", bound=Message)
 log = logging.getLogger(__name__)
 
 MAX_HELD = 4096
@@ -236,17 +234,17 @@ class Connection:
         self._socket.close()
 
 
-def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
-    """Make the engine refuse new requests. Return its figures, or None without an answer in time."""
+def ask(engine_dir: Path, message: Message, kind: type[T], timeout_s: float) -> T | None:
+    """Return the engine's answer to a message that needs no `Hello`, or None without one of the kind in time."""
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
         return None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     connection = Connection(context, engine_dir, status)
     try:
-        connection.send(Drain())
+        connection.send(message)
         answers = connection.receive(int(timeout_s * 1000))
-        return next((answer.stats for answer in answers if isinstance(answer, Stats)), None)
+        return next((answer for answer in answers if isinstance(answer, kind)), None)
     finally:
         connection.close()
         context.term()

@@ -3,14 +3,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
 from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Progress, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.stats import EngineStats, WaitingRoom
@@ -174,6 +174,10 @@ class EngineCore:
     def _deliver_ended(self, requests: list[Request]) -> None:
         if requests:
             self._deliver(StepOutputs([], no_ids(), None, requests))
+
+    def unfinished(self) -> Iterator[Progress]:
+        """Yield all requests, in order of arrival."""
+        return self._scheduler.unfinished()
 
     def room(self) -> WaitingRoom:
         return self._scheduler.waiting_room(self._clock())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,9 +11,19 @@ import numpy as np
 import zmq
 
 from tidewheel.batch import Int64Array, RowArray, StepOutputs
-from tidewheel.engine.messages import Delta, Deltas, FromEngine, NewTokens, Room, encoder, prompt_news
+from tidewheel.engine.messages import (
+    Delta,
+    Deltas,
+    FromEngine,
+    NewTokens,
+    RequestRow,
+    Room,
+    encoder,
+    prompt_news,
+)
+from tidewheel.engine.request_rows import row_of
 from tidewheel.errors import InvalidRequest, TidewheelError
-from tidewheel.request import FinishReason, Request
+from tidewheel.request import FinishReason, Progress, Request
 from tidewheel.sampling import TopLogprobs
 from tidewheel.stats import WaitingRoom
 
@@ -41,6 +52,7 @@ class _Route(NamedTuple):
     key: int
     sequence: int  # within the key
     is_only: bool  # sequence of the key
+    client_id: str  # of the request, as its client named it
 
 
 class _Layout(NamedTuple):
@@ -100,7 +112,7 @@ class FrontEnds:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def open(self, front_end: FrontEnd, key: int, n: int) -> list[str]:
+    def open(self, front_end: FrontEnd, key: int, n: int, client_id: str = "") -> list[str]:
         """Return an id per sequence. Raise `InvalidRequest` if the key is in use."""
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
@@ -108,8 +120,27 @@ class FrontEnds:
         self._num_opened += n
         front_end.request_ids[key] = ids
         for index, request_id in ids.items():
-            self._routes[request_id] = _Route(front_end, key, index, n == 1)
+            self._routes[request_id] = _Route(front_end, key, index, n == 1, client_id)
         return list(ids.values())
+
+    def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[RequestRow]:
+        """Return rows of at most `limit` requests, in the order in which the first sequence of each comes."""
+        groups: dict[tuple[bytes, int], list[Progress]] = {}
+        for one in unfinished:
+            route = self._routes.get(one.request.request_id)
+            if route is None:  # of a lost front end
+                continue
+            group = groups.setdefault((route.front_end.identity, route.key), [])
+            group.append(one)
+            if len(groups) > limit:
+                groups.popitem()
+                break
+        return [row_of(group, self._routes[group[0].request.request_id].client_id, now) for group in groups.values()]
+
+    def siblings(self, request_id: str) -> list[str]:
+        """Return the open sequences of a sequence's request, the last one first."""
+        route = self._routes.get(request_id)
+        return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """Answer a request that is not open."""

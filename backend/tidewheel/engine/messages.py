@@ -1,7 +1,8 @@
 """Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket.
 
 `Ready` or `Failed` answers `Hello`. Deltas answer a request, by its `key`, until each sequence has a finish reason or
-`Dropped` ends all requests of the front end. `Stats` answers `Drain`, which needs no `Hello`.
+`Dropped` ends all requests of the front end. `Drain`, `ListRequests` and `CancelRequest` need no `Hello`: the
+server's user, who alone may open the socket, may send them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 8
+PROTOCOL = 9
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
+MAX_LISTED = 1000  # requests in one `Requests`
+MAX_REQUEST_ID_CHARS = 128  # of a longer one, the first are kept
 
 Key = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # sums stay within 64 bits
@@ -67,6 +70,7 @@ class AddRequest(Message, frozen=True):
     grammar: str = ""  # source that a compiler took; empty: none
     grammar_name: str = ""  # parameter that gave it, for messages
     end_token_ids: tuple[int, ...] = ()  # those of `stop_token_ids` that only the grammar's end allows
+    request_id: str = ""  # the client's, for those who operate the server
 
 
 class Cancel(Message, frozen=True):
@@ -89,14 +93,33 @@ class Ping(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Order to refuse all new requests. Accepted ones continue. The engine passes it on to its front ends."""
+    """Order to refuse all new requests. Accepted ones continue. The engine passes it on to its front ends.
+
+    Answered by `Stats`.
+    """
 
 
 class Goodbye(Message, frozen=True):
     pass
 
 
-ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
+class ListRequests(Message, frozen=True):
+    """Answered by `Requests`."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)]
+
+
+class CancelRequest(Message, frozen=True):
+    """Order to end all sequences of a request of any front end, whose client is told. Answered by `CancelTaken`.
+
+    Another engine, which counts anew, ignores it.
+    """
+
+    pid: int  # from `Requests`, as the number
+    number: Key
+
+
+ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye | ListRequests | CancelRequest
 
 
 # --- engine → front end ---------------------------------------------------------------------------------------
@@ -272,7 +295,36 @@ class Room(Message, WaitingRoom, frozen=True):
     received: list[int]  # keys of requests since the last `Room`
 
 
-FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room | Drain
+class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Unfinished request, without its text. Sums are over its sequences, times in seconds since its arrival."""
+
+    number: int  # of this engine
+    request_id: str  # the client's
+    tenant: str
+    priority: int  # granted class, 1 to 4
+    state: str  # waiting, running or preempted; of several sequences, the first that is listed
+    age_s: float
+    waited_s: float  # until the first step, or until now
+    first_token_s: float | None
+    num_sequences: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class Requests(Message, frozen=True):
+    pid: int  # of the engine
+    rows: list[RequestRow]  # the oldest
+    num_sequences: int  # unfinished, of all requests
+
+
+class CancelTaken(Message, frozen=True):
+    was_there: bool
+
+
+FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room | Drain | Requests | CancelTaken
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

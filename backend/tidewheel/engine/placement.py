@@ -12,7 +12,6 @@ import msgspec
 
 from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig, describe_changes
-from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import (
     CURRENT,
     LOCK,
@@ -25,6 +24,7 @@ from tidewheel.engine.folder import (
 )
 from tidewheel.engine.launcher import stop_engine, take_lock
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.operating import drain
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes

@@ -21,6 +21,8 @@ from tidewheel.engine.messages import (
     RETRY_AFTER_MS,
     AddRequest,
     Cancel,
+    CancelRequest,
+    CancelTaken,
     CloseSession,
     Drain,
     Dropped,
@@ -29,8 +31,10 @@ from tidewheel.engine.messages import (
     Failed,
     Goodbye,
     Hello,
+    ListRequests,
     Ping,
     Ready,
+    Requests,
     Stats,
     ToEngine,
     to_engine_decoder,
@@ -194,6 +198,10 @@ class EngineServer:
                 self._greet(identity, message)
             case Drain():
                 self._drain(identity)
+            case ListRequests():
+                self._list_requests(identity, message)
+            case CancelRequest():
+                self._cancel_request(identity, message)
             case _ if front_end is None:
                 if not isinstance(message, Goodbye):
                     self._tell_dropped(identity, "the engine does not know this front end")
@@ -256,6 +264,20 @@ class EngineServer:
             self._front_ends.broadcast(Drain())
         self._front_ends.send(identity, Stats(self._stats()))
 
+    def _list_requests(self, identity: bytes, message: ListRequests) -> None:
+        unfinished = list(self._core.unfinished())
+        rows = self._front_ends.list_requests(unfinished, self._clock(), message.limit)
+        self._front_ends.send(identity, Requests(self._info.pid, rows, len(unfinished)))
+
+    def _cancel_request(self, identity: bytes, message: CancelRequest) -> None:
+        is_meant = message.pid == self._info.pid
+        leaving = self._front_ends.siblings(str(message.number)) if is_meant else []
+        if leaving:
+            log.info("request %d is cancelled by an operator", message.number)
+        for request_id in leaving:
+            self._core.cancel(request_id)
+        self._front_ends.send(identity, CancelTaken(bool(leaving)))
+
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
         front_end.received.append(message.key)
         try:
@@ -279,7 +301,7 @@ class EngineServer:
         try:
             if isinstance(grammar, TidewheelError):
                 raise grammar
-            request_ids = self._front_ends.open(front_end, message.key, message.n)
+            request_ids = self._front_ends.open(front_end, message.key, message.n, message.request_id)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return

@@ -53,6 +53,7 @@ class Generation(NamedTuple):
     echo: bool = False
     pooling: Pooling = ""
     is_scoring: bool = False  # nothing is generated
+    request_id: str = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):

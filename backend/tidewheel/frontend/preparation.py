@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tidewheel.batch import Int32Array
 from tidewheel.config import setting_names
-from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
+from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import show
@@ -103,6 +103,7 @@ class Preparer:
             grammar="" if grammar is None else self._compilable(grammar),
             grammar_name="" if grammar is None else grammar.name,
             end_token_ids=self._end_token_ids(sampling),
+            request_id=given.request_id[:MAX_REQUEST_ID_CHARS],
             **given.options.to_wire(arrival_ns, timeout_us),
         )
         check_request(message, self._info, prompt_name=given.prompt_name)

@@ -66,7 +66,9 @@ class RequestReader:
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         sampling = self._fit(sampling, len(prompt_ids))
         echo = prompt_options.echo or (request.echo and not request.stream)
-        given = Generation(prompt_ids, sampling, options, name, text, echo, is_scoring=is_scoring)
+        given = Generation(
+            prompt_ids, sampling, options, name, text, echo, is_scoring=is_scoring, request_id=request.request_id
+        )
         prepared = self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
         return prepared
@@ -77,7 +79,9 @@ class RequestReader:
         sampling, options, prompt_options, _ = parse_parameters(request.parameters)
         sampling = dataclasses.replace(sampling, max_tokens=1, temperature=0.0)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
-        given = Generation(prompt_ids, sampling, options, name, text, pooling=self._pooling)
+        given = Generation(
+            prompt_ids, sampling, options, name, text, pooling=self._pooling, request_id=request.request_id
+        )
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
 
     def _answer(self, request: GenerateRequest) -> str:

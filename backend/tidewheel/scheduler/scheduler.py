@@ -8,7 +8,7 @@ tokens are known. Ends by length are known ahead. Other ends show in `apply`, wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.request import FinishReason, Priority, Progress, Request
 from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
 from tidewheel.scheduler.controllers import StepControl
@@ -185,6 +185,16 @@ class Scheduler:
         """Return the ages of the oldest requests that never started, by the class that they have now."""
         oldest = (self._state.waiting.oldest(service_class) for service_class in Priority)
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
+
+    def unfinished(self) -> Iterator[Progress]:
+        """Yield all requests, in order of arrival."""
+        columns = self._state.columns
+        for request in self._state.requests.values():
+            if request.row < 0:
+                yield Progress(request, request.num_tokens, request.num_preemptions)
+            else:
+                num_tokens, num_preemptions = columns.num_tokens[request.row], columns.num_preemptions[request.row]
+                yield Progress(request, int(num_tokens), int(num_preemptions))
 
     def waiting_room(self, now: float) -> WaitingRoom:
         return self._admission.waiting_room(now)

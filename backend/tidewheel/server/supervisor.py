@@ -10,9 +10,9 @@ from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
 from tidewheel.adapter.presence import Mark, read_mark
-from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
+from tidewheel.engine.operating import drain
 from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints

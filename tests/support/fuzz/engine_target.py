@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from support.engine.engine_clients import request
@@ -33,6 +34,7 @@ from tidewheel.scheduler.scheduler import Scheduler
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 64, 4, 90
 MAX_TURNS, MAX_PAYLOADS = 1000, 64
 PROMPT = [5, 6, 7]
+SECRET_PID = 1 << 40  # unknown to the fuzzer, which as an operator may cancel the requests of others
 
 
 class _Socket:
@@ -73,11 +75,13 @@ def serve_messages(payloads: Iterable[bytes]) -> None:
         num_rows=8, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, token_budget=64, salt_of=scheduler.salts.__getitem__
     )
     ticks = itertools.count()
+    info = make_info(Path("m"), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, num_blocks=NUM_BLOCKS)
+    info = msgspec.structs.replace(info, pid=SECRET_PID)
     server = EngineServer(
         socket,
         scheduler,
         runner,
-        make_info(Path("m"), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, num_blocks=NUM_BLOCKS),
+        info,
         config=EngineConfig(model="m", debug_invariants=True),
         linger_s=1e9,
         clock=lambda: 1e-3 * next(ticks),

@@ -11,7 +11,16 @@ import msgspec
 from support.engine.engine_clients import request
 from support.engine.fake_engine import TEMPLATE
 from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
-from tidewheel.engine.messages import PROTOCOL, Cancel, CloseSession, Drain, Hello, Ping
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    Cancel,
+    CancelRequest,
+    CloseSession,
+    Drain,
+    Hello,
+    ListRequests,
+    Ping,
+)
 
 _SAMPLING: dict[str, Any] = {
     "max_tokens": 8, "min_tokens": 1, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 7,
@@ -165,5 +174,6 @@ SEEDS: dict[str, Sequence[bytes]] = {
             Hello(PROTOCOL, "again", "", {"model": "m", "max_num_seqs": 4, "debug_invariants": True}, 1),
         ),
         _messages(request(1, 5), Drain(), request(2, 5)),
+        _messages(request(1, 5, n=2, request_id="a"), ListRequests(1), CancelRequest(0, 1)),
     ],
 }  # fmt: skip

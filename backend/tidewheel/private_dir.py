@@ -14,9 +14,14 @@ _SHARED_MEMORY = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 def run_dir() -> Path:
     """Make and return `$TIDEWHEEL_RUN_DIR`, or a folder in the temporary directory."""
+    return private_dir(run_dir_path())
+
+
+def run_dir_path() -> Path:
+    """Return the path of `run_dir`."""
     named = os.environ.get("TIDEWHEEL_RUN_DIR")
     path = Path(named) if named else Path(tempfile.gettempdir()) / f"tidewheel-{os.getuid()}"
-    return private_dir(path.absolute())
+    return path.absolute()
 
 
 def private_dir(path: Path) -> Path:

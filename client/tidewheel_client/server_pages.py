@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable
+from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable, WrongKey
 
 METRICS_PORT = 8002
 HEALTH_PORT = 8003
@@ -67,20 +68,27 @@ class ServerPages:
         self._metrics_url = metrics_url
         self._health_url = health_url
 
+    @property
+    def metrics_url(self) -> str:
+        return self._url_of("metrics", self._metrics_url)
+
+    @property
+    def health_url(self) -> str:
+        return self._url_of("health", self._health_url)
+
     def metrics(self) -> Figures:
-        url = self._url_of("metrics", self._metrics_url)
-        return _figures(url, _get(url))
+        return read_figures(self.metrics_url)
 
     def health(self) -> Health:
-        url = self._url_of("health", self._health_url)
+        url = self.health_url
         return _health(url, _get(url))
 
     async def async_metrics(self) -> Figures:
-        url = self._url_of("metrics", self._metrics_url)
+        url = self.metrics_url
         return _figures(url, await _async_get(url))
 
     async def async_health(self) -> Health:
-        url = self._url_of("health", self._health_url)
+        url = self.health_url
         return _health(url, await _async_get(url))
 
     def _url_of(self, what: str, given: str | None) -> str:
@@ -93,10 +101,15 @@ class ServerPages:
         return f"http://{host}:{METRICS_PORT}/metrics" if what == "metrics" else f"http://{host}:{HEALTH_PORT}/ready"
 
 
-def _get(url: str) -> httpx2.Response:
+def read_figures(url: str, api_key: str = "") -> Figures:
+    """Return the metrics at an address, such as a gateway's. Raise `RequestError`."""
+    return _figures(url, _get(url, {"Authorization": f"Bearer {api_key}"} if api_key else {}))
+
+
+def _get(url: str, headers: Mapping[str, str] = MappingProxyType({})) -> httpx2.Response:
     try:
         with httpx2.Client(trust_env=False, timeout=TIMEOUT_S) as http:
-            return http.get(url)
+            return http.get(url, headers=headers)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise from_connection(error, url) from None
 
@@ -138,5 +151,7 @@ def _health(url: str, response: httpx2.Response) -> Health:
         raise ServerUnavailable(f"{url} is no health page of tidewheel serve") from None
 
 
-def _unexpected(url: str, response: httpx2.Response) -> ServerUnavailable:
+def _unexpected(url: str, response: httpx2.Response) -> RequestError:
+    if response.status_code == 401:
+        return WrongKey(f"{url} wants an API key, and got none or an unknown one")
     return ServerUnavailable(f"{url} answered with HTTP status {response.status_code}")

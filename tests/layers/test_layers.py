@@ -2,8 +2,8 @@
 
 Imports inside functions and under TYPE_CHECKING count like any other.
 
-L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 the server, L7 what measures, L8 commands. So
-serving never imports what measures.
+L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 the server, L7 what measures and
+shows, L8 commands. So serving never imports what measures.
 L1 and L2 know nothing of each other; `tidewheel_kernels` and `tidewheel_client` know nothing of `tidewheel`.
 """
 
@@ -63,6 +63,7 @@ LAYERS = {
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
     "tidewheel.workload": 7,
+    "tidewheel.top": 7,
     "tidewheel.cli": 8,
     "tidewheel_client": 0,
 }
@@ -88,6 +89,7 @@ WITHOUT_TORCH = [
     "tidewheel.bench.suites",
     "tidewheel.bench.pictures",
     "tidewheel.workload.trace_files",
+    "tidewheel.top.watching",
     "tidewheel_client",
 ]
 

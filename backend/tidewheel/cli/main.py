@@ -22,6 +22,7 @@ COMMANDS = {
     "migrate": "turn entries of Triton's vLLM or TensorRT-LLM backend into ours",
     "generate": "send one prompt and stream the answer",
     "chat": "talk to a model",
+    "top": "watch a running server: classes, cache, steps, errors, and its slowest requests",
     "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",
     "trace": "turn a recording into a trace of steps and requests that Perfetto opens",
     "bench": "measure any targets on the same requests, and report",

@@ -38,10 +38,19 @@ _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 def engine_dir(repository: Path, model_name: str) -> Path:
     """Make the private folder of a model's engines, with a short unique name."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
-    path = run_dir() / f"{label}-{digest}"
+    path = run_dir() / f"{model_label(model_name)}-{digest}"
     check_socket_path(path / ("x" * IDENTITY_CHARS))
     return private_dir(path)
+
+
+def model_label(model_name: str) -> str:
+    """Return the part of the folder's name that says whose it is."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
+
+
+def label_of(engine_link: Path) -> str:
+    """Return the `model_label` of the model whose engine serves there."""
+    return engine_link.parent.name.rpartition("-")[0]
 
 
 def engine_dirs() -> list[Path]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidewheel.engine.engine_watch import EngineWatch
-from tidewheel.engine.folder import current_engines
+from tidewheel.engine.folder import current_engines, label_of
 from tidewheel.health_endpoint import READY, HealthEndpoint, Readiness
 from tidewheel.server import CrashLoop, ServeError
 from tidewheel.server.endpoints import Endpoints
@@ -51,7 +51,7 @@ class Health:
     def look(self) -> Readiness:
         """Return the worst state of all engines."""
         self._watches = {link: self._watches.get(link) or EngineWatch(link) for link in self._find()}
-        seen = [(_label(link), watch.look()) for link, watch in self._watches.items()]
+        seen = [(label_of(link), watch.look()) for link, watch in self._watches.items()]
         bad = [Readiness(one.state, f"{label}: {one.reason}") for label, one in seen if one and not one.is_ready]
         return min(bad, key=lambda one: one.is_live, default=READY)
 
@@ -76,8 +76,3 @@ class Health:
         self._stopped.set()
         self._threads[0].join()  # it must not outlive the run folder
         self._endpoint.close()
-
-
-def _label(link: Path) -> str:
-    """Return the first letters of the model's name."""
-    return link.parent.name.rpartition("-")[0]

@@ -12,7 +12,7 @@ from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.private_dir import unwritable
-from tidewheel.server import CrashLoop, ServeError, launch, model_control, processes, repository
+from tidewheel.server import CrashLoop, ServeError, launch, model_control, own_servers, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, check_keys, is_loopback
 from tidewheel.server.gateway_process import GatewayProcess
@@ -119,6 +119,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     models = _repository(options, work)
     names = repository.entries(models)
     endpoints = options.endpoints.chosen()
+    own_servers.announce(work, endpoints)
     launch.assemble(install, work.backends)
     environment = launch.environment(install, work) | ({FAULTS_ALLOWED: "1"} if options.allow_faults else {})
     command = launch.command(

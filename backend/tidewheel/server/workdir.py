@@ -92,19 +92,28 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
+def work_dirs(base: Path) -> list[WorkDir]:
+    """Return those of this user's servers that live."""
+    return [WorkDir(root) for root in sorted(base.glob(f"{_PREFIX}*")) if _is_own(root) and not is_left_over(root)]
+
+
 def is_left_over(root: Path) -> bool:
     """Return whether this user's process that held the folder's lock is gone."""
     try:
-        info = root.lstat()
-        if info.st_uid != os.getuid() or not root.is_dir() or root.is_symlink():
+        if not _is_own(root):
             return False
-        if not (root / LOCK).exists() and time.time() - info.st_mtime < _YOUNG_S:
+        if not (root / LOCK).exists() and time.time() - root.lstat().st_mtime < _YOUNG_S:
             return False
         with (root / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # gone meanwhile, or its server lives
         return False
     return True
+
+
+def _is_own(root: Path) -> bool:
+    """Raise OSError if the folder is gone."""
+    return root.lstat().st_uid == os.getuid() and root.is_dir() and not root.is_symlink()
 
 
 def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:

@@ -1,0 +1,96 @@
+"""`tidewheel top`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tidewheel.cli.usage import DEFAULT_URL, UsageError
+
+if TYPE_CHECKING:
+    from tidewheel.top.watching import Watch
+
+KEY_VARIABLE = "TIDEWHEEL_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--url", default=DEFAULT_URL, help="a server, whose metrics are on port 8002 and readiness on 8003 of its "
+        "host (default: %(default)s)",
+    )  # fmt: skip
+    where.add_argument("--metrics-url", metavar="URL", help="its metrics, if elsewhere: http://HOST:PORT/metrics")
+    where.add_argument("--health-url", metavar="URL", help="its readiness, if elsewhere: http://HOST:PORT/ready")
+    where.add_argument(
+        "--gateway-url", default="", metavar="URL", help="metrics of a gateway, whose errors are shown too: "
+        f"http://HOST:PORT/metrics; ${KEY_VARIABLE} is the key if it wants one",
+    )  # fmt: skip
+    where.add_argument("--model", default="", metavar="NAME", help="figures of one model (default: sums over all)")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--interval-s", type=_interval, default=1.0, metavar="S", help="time between two looks (default: %(default)g)"
+    )
+    once = how.add_mutually_exclusive_group()
+    once.add_argument("--once", action="store_true", help="look twice, print as text and end; needs no terminal")
+    once.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tidewheel.top import TopError
+    from tidewheel_client.request_errors import RequestError
+
+    try:
+        if args.once or args.json:
+            return _print_once(_watch(args), args.interval_s, as_json=args.json)
+        return _show(_watch(args), args.interval_s)
+    except (TopError, RequestError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _watch(args: argparse.Namespace) -> Watch:
+    import os
+
+    from tidewheel.top.watching import Target, Watch
+    from tidewheel_client.server_pages import ServerPages
+
+    pages = ServerPages(args.url, args.metrics_url, args.health_url)
+    return Watch(Target(pages, args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
+
+
+def _print_once(watch: Watch, interval_s: float, *, as_json: bool) -> int:
+    """Print what is seen at the second look, because rates need two."""
+    import msgspec
+
+    from tidewheel.top.sections import as_text
+
+    watch.look()
+    time.sleep(interval_s)
+    view = watch.look()
+    print(msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else as_text(view))
+    return 0
+
+
+def _show(watch: Watch, interval_s: float) -> int:
+    try:
+        from tidewheel.top.terminal_app import TerminalApp
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the package {error.name} is not installed: pip install 'tidewheel[top]', or use --once or --json"
+        ) from None
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("this is no terminal: use --once or --json")
+    app = TerminalApp(watch, interval_s, watch.look())
+    app.run()
+    return int(app.return_code or 0)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.2 <= seconds <= 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: 0.2 to 60 seconds")
+    return seconds

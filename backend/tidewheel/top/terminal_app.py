@@ -1,0 +1,249 @@
+"""The live view in a terminal."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rich.markup import escape
+from rich.table import Table as RichTable
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, VerticalScroll
+from textual.events import Key
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Footer, Static
+
+from tidewheel.top import TopError
+from tidewheel.top.requests_here import cancel
+from tidewheel.top.sections import (
+    ORDERS,
+    REQUEST_HEADER,
+    Section,
+    headline,
+    ordered,
+    panels,
+    request_cells,
+    requests_title,
+    tables,
+)
+from tidewheel.top.server_view import RequestLine, View
+from tidewheel.top.watching import Watch
+from tidewheel_client.request_errors import RequestError
+
+_GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING",)
+_HELP = """\
+q           quit
+s           next order of the requests
+r           turn the order round
+up, down    choose a request
+k           cancel the chosen request, after a question
+p           pause, and go on
+v           figures or requests, where a low terminal has no room for both
+?           this help
+
+Rates are those of the last 10 seconds. Errors have the tags of docs/errors.md. The second line \
+says OVERLOADED where requests are refused because others wait, QUEUEING where they wait, and \
+SERVING where none waits: then slow answers come from the time of a step.
+"""
+
+
+class TerminalApp(App[None]):
+    """Looks every `interval_s` on a thread."""
+
+    CSS_PATH = "terminal_app.tcss"
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - as textual declares it
+        (0, "-narrow"),
+        (100, "-wide"),
+        (150, "-huge"),
+    ]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (40, "-tall")]  # noqa: RUF012
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("s", "sort", "sort"),
+        Binding("r", "reverse", "reverse"),
+        Binding("k", "cancel", "cancel a request"),
+        Binding("p", "pause", "pause"),
+        Binding("v", "turn_page", "figures or requests"),
+        Binding("question_mark", "help", "help", key_display="?"),
+    ]
+
+    def __init__(self, watch: Watch, interval_s: float, first: View) -> None:
+        super().__init__()
+        self._watch = watch
+        self._interval_s = interval_s
+        self._view = first
+        self._problem = ""
+        self._order = 0
+        self._is_reversed = False
+        self._is_paused = False
+        self._lines: dict[str, RequestLine] = {}  # by key of the row
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="headline")
+        yield Static(id="verdict")
+        with VerticalScroll(id="figures", can_focus=False):
+            with Container(id="panels"):
+                for index in range(len(panels(self._view))):
+                    yield Static(classes="panel", id=f"panel{index}")
+            with Container(id="tables"):
+                for index in range(len(tables(self._view))):
+                    yield Static(classes="panel", id=f"table{index}")
+        yield DataTable(id="requests", cursor_type="row", zebra_stripes=True)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        requests = self._requests
+        for column in (*REQUEST_HEADER, "tenant", "id"):
+            requests.add_column(column)
+        requests.focus()
+        self._draw()
+        self.set_interval(self._interval_s, self._tick)
+
+    # --- keys -------------------------------------------------------------------------------------------------
+
+    def action_sort(self) -> None:
+        self.screen.add_class("requests-only")
+        self._order = (self._order + 1) % len(ORDERS)
+        self._draw()
+
+    def action_reverse(self) -> None:
+        self.screen.add_class("requests-only")
+        self._is_reversed = not self._is_reversed
+        self._draw()
+
+    def action_pause(self) -> None:
+        self._is_paused = not self._is_paused
+        self._draw()
+
+    def action_turn_page(self) -> None:
+        self.screen.toggle_class("requests-only")
+
+    def action_help(self) -> None:
+        self.push_screen(Question(_HELP, keys="Press any key."))
+
+    def action_cancel(self) -> None:
+        self.screen.add_class("requests-only")
+        chosen = self._lines.get(self._chosen_key())
+        if chosen is None:
+            self.notify("no request is chosen")
+            return
+
+        def answer(is_wanted: bool | None) -> None:
+            if is_wanted:
+                self._cancel(chosen)
+
+        cells = request_cells(chosen)
+        question = f"Cancel request {cells[-1]} of tenant {cells[-2]}, {cells[2]} old?\nIts client is told so."
+        self.push_screen(Question(question, keys="y: cancel it    any other key: leave it"), answer)
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if not self._is_paused:
+            self._look()
+
+    @work(thread=True, exclusive=True, group="look")
+    def _look(self) -> None:
+        try:
+            view, problem = self._watch.look(), ""
+        except (TopError, RequestError) as error:
+            view, problem = self._view, str(error)
+        self.call_from_thread(self._take, view, problem)
+
+    @work(thread=True, group="cancel")
+    def _cancel(self, request: RequestLine) -> None:
+        self.call_from_thread(self.notify, cancel(request), markup=False)
+
+    def _take(self, view: View, problem: str) -> None:
+        self._view, self._problem = view, problem
+        self._draw()
+
+    # --- drawing ----------------------------------------------------------------------------------------------
+
+    @property
+    def _requests(self) -> DataTable[Text]:
+        return self.query_one("#requests", DataTable)
+
+    def _draw(self) -> None:
+        view = self._view
+        self.query_one("#headline", Static).update(Text(headline(view)))
+        verdict = self.query_one("#verdict", Static)
+        shown = f"NO ANSWER: {self._problem}" if self._problem else view.summary
+        verdict.update(Text(f"PAUSED   {shown}" if self._is_paused else shown))
+        word = shown.partition(":")[0]
+        verdict.set_class(word in _GOOD, "good")
+        verdict.set_class(word in _TOLERABLE, "tolerable")
+        for name, sections in (("panel", panels(view)), ("table", tables(view))):
+            for index, section in enumerate(sections):
+                panel = self.query_one(f"#{name}{index}", Static)
+                panel.border_title = escape(section.title)
+                panel.update(_rich(section))
+                panel.display = bool(section.table.rows)
+        self._draw_requests()
+
+    def _draw_requests(self) -> None:
+        table, order = self._requests, ORDERS[self._order]
+        chosen = self._chosen_key()
+        rows = ordered(self._view, order, is_reversed=self._is_reversed)
+        self._lines = {_key(one): one for one in rows}
+        table.border_title = escape(requests_title(self._view, order))
+        table.clear()
+        for key, one in self._lines.items():
+            table.add_row(*_cells(one), key=key)
+        if chosen in self._lines:
+            table.move_cursor(row=table.get_row_index(chosen), animate=False)
+
+    def _chosen_key(self) -> str:
+        table = self._requests
+        if not table.row_count:
+            return ""
+        return str(table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value)
+
+
+class Question(ModalScreen[bool]):
+    """Text over the view. Any key ends it; `y` says yes."""
+
+    def __init__(self, text: str, keys: str) -> None:
+        super().__init__()
+        self.text = text
+        self._keys = keys
+
+    def compose(self) -> ComposeResult:
+        with Container(id="question"):
+            yield Static(Text(self.text))
+            yield Static(Text(self._keys, style="bold"))
+
+    def on_key(self, event: Key) -> None:
+        event.stop()
+        self.dismiss(event.key == "y")
+
+
+def _key(request: RequestLine) -> str:
+    return f"{request.engine}/{request.engine_pid}/{request.number}"
+
+
+def _cells(request: RequestLine) -> list[Text]:
+    """Return the cells, figures to the right."""
+    cells = request_cells(request)
+    first, last = 2, len(REQUEST_HEADER)
+    return [Text(cell, justify="right" if first <= index < last else "left") for index, cell in enumerate(cells)]
+
+
+def _rich(section: Section) -> RichTable:
+    header, num_labels = section.table.header, section.table.num_labels
+    shown = RichTable(box=None, show_header=any(header), pad_edge=False, header_style="dim", expand=False)
+    for index, name in enumerate(header):
+        is_label = index < num_labels
+        shown.add_column(
+            Text(name), style="dim" if is_label and not any(header) else "", justify=_side(is_label, header)
+        )
+    for row in section.table.rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    return shown
+
+
+def _side(is_label: bool, header: list[str]) -> Literal["left", "right"]:
+    return "left" if is_label or not any(header) else "right"

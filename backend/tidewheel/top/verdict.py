@@ -1,0 +1,45 @@
+"""A sentence that tells an overload from a slow model, and both from a failure."""
+
+from __future__ import annotations
+
+from tidewheel.top.server_view import ErrorLine, View
+from tidewheel.top.shown import duration, number, percent
+
+OVERLOAD_TAGS = frozenset({"TW-BUSY", "TW-KV-FULL", "TW-DEADLINE"})
+GONE_TAG = "TW-CANCELLED"  # of a client that hung up
+FULL_CACHE = 0.95
+
+
+def verdict(view: View) -> str:
+    """Return the first that holds: not ready, no gateway, failing, overloaded, queueing, serving, idle."""
+    if view.is_ready is False:
+        return f"NOT READY: {view.reason or view.state}"
+    if view.gateway_problem:
+        return f"GATEWAY: {view.gateway_problem}"
+    if failing := [one for one in view.errors if one.failed_rate and one.tag != GONE_TAG]:
+        return f"FAILING: {', '.join(f'{one.tag} {number(one.failed_rate)}/s' for one in failing)}"
+    refused = [one for one in view.errors if one.refused_rate and one.tag in OVERLOAD_TAGS]
+    waiting = view.traffic.waiting or 0.0
+    if refused:
+        return f"OVERLOADED: refuses {_refusals(refused)}; {_queue(view)}"
+    if waiting and (view.cache.use or 0.0) >= FULL_CACHE:
+        return f"KV CACHE FULL: {percent(view.cache.use)} in use; {_queue(view)}"
+    if waiting:
+        return f"QUEUEING: {_queue(view)}"
+    if view.traffic.running:
+        return f"SERVING: nothing waits; {_pace(view)}"
+    return "IDLE: nothing runs"
+
+
+def _refusals(lines: list[ErrorLine]) -> str:
+    return ", ".join(f"{one.tag} {number(one.refused_rate)}/s" for one in lines)
+
+
+def _queue(view: View) -> str:
+    waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s]
+    since = f", the oldest for {duration(max(waits))}" if waits else ""
+    return f"{view.traffic.waiting or 0:.0f} wait{since}, {view.traffic.running or 0:.0f} run; {_pace(view)}"
+
+
+def _pace(view: View) -> str:
+    return f"a step takes {duration(view.steps.seconds_per_step)}"

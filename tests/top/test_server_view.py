@@ -1,0 +1,211 @@
+"""Pages of metrics to what `tidewheel top` shows."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from support.top.watched import READY, PagesOf, recorded, request_line, second_look, watch_of
+from tidewheel.top import TopError
+from tidewheel.top.requests_here import ELSEWHERE, NOT_OURS, list_engines, list_here
+from tidewheel.top.sections import ORDERS, as_text, ordered
+from tidewheel.top.verdict import verdict
+from tidewheel.top.watching import WINDOW_S
+from tidewheel_client.request_errors import ServerUnavailable
+from tidewheel_client.server_pages import Health
+
+IDS = 'engine="0",model="demo",model_name="demo",version="1"'
+OTHER = IDS.replace("demo", "other")
+
+
+def page(received: int = 0, running: int = 0, waiting: int = 0, more: str = "") -> str:
+    return (
+        f"tidewheel_requests_received_total{{{IDS}}} {received}\n"
+        f"vllm:num_requests_running{{{IDS}}} {running}\nvllm:num_requests_waiting{{{IDS}}} {waiting}\n{more}"
+    )
+
+
+def counted(name: str, value: float, **labels: str) -> str:
+    own = "".join(f',{label}="{text}"' for label, text in labels.items())
+    return f"{name}{{{IDS}{own}}} {value}\n"
+
+
+def test_rates_are_growth_over_time() -> None:
+    view = second_look(page(100), page(130), seconds=5.0)
+    assert view.traffic.received_rate == pytest.approx(6)
+
+
+def test_a_single_look_has_no_rates() -> None:
+    view = second_look(page(100))
+    assert view.traffic.received_rate is None
+    assert view.traffic.running == 0
+
+
+def test_a_counter_that_begins_anew_counts_from_nothing() -> None:
+    assert second_look(page(100), page(20), seconds=10.0).traffic.received_rate == pytest.approx(2)
+
+
+def test_rates_are_those_of_the_window() -> None:
+    looks = [page(1000), *(page(1000) for _ in range(3)), page(1050)]
+    assert second_look(*looks, seconds=WINDOW_S).traffic.received_rate == pytest.approx(50 / WINDOW_S)
+
+
+def histogram(*counts: int) -> str:
+    bounds = ("0.1", "0.2", "0.4", "+Inf")
+    name = "vllm:time_to_first_token_seconds_bucket"
+    return "".join(counted(name, count, le=bound) for bound, count in zip(bounds, counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "median", "high"),
+    [
+        ((0, 0, 0, 0), (10, 10, 10, 10), 0.05, 0.095),
+        ((10, 10, 10, 10), (10, 20, 20, 20), 0.15, 0.195),  # what was before does not count
+        ((0, 0, 0, 0), (5, 10, 10, 10), 0.1, 0.19),
+        ((0, 0, 0, 0), (0, 0, 0, 4), 0.4, 0.4),  # beyond all bounds
+        ((9, 9, 9, 9), (9, 9, 9, 9), None, None),
+        ((9, 9, 9, 9), (2, 2, 2, 2), 0.05, 0.095),  # of another engine
+    ],
+)
+def test_quantiles(before: tuple[int, ...], after: tuple[int, ...], median: float | None, high: float | None) -> None:
+    one = second_look(page(more=histogram(*before)), page(more=histogram(*after))).traffic
+    assert one.first_token_p50_s == (None if median is None else pytest.approx(median))
+    assert one.first_token_p95_s == (None if high is None else pytest.approx(high))
+
+
+def test_sums_over_models_or_one() -> None:
+    both = page(10) + page(7).replace(IDS, OTHER)
+    after = page(30) + page(17).replace(IDS, OTHER)
+    assert second_look(both, after).traffic.received_rate == pytest.approx(3)
+    assert second_look(both, after, model="demo").traffic.received_rate == pytest.approx(2)
+    assert second_look(both, after).models == ["demo", "other"]
+    assert second_look(both, after, model="other").models == ["other"]
+
+
+def test_errors_have_their_tags() -> None:
+    before = counted("tidewheel_requests_rejected_total", 4, tag="TW-BUSY") + counted(
+        "tidewheel_requests_failed_total", 0, tag="TW-NUMERIC"
+    )
+    after = before.replace(" 4\n", " 24\n") + counted("tidewheel_requests_failed_total", 2, tag="TW-ENGINE-DEAD")
+    busy, dead = second_look(page(more=before), page(more=after)).errors
+    assert (busy.tag, busy.refused, busy.refused_rate, busy.failed) == ("TW-BUSY", 24, pytest.approx(2), 0)
+    assert (dead.tag, dead.failed, dead.failed_rate, dead.refused) == ("TW-ENGINE-DEAD", 2, pytest.approx(0.2), 0)
+
+
+def rejected(tag: str, count: float) -> str:
+    return counted("tidewheel_requests_rejected_total", count, tag=tag)
+
+
+def failed(tag: str, count: float) -> str:
+    return counted("tidewheel_requests_failed_total", count, tag=tag)
+
+
+BLOCKS = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="%s",model="demo",version="1"} %d\n'
+STEPS = counted("tidewheel_steps_total", 0) + counted("tidewheel_step_seconds_total", 0)
+LATER = counted("tidewheel_steps_total", 100) + counted("tidewheel_step_seconds_total", 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (page(more=rejected("TW-BUSY", 0)), page(0, 16, 30, rejected("TW-BUSY", 30)), "OVERLOADED: refuses TW-BUSY"),
+        (page(more=rejected("TW-KV-FULL", 0)), page(0, 2, 9, rejected("TW-KV-FULL", 30)), "OVERLOADED: refuses"),
+        (page(more=rejected("TW-INPUT", 0)), page(0, 1, 0, rejected("TW-INPUT", 9)), "SERVING: nothing waits"),
+        (page(), page(0, 2, 9, BLOCKS % ("used", 97) + BLOCKS % ("max", 100)), "KV CACHE FULL: 97 % in use; 9 wait"),
+        (page(), page(0, 2, 9, BLOCKS % ("used", 90) + BLOCKS % ("max", 100)), "QUEUEING: 9 wait, 2 run"),
+        (page(more=STEPS), page(0, 3, 0, LATER), "SERVING: nothing waits; a step takes 20 ms"),
+        (page(more=failed("TW-ENGINE-DEAD", 0)), page(0, 3, 0, failed("TW-ENGINE-DEAD", 5)), "FAILING: TW-ENGINE"),
+        (page(more=failed("TW-CANCELLED", 0)), page(0, 3, 0, failed("TW-CANCELLED", 5)), "SERVING"),
+        (page(5), page(5), "IDLE"),
+    ],
+)  # fmt: skip
+def test_the_verdict_tells_an_overload_from_a_slow_model(before: str, after: str, words: str) -> None:
+    assert second_look(before, after).summary.startswith(words)
+
+
+def test_a_server_that_is_not_ready() -> None:
+    pages = PagesOf([page(0, 1)], Health(False, "stopped", "demo: the engine was killed"))
+    view = watch_of(pages).look()
+    assert view.summary == "NOT READY: demo: the engine was killed"
+    assert (view.is_ready, view.state) == (False, "stopped")
+
+
+def test_a_server_without_a_page_of_readiness() -> None:
+    view = watch_of(PagesOf([page(0, 1)], ServerUnavailable("no server answers at x"))).look()
+    assert (view.is_ready, view.reason) == (None, "no server answers at x")
+    assert view.summary.startswith("SERVING")
+
+
+def test_running_requests_by_class() -> None:
+    requests = [
+        request_line(1, priority="high"),
+        request_line(2, priority="high", state="waiting"),
+        request_line(3, priority="low"),
+    ]
+    counts = {one.name: one.running for one in second_look(page(), requests=requests).classes}
+    assert counts == {"critical": 0, "high": 1, "normal": 0, "low": 1}
+
+
+@pytest.mark.parametrize(
+    ("order", "numbers"),
+    [
+        ("slowest first", [3, 2, 1]),
+        ("fewest tokens/s first", [3, 1, 2]),
+        ("most tokens first", [2, 3, 1]),
+        ("longest wait first", [1, 3, 2]),
+        ("by tenant", [2, 3, 1]),
+        ("by class", [1, 3, 2]),
+    ],
+)
+def test_orders(order: str, numbers: list[int]) -> None:
+    requests = [
+        request_line(1, priority="critical", tenant="z", tokens_rate=5.0, waited_s=9.0, num_output_tokens=1),
+        request_line(2, priority="low", tenant="a", tokens_rate=7.0, waited_s=0.0, num_output_tokens=400),
+        request_line(3, priority="high", tenant="b", tokens_rate=None, waited_s=1.0, num_output_tokens=20),
+    ]
+    (chosen,) = (one for one in ORDERS if one.name == order)
+    view = second_look(page(), requests=requests)
+    assert [one.number for one in ordered(view, chosen)] == numbers
+    assert [one.number for one in ordered(view, chosen, is_reversed=True)] == numbers[::-1]
+
+
+def test_a_recorded_overload_as_text_and_json() -> None:
+    requests = [request_line(1), request_line(2, request_id="evil\x1b[2J", tenant="")]
+    view = second_look(*recorded(), requests=requests)
+    assert view.summary.startswith("OVERLOADED: refuses TW-BUSY")
+    text = as_text(view)
+    for words in ("demo, demo_infer", "TW-BUSY", "critical", "acme", "globex", "KV cache", "id-1", r"evil\x1b[2J"):
+        assert words in text
+    assert "\x1b" not in text
+    read = msgspec.json.decode(msgspec.json.encode(view))
+    assert read["errors"][0]["tag"] == "TW-BUSY"
+    assert {one["name"] for one in read["tenants"]} == {"acme", "globex", "initech", "other"}
+    assert read["traffic"]["running"] == 16
+    assert 0 < read["cache"]["use"] < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "words"),
+    [
+        ("# nothing\n", "", "no figures of tidewheel.*REPORT_CUSTOM_METRICS"),
+        ('nv_inference_count{model="x",version="1"} 1\n', "", "no figures of tidewheel"),
+        (page(), "demi", "model 'demi' has no figures on .*those with figures are demo"),
+    ],
+)
+def test_pages_without_figures(text: str, model: str, words: str) -> None:
+    with pytest.raises(TopError, match=words):
+        second_look(text, model=model)
+
+
+def test_requests_of_other_machines_are_not_looked_for() -> None:
+    assert list_here("http://gpu1:8002/metrics", "").note == ELSEWHERE
+    assert list_engines([]).note == NOT_OURS
+    assert list_engines([]).requests is None
+
+
+def test_without_a_list_no_class_has_a_count() -> None:
+    view = second_look(page())
+    view.classes[0].running = None
+    view.is_ready = READY.is_ready
+    assert verdict(view).startswith("IDLE")
+    assert "critical  -" in as_text(view)

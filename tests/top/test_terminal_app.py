@@ -1,0 +1,148 @@
+"""Keys of the live view, without a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from support.top.watched import PagesOf, recorded, request_line, watch_of
+from tidewheel.top import terminal_app
+from tidewheel.top.sections import ORDERS
+from tidewheel.top.server_view import RequestLine
+from tidewheel.top.terminal_app import Question, TerminalApp
+
+pytest.importorskip("textual", reason="pip install 'tidewheel[top]'")
+
+REQUESTS = [
+    request_line(1, tokens_rate=1.0),
+    request_line(2, tokens_rate=3.0, request_id="[red]id[/red]"),
+    request_line(3, tokens_rate=2.0),
+]
+
+
+def with_app(
+    check: Callable[[TerminalApp, Any], Awaitable[None]], size: tuple[int, int] = (130, 50), interval_s: float = 60.0
+) -> None:
+    async def main() -> None:
+        watch = watch_of(PagesOf(recorded()), REQUESTS)
+        app = TerminalApp(watch, interval_s, watch.look())
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            await check(app, pilot)
+
+    asyncio.run(main())
+
+
+def numbers(app: TerminalApp) -> list[int]:
+    return [int(str(key.value).rpartition("/")[2]) for key in app._requests.rows]
+
+
+def test_orders_and_the_chosen_request() -> None:
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        assert numbers(app) == [3, 2, 1]
+        await pilot.press("down")
+        assert app._chosen_key().endswith("/2")
+        await pilot.press("s")
+        assert app._requests.border_title == f"requests: 3 unfinished, {ORDERS[1].name}"
+        assert numbers(app) == [1, 3, 2]
+        assert app._chosen_key().endswith("/2")  # it stays chosen
+        await pilot.press("r")
+        assert numbers(app) == [2, 3, 1]
+        assert app._chosen_key().endswith("/2")
+
+    with_app(check)
+
+
+@pytest.mark.parametrize(("key", "cancelled"), [("y", [3]), ("n", []), ("escape", []), ("k", [])])
+def test_a_request_is_cancelled_after_a_question(
+    monkeypatch: pytest.MonkeyPatch, key: str, cancelled: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def cancel(request: RequestLine) -> str:
+        asked.append(request.number)
+        return f"request {request.request_id} was cancelled"
+
+    monkeypatch.setattr(terminal_app, "cancel", cancel)
+
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        await pilot.press("k")
+        assert isinstance(app.screen, Question)
+        assert "Cancel request id-3 of tenant acme" in app.screen.text
+        await pilot.press(key)
+        await app.workers.wait_for_complete()
+        assert not isinstance(app.screen, Question)
+        assert asked == cancelled
+        assert [note.message for note in app._notifications] == [f"request id-{n} was cancelled" for n in cancelled]
+
+    with_app(check)
+
+
+def test_help_and_quit() -> None:
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, Question)
+        assert "cancel the chosen request" in app.screen.text
+        await pilot.press("q")  # any key
+        assert not isinstance(app.screen, Question)
+        await pilot.press("q")
+        assert not app.is_running
+
+    with_app(check)
+
+
+def test_a_paused_view_looks_no_more() -> None:
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        await pilot.press("p")
+        looks = len(app._watch._pages)
+        app._tick()
+        await app.workers.wait_for_complete()
+        assert len(app._watch._pages) == looks
+        assert app.query_one("#verdict").render().plain.startswith("PAUSED")  # type: ignore[attr-defined]
+        await pilot.press("p")
+        app._tick()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert len(app._watch._pages) == looks + 1
+        assert app.query_one("#verdict").render().plain.startswith("OVERLOADED")  # type: ignore[attr-defined]
+
+    with_app(check)
+
+
+def test_a_server_that_answers_no_more_keeps_what_was_seen() -> None:
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        app._watch._target.pages.texts = ["# of another program\n"]  # type: ignore[attr-defined]
+        app._tick()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "NO ANSWER: http://127.0.0.1:8002/metrics has no figures" in app.query_one("#verdict").render().plain  # type: ignore[attr-defined]
+        assert numbers(app) == [3, 2, 1]
+
+    with_app(check)
+
+
+def test_names_of_clients_are_no_markup() -> None:
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        row = app._requests.get_row_at(1)
+        assert row[-1].plain == "[red]id[/red]"
+
+    with_app(check)
+
+
+@pytest.mark.parametrize(
+    ("size", "both"), [((130, 50), True), ((80, 24), False), ((80, 50), True), ((200, 60), True)]
+)
+def test_a_low_terminal_shows_one_page_at_a_time(size: tuple[int, int], both: bool) -> None:
+    async def check(app: TerminalApp, pilot: Any) -> None:
+        figures, requests = app.query_one("#figures"), app._requests
+        assert figures.size.height > 0
+        assert (requests.size.height > 0) == both
+        await pilot.press("v")
+        await pilot.pause()
+        assert requests.size.height > 0
+        assert (figures.size.height > 0) == both
+
+    with_app(check, size)

@@ -26,6 +26,7 @@ Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] wa
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from typing import ClassVar
 
@@ -220,6 +221,15 @@ BY_TAG: dict[str, type[TidewheelError]] = {
 }  # fmt: skip
 
 TAGS: frozenset[str] = frozenset(BY_TAG)
+
+
+def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
+    """Raise `ConfigError` unless the docstring of the class has two paragraphs."""
+    paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
+    if len(paragraphs) != 2:
+        raise ConfigError(f"{cls.__name__} has {len(paragraphs)} paragraphs: write a cause and what to do")
+    return paragraphs[0], paragraphs[1]
+
 
 _TAGGED = re.compile(r"^\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)$", re.DOTALL)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gateway.running_gateway import RunningGateway, gateway_to, say
+from support.gateway.running_gateway import RunningGateway, entry, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.errors import ConfigError
@@ -20,11 +19,6 @@ from tidewheel.gateway.ledger import Ledger
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 from tidewheel_client.request_errors import Busy
-
-
-def entry(secret: str, **limits: object) -> str:
-    lines = {"name": secret, "sha256": hashlib.sha256(secret.encode()).hexdigest(), **limits}
-    return "\n".join(["[[keys]]", *(f"{key} = {value!r}" for key, value in lines.items()), ""])
 
 
 def bearer(secret: str) -> dict[str, str]:

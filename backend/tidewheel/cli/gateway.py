@@ -61,6 +61,9 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
         "always, up to </think>, for templates that write the tag themselves; off, nothing",
     )
     group.add_argument(
+        "--playground", action="store_true", help="serve a page at /playground to try the models in a browser"
+    )
+    group.add_argument(
         "--max-body-mb", type=_body_mb, metavar="MB", help=f"largest body of a request (default: {MAX_BODY_MB})"
     )
 
@@ -87,5 +90,6 @@ def run(args: argparse.Namespace) -> int:
             drain_s=args.drain_s,
             reasoning=args.reasoning or "tagged",
             workers=args.workers,
+            playground=args.playground,
         )
     )

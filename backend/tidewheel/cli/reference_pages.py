@@ -22,7 +22,7 @@ from tidewheel.adapter import metric_families
 from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import LIVE, SIZED, EngineConfig
 from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
-from tidewheel.errors import BY_TAG, ConfigError, TidewheelError
+from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
 from tidewheel.settings import JSON_SETTINGS
 
 _HEADING = re.compile(r"    # (?P<text>.+)")
@@ -59,14 +59,6 @@ def read_settings(cls: type[Any]) -> list[Setting]:
         kind = "JSON" if field.name in JSON_SETTINGS else _kind(hints[field.name])
         settings.append(Setting(heading, field.name, kind, _default(field.default), meaning))
     return settings
-
-
-def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
-    """Raise `ConfigError` unless the docstring of the class has two paragraphs."""
-    paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
-    if len(paragraphs) != 2:
-        raise ConfigError(f"{cls.__name__} has {len(paragraphs)} paragraphs: write a cause and what to do")
-    return paragraphs[0], paragraphs[1]
 
 
 def render(page: str) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.gateway import bodies, embeddings, openai_errors, tokenizing
+from tidewheel.gateway import bodies, embeddings, openai_errors, playground_pages, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
@@ -59,11 +59,13 @@ class Gateway:
         max_body_bytes: int,
         reasoning: Reasoning = "tagged",
         place: WorkerPlace | None = None,
+        playground: bool = False,
     ) -> None:
         self._upstreams = upstreams
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._reasoning = reasoning
+        self._playground = playground
         self._place = place or WorkerPlace()
         self._counters = self._place.before()
         self._num_wrong_told = self._counters.errors.get(WrongKey.tag, 0)
@@ -86,6 +88,8 @@ class Gateway:
                 web.post("/detokenize", self._answering(tokenizing.read_detokenize, self._detokenize)),
             ]
         )
+        if self._playground:
+            application.add_routes(playground_pages.routes())
         return application
 
     async def _live(self, _: web.Application) -> AsyncIterator[None]:
@@ -118,7 +122,7 @@ class Gateway:
         """Check the key, turn errors into answers, and count."""
         self._counters.num_open += 1
         try:
-            if request.path not in _OPEN_PATHS:
+            if not self._is_open(request.path):
                 request["account"] = self._keys.account(request.headers.get("Authorization", ""))
             if self._upstreams.not_ready:  # as it was, which the next look may change
                 await self._upstreams.look_again()
@@ -142,6 +146,10 @@ class Gateway:
         path = "other" if resource is None else resource.canonical
         self._counters.count(path, response.status)
         return response
+
+    def _is_open(self, path: str) -> bool:
+        """Return whether the path needs no key."""
+        return path in _OPEN_PATHS or (self._playground and playground_pages.is_open(path))
 
     def _refuse(self, request: web.Request, error: RequestError) -> web.Response:
         self._counters.count_error(error)

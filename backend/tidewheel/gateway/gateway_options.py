@@ -18,6 +18,7 @@ class GatewayOptions:
     drain_s: float = 30.0
     reasoning: Reasoning = "tagged"
     workers: int = 1
+    playground: bool = False  # a page for people, which an API for programs does not need
 
 
 def announce(host: str, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -46,12 +47,16 @@ class RunningGateway:
 
 @contextmanager
 def gateway_to(
-    *ports: int, keys: Path | None = None, max_body_bytes: int = 1 << 20, addresses: Sequence[Address] = ()
+    *ports: int,
+    keys: Path | None = None,
+    max_body_bytes: int = 1 << 20,
+    addresses: Sequence[Address] = (),
+    playground: bool = False,
 ) -> Iterator[RunningGateway]:
     """Run it until the block ends. It has looked at every server once."""
     every = [*(Address(f"127.0.0.1:{port}") for port in ports), *addresses]
     upstreams = Upstreams(every)
-    gateway = Gateway(upstreams, ApiKeys(keys), max_body_bytes=max_body_bytes)
+    gateway = Gateway(upstreams, ApiKeys(keys), max_body_bytes=max_body_bytes, playground=playground)
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(
         gateway.application(), handler_cancellation=True, auto_decompress=False, shutdown_timeout=0
@@ -84,6 +89,12 @@ def events(answer: requests.Response) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def entry(secret: str, **limits: object) -> str:
+    """Return a key's entry in the file of keys."""
+    lines = {"name": secret, "sha256": hashlib.sha256(secret.encode()).hexdigest(), **limits}
+    return "\n".join(["[[keys]]", *(f"{key} = {value!r}" for key, value in lines.items()), ""])
 
 
 def say(asked: Asked, **outputs: Any) -> Answer:

@@ -166,7 +166,7 @@ def start_server(
     command = [*prefix, sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     command += ["--health-port", str(health)]
-    command += ["--openai-port", str(openai), "--openai-workers", "2"] if with_gateway else []
+    command += ["--openai-port", str(openai), "--openai-workers", "2", "--playground"] if with_gateway else []
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)

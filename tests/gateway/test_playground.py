@@ -1,0 +1,302 @@
+"""The playground, as a browser shows it, and as it is served."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.gateway.browser import HAS_BROWSER, MISSING, Browser, browser
+from support.gateway.running_gateway import RunningGateway, entry, gateway_to, say
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, response, running
+from tidewheel.errors import TAGS
+from tidewheel.gateway import playground_pages
+
+FOLDER = Path(playground_pages.__file__).with_name("playground")
+FILES = ["", *(f"/{path.name}" for path in FOLDER.iterdir() if path.name != "index.html"), "/errors.json"]
+needs_browser = pytest.mark.skipif(not HAS_BROWSER, reason=MISSING)
+EVIL = "<img src=x onerror='document.title=1'><script>document.title=2</script>&amp;"
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeTriton]:
+    with running(FakeTriton(models=("demo",))) as one:
+        yield one
+
+
+@pytest.fixture
+def triton(fake: FakeTriton) -> FakeTriton:
+    fake.answer = None
+    fake.asked.clear()
+    fake.ended.clear()
+    return fake
+
+
+@pytest.fixture(scope="module")
+def gateway(fake: FakeTriton) -> Iterator[RunningGateway]:
+    with gateway_to(fake.port, playground=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture
+def page(chromium: Browser, gateway: RunningGateway, triton: FakeTriton) -> Iterator[Browser]:
+    chromium.driver.get(f"{gateway.url}/playground")
+    chromium.wait(lambda: chromium.find("#server").text == "1 model ready", "list of models")
+    yield chromium
+    assert chromium.problems() == []
+
+
+def send(page: Browser, text: str = "one two three") -> None:
+    page.fill("#prompt", text)
+    page.find("#send").click()
+
+
+def wait_end(page: Browser, number: int = 1) -> None:
+    page.wait(
+        lambda: len(page.texts(".turn .figures")) == number and page.texts(".turn .figures")[-1], "end of a turn"
+    )
+
+
+def figures(page: Browser) -> dict[str, str]:
+    """Return those of the last answer."""
+    last = ".turn:last-child .figures"
+    return dict(zip(page.texts(f"{last} dt"), page.texts(f"{last} dd"), strict=True))
+
+
+def say_twice(asked: Asked) -> Answer:
+    for text, reason in (("Hello ", "None"), ("you", "stop")):
+        yield response(
+            asked.message,
+            text_output=text,
+            finish_reason=reason,
+            num_input_tokens=("UINT32", "I", [7]),
+            num_output_tokens=("UINT32", "I", [1]),
+        )
+
+
+# --- how it is served ----------------------------------------------------------------------------------------
+
+
+def test_it_is_off_by_default(fake: FakeTriton) -> None:
+    with gateway_to(fake.port) as plain:
+        for name in FILES:
+            assert plain.get(f"/playground{name}").status_code == 404
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_loaded_from_elsewhere(gateway: RunningGateway, name: str) -> None:
+    answer = gateway.get(f"/playground{name}")
+    assert answer.ok
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    text = answer.text
+    assert not re.search(r"""(https?:)?//[a-z]|\bon[a-z]+="|<style|style=|innerHTML|document\.write|Storage""", text)
+    assert not re.search(r"<script(?! src=\"playground/)|@import|url\(", text)
+
+
+def test_it_needs_no_key_and_shows_nothing_that_does(fake: FakeTriton, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("alice"))
+    with gateway_to(fake.port, keys=keys, playground=True) as guarded:
+        assert all(guarded.get(f"/playground{name}").ok for name in FILES)
+        for path in ("/v1/models", "/metrics", "/playgrounds", "/playground/../metrics"):
+            assert guarded.get(path).status_code == 401
+        assert guarded.get("/playground/other").status_code == 404
+
+
+def test_every_tag_has_what_to_do(gateway: RunningGateway) -> None:
+    remedies = gateway.get("/playground/errors.json").json()
+    assert remedies.keys() == TAGS
+    assert all(remedies.values())
+
+
+# --- how it works in a browser -------------------------------------------------------------------------------
+
+
+@needs_browser
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_chat_and_its_figures(page: Browser, triton: FakeTriton, is_streamed: bool) -> None:
+    triton.answer = say_twice if is_streamed else say
+    if not is_streamed:
+        page.find("#stream").click()
+    page.fill("#system", "Be short.")
+    page.fill("#max-tokens", "50")
+    page.fill("#temperature", "0.5")
+    page.run("document.getElementById('priority').value = '1'")
+    send(page, "first question")
+    wait_end(page)
+    answer = "Hello you" if is_streamed else "ab"
+    assert page.texts(".asked") == ["first question"]
+    assert page.texts("pre.text") == [answer]
+    shown = figures(page)
+    assert (shown["tokens in"], shown["tokens out"], shown["finish"]) == ("7", "2", "stop")
+    assert ("first token" in shown) == ("tokens/s" in shown) == is_streamed
+    (asked,) = triton.asked
+    assert asked.inputs["stream"] is is_streamed
+    assert {name: asked.sampling[name] for name in ("max_tokens", "temperature", "priority")} == {
+        "max_tokens": 50, "temperature": 0.5, "priority": 1,
+    }  # fmt: skip
+    assert shown["request"] == asked.message.id
+    send(page, "second question")
+    wait_end(page, 2)
+    assert [(one["role"], one["content"]) for one in json.loads(triton.asked[1].inputs["messages"])] == [
+        ("system", "Be short."), ("user", "first question"), ("assistant", answer), ("user", "second question"),
+    ]  # fmt: skip
+    page.find("#clear").click()
+    assert page.texts(".turn") == []
+
+
+@needs_browser
+def test_a_plain_prompt(page: Browser, triton: FakeTriton) -> None:
+    page.find("input[value=prompt]").click()
+    assert not page.find("#system").is_displayed()
+    page.fill("#prompt", "one two three\n")  # the enter key sends
+    wait_end(page)
+    assert page.texts("pre.text") == ["one two three"]
+    (asked,) = triton.asked
+    assert asked.inputs["text_input"] == "one two three"
+
+
+@needs_browser
+def test_text_of_a_model_is_never_markup(page: Browser, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=f"<think>{EVIL}</think>{EVIL}")
+    send(page, EVIL)
+    wait_end(page)
+    assert page.texts(".asked") == [EVIL]
+    assert page.run("return document.querySelector('pre.text').textContent") == EVIL
+    assert page.run("return document.querySelector('.thoughts pre').textContent") == EVIL
+    assert page.run("return document.querySelectorAll('.turn img, .turn script').length") == 0
+    assert page.driver.title == "Tidewheel playground"
+
+
+@needs_browser
+def test_the_stop_button_cancels(page: Browser, triton: FakeTriton) -> None:
+    was_cancelled = threading.Event()
+
+    def go_on(asked: Asked) -> Answer:
+        yield response(
+            asked.message,
+            text_output="begun",
+            finish_reason="None",
+            num_input_tokens=("UINT32", "I", [7]),
+            num_output_tokens=("UINT32", "I", [1]),
+        )
+        if triton.ended.wait(30):
+            was_cancelled.set()
+
+    triton.answer = go_on
+    assert not page.find("#stop").is_displayed()
+    send(page)
+    page.wait(lambda: page.texts("pre.text") and "begun" in page.texts("pre.text")[0], "first text")
+    page.find("#stop").click()
+    wait_end(page)
+    assert was_cancelled.wait(30)
+    assert figures(page)["finish"] == "stopped by you"
+    assert figures(page)["tokens out"] == "1"
+    assert page.find("#send").is_displayed()
+
+
+@needs_browser
+def test_an_error_shows_its_tag_and_what_to_do(page: Browser, triton: FakeTriton) -> None:
+    triton.refuse_and_listen("[TW-BUSY retry_after_ms=250] waiting set is full: <b>9</b> of 9 requests wait")
+    send(page)
+    wait_end(page)
+    assert page.texts(".error .tag") == ["TW-BUSY"]
+    assert page.texts(".error .message") == ["waiting set is full: <b>9</b> of 9 requests wait"]
+    (remedy,) = page.texts(".error .remedy")
+    assert "Send the request again after" in remedy and "Retry after 250 ms." in remedy
+    assert figures(page)["finish"] == "error"
+
+
+@needs_browser
+def test_an_error_behind_the_first_text(page: Browser, triton: FakeTriton) -> None:
+    def break_off(asked: Asked) -> Answer:
+        yield next(iter(say_twice(asked)))
+        answer: Any = response(asked.message)
+        answer.error_message = "[TW-ENGINE-DEAD retry_after_ms=1000] the engine process ended"
+        yield answer
+
+    triton.answer = break_off
+    send(page)
+    wait_end(page)
+    assert page.texts("pre.text") == ["Hello "]
+    assert page.texts(".error .tag") == ["TW-ENGINE-DEAD"]
+
+
+@needs_browser
+def test_a_schema(page: Browser, triton: FakeTriton) -> None:
+    for wrong in ("{", "[]", "7"):
+        page.fill("#schema", wrong)
+        send(page)
+        assert page.find("#schema-problem").text.startswith("This is no JSON schema:")
+    assert triton.asked == []
+    schema = {"type": "object", "properties": {"kind": {"enum": ["a"]}}}
+    page.fill("#schema", json.dumps(schema))
+    triton.answer = lambda asked: say(asked, text_output='{"kind": "a"}')
+    page.find("#send").click()
+    wait_end(page)
+    assert page.find("#schema-problem").text == ""
+    assert page.texts("pre.text") == ['{"kind": "a"}']
+    (asked,) = triton.asked
+    assert json.dumps(schema, separators=(",", ":")) in json.dumps(asked.sampling, separators=(",", ":")).replace(
+        "\\", ""
+    )
+
+
+@needs_browser
+def test_a_key_is_asked_for_and_forgotten(chromium: Browser, triton: FakeTriton, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("alice"))
+    triton.answer = say
+    with gateway_to(triton.port, keys=keys, playground=True) as guarded:
+        chromium.driver.get(f"{guarded.url}/playground")
+        chromium.wait(lambda: "wants an API key" in chromium.find("#server").text, "question for a key")
+        send(chromium)
+        wait_end(chromium)
+        assert chromium.texts(".error .tag") == ["TW-KEY"]
+        chromium.fill("#key", "alice\t")
+        chromium.wait(lambda: chromium.find("#server").text == "1 model ready", "list of models")
+        send(chromium)
+        wait_end(chromium, 2)
+        assert chromium.texts("pre.text")[-1] == "ab"
+        assert chromium.run("return [document.cookie, localStorage.length, sessionStorage.length]") == ["", 0, 0]
+        chromium.driver.refresh()
+        chromium.wait(lambda: "wants an API key" in chromium.find("#server").text, "question for a key")
+        assert chromium.find("#key").get_attribute("value") == ""
+    assert chromium.problems() == []
+
+
+@needs_browser
+def test_a_gateway_that_is_gone(page: Browser, fake: FakeTriton) -> None:
+    with gateway_to(fake.port, playground=True) as brief:
+        page.driver.get(f"{brief.url}/playground")
+        page.wait(lambda: page.find("#server").text == "1 model ready", "list of models")
+    send(page)
+    wait_end(page)
+    assert "connection was lost" in page.find(".error .message").text
+    assert any("ERR_CONNECTION_REFUSED" in problem for problem in page.problems())
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_no_width_needs_sideways_scrolling(page: Browser, width: int) -> None:
+    page.driver.set_window_size(width, 900)
+    page.driver.refresh()
+    page.wait(lambda: page.find("#server").text == "1 model ready", "list of models")
+    send(page, "word " * 30 + "x" * 300)
+    wait_end(page)
+    assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.find("#prompt").is_displayed()
+    page.driver.set_window_size(1280, 900)

@@ -100,6 +100,17 @@ def failed(tag: str, count: float) -> str:
     return counted("tidewheel_requests_failed_total", count, tag=tag)
 
 
+def oldest(seconds: float) -> str:
+    return counted("tidewheel_wait_oldest_seconds", seconds, **{"class": "high"})
+
+
+def goodput(answered: int, in_time: int) -> str:
+    labels = {"class": "normal"}
+    return counted("tidewheel_requests_answered_total", answered, **labels) + counted(
+        "tidewheel_requests_in_time_total", in_time, **labels
+    )
+
+
 BLOCKS = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="%s",model="demo",version="1"} %d\n'
 STEPS = counted("tidewheel_steps_total", 0) + counted("tidewheel_step_seconds_total", 0)
 LATER = counted("tidewheel_steps_total", 100) + counted("tidewheel_step_seconds_total", 2)
@@ -110,12 +121,16 @@ LATER = counted("tidewheel_steps_total", 100) + counted("tidewheel_step_seconds_
     [
         (page(more=rejected("TW-BUSY", 0)), page(0, 16, 30, rejected("TW-BUSY", 30)), "OVERLOADED: refuses TW-BUSY"),
         (page(more=rejected("TW-KV-FULL", 0)), page(0, 2, 9, rejected("TW-KV-FULL", 30)), "OVERLOADED: refuses"),
-        (page(more=rejected("TW-INPUT", 0)), page(0, 1, 0, rejected("TW-INPUT", 9)), "SERVING: nothing waits"),
+        (page(more=rejected("TW-INPUT", 0)), page(0, 1, 0, rejected("TW-INPUT", 9)), "SERVING: no queue"),
         (page(), page(0, 2, 9, BLOCKS % ("used", 97) + BLOCKS % ("max", 100)), "KV CACHE FULL: 97 % in use; 9 wait"),
         (page(), page(0, 2, 9, BLOCKS % ("used", 90) + BLOCKS % ("max", 100)), "QUEUEING: 9 wait, 2 run"),
-        (page(more=STEPS), page(0, 3, 0, LATER), "SERVING: nothing waits; a step takes 20 ms"),
+        (page(more=STEPS), page(0, 3, 0, LATER), "SERVING: no queue; a step takes 20 ms"),
         (page(more=failed("TW-ENGINE-DEAD", 0)), page(0, 3, 0, failed("TW-ENGINE-DEAD", 5)), "FAILING: TW-ENGINE"),
         (page(more=failed("TW-CANCELLED", 0)), page(0, 3, 0, failed("TW-CANCELLED", 5)), "SERVING"),
+        (page(more=STEPS), page(0, 3, 1, LATER + oldest(0.03)), "SERVING: no queue"),  # it waits for a step to end
+        (page(more=STEPS), page(0, 3, 1, LATER + oldest(0.05)), "QUEUEING: 1 wait, the oldest for 50 ms"),
+        (page(more=STEPS + goodput(0, 0)), page(0, 3, 0, LATER + goodput(10, 8)), "SLOW: 80 % of the answers"),
+        (page(more=STEPS + goodput(0, 0)), page(0, 3, 0, LATER + goodput(10, 9)), "SERVING"),
         (page(5), page(5), "IDLE"),
     ],
 )  # fmt: skip

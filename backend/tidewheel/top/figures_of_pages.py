@@ -20,6 +20,7 @@ from tidewheel.top.server_view import (
 
 FAMILY = "tidewheel_requests_received_total"  # that every model with metrics has
 _REJECTED, _FAILED = "tidewheel_requests_rejected_total", "tidewheel_requests_failed_total"
+_IN_TIME, _ANSWERED = "tidewheel_requests_in_time_total", "tidewheel_requests_answered_total"
 _GATEWAY_ERRORS = "tidewheel_gateway_errors_total"
 _BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 _BREAKER = ("closed", "half open", "open")
@@ -42,6 +43,7 @@ def traffic(change: Change) -> Traffic:
         inter_token_p50_s=change.quantile("vllm:inter_token_latency_seconds", 0.5),
         inter_token_p95_s=change.quantile("vllm:inter_token_latency_seconds", 0.95),
         queue_p95_s=change.quantile("vllm:request_queue_time_seconds", 0.95),
+        in_time=change.ratio(_IN_TIME, _ANSWERED),
     )
 
 
@@ -62,7 +64,7 @@ def _class(change: Change, name: str, running: int | None) -> ClassLine:
         started_rate=change.rate("tidewheel_requests_started_total", **of_class),
         shed=now.total("tidewheel_requests_shed_total", **of_class),
         evicted=now.total("tidewheel_requests_evicted_total", **of_class),
-        in_time=change.ratio("tidewheel_requests_in_time_total", "tidewheel_requests_answered_total", **of_class),
+        in_time=change.ratio(_IN_TIME, _ANSWERED, **of_class),
     )
 
 

@@ -18,6 +18,7 @@ from tidewheel.top.server_view import RequestLine
 ANSWER_S = 1.0
 ELSEWHERE = "requests are listed on the server's own machine alone"
 NOT_OURS = "no engine of this user is here: requests are listed for the user who runs the server"
+TWIN = "requests are listed under the model that has the engine"
 SILENT = "an engine does not answer: its requests are not listed"
 
 
@@ -33,9 +34,10 @@ def list_here(metrics_url: str, model: str) -> Listing:
     if not is_loopback(address.hostname or ""):
         return Listing(None, note=ELSEWHERE)
     engines = current_engines_of(address.port or 80)
-    if model:
-        engines = [link for link in engines if label_of(link) == model_label(model)]
-    return list_engines(engines)
+    own = [link for link in engines if not model or label_of(link) == model_label(model)]
+    if engines and not own:
+        return Listing(None, note=TWIN)
+    return list_engines(own)
 
 
 def list_engines(links: Sequence[Path]) -> Listing:

@@ -127,6 +127,7 @@ def _traffic(view: View) -> Section:
         ("first token p50/p95", f"{duration(one.first_token_p50_s)} / {duration(one.first_token_p95_s)}"),
         ("next token p50/p95", f"{duration(one.inter_token_p50_s)} / {duration(one.inter_token_p95_s)}"),
         ("queue p95", duration(one.queue_p95_s)),
+        ("answers in time", percent(one.in_time)),
     ]
     if view.gateway is not None:
         gateway = view.gateway

@@ -1,4 +1,4 @@
-"""What `tidewheel top` shows, as values: the same for the terminal, `--once` and `--json`.
+"""Values that `tidewheel top` shows: the same for the terminal, `--once` and `--json`.
 
 Rates are per second of the newest seconds. None is a figure that the server does not have, or not yet.
 """
@@ -42,6 +42,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     inter_token_p50_s: float | None
     inter_token_p95_s: float | None
     queue_p95_s: float | None
+    in_time: float | None  # share of the answers
 
 
 class ClassLine(msgspec.Struct, kw_only=True):

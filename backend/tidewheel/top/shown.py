@@ -29,7 +29,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def bar(share: float | None, width: int = 10) -> str:
+def bar(share: float | None, width: int = 8) -> str:
     if share is None:
         return NOTHING
     full = round(min(max(share, 0.0), 1.0) * width)

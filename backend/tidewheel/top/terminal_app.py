@@ -32,7 +32,7 @@ from tidewheel.top.server_view import RequestLine, View
 from tidewheel.top.watching import Watch
 from tidewheel_client.request_errors import RequestError
 
-_GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING",)
+_GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING", "SLOW")
 _HELP = """\
 q           quit
 s           next order of the requests
@@ -44,8 +44,8 @@ v           figures or requests, where a low terminal has no room for both
 ?           this help
 
 Rates are those of the last 10 seconds. Errors have the tags of docs/errors.md. The second line \
-says OVERLOADED where requests are refused because others wait, QUEUEING where they wait, and \
-SERVING where none waits: then slow answers come from the time of a step.
+says OVERLOADED where requests are refused because others wait, QUEUEING where they wait, and SLOW \
+where answers are late without a queue: then the time of a step makes them so.
 """
 
 

@@ -8,10 +8,12 @@ from tidewheel.top.shown import duration, number, percent
 OVERLOAD_TAGS = frozenset({"TW-BUSY", "TW-KV-FULL", "TW-DEADLINE"})
 GONE_TAG = "TW-CANCELLED"  # of a client that hung up
 FULL_CACHE = 0.95
+GOOD_SHARE = 0.9  # of answers in time
+NUM_STEPS = 2  # that a request may wait while none queues: it joins the next one, behind those in flight
 
 
 def verdict(view: View) -> str:
-    """Return the first that holds: not ready, no gateway, failing, overloaded, queueing, serving, idle."""
+    """Return the first that holds: not ready, no gateway, failing, overloaded, queueing, slow, serving, idle."""
     if view.is_ready is False:
         return f"NOT READY: {view.reason or view.state}"
     if view.gateway_problem:
@@ -19,16 +21,30 @@ def verdict(view: View) -> str:
     if failing := [one for one in view.errors if one.failed_rate and one.tag != GONE_TAG]:
         return f"FAILING: {', '.join(f'{one.tag} {number(one.failed_rate)}/s' for one in failing)}"
     refused = [one for one in view.errors if one.refused_rate and one.tag in OVERLOAD_TAGS]
-    waiting = view.traffic.waiting or 0.0
     if refused:
         return f"OVERLOADED: refuses {_refusals(refused)}; {_queue(view)}"
-    if waiting and (view.cache.use or 0.0) >= FULL_CACHE:
+    if _queues(view) and (view.cache.use or 0.0) >= FULL_CACHE:
         return f"KV CACHE FULL: {percent(view.cache.use)} in use; {_queue(view)}"
-    if waiting:
+    if _queues(view):
         return f"QUEUEING: {_queue(view)}"
+    return _unhindered(view)
+
+
+def _unhindered(view: View) -> str:
+    in_time = view.traffic.in_time
+    if in_time is not None and in_time < GOOD_SHARE:
+        return f"SLOW: {percent(in_time)} of the answers are in time, and no queue makes them late; {_pace(view)}"
     if view.traffic.running:
-        return f"SERVING: nothing waits; {_pace(view)}"
+        return f"SERVING: no queue; {_pace(view)}"
     return "IDLE: nothing runs"
+
+
+def _queues(view: View) -> bool:
+    """Return whether requests wait for longer than until a step ends."""
+    if not view.traffic.waiting:
+        return False
+    waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s is not None]
+    return not waits or max(waits) > NUM_STEPS * (view.steps.seconds_per_step or 0.0)
 
 
 def _refusals(lines: list[ErrorLine]) -> str:

@@ -1,0 +1,83 @@
+"""Engines of this user's servers are found by the port of their metrics, and those of others are not."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tidewheel.engine.folder import CURRENT
+from tidewheel.server import own_servers
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.own_servers import ENDPOINTS, announce, current_engines_of
+from tidewheel.server.workdir import LOCK, RUN_DIR, WorkDir, work_dir
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "base"))
+    (tmp_path / "base").mkdir(mode=0o700)
+    return tmp_path / "base"
+
+
+def add_engine(run: Path, name: str = "demo-1") -> Path:
+    (run / name / "a").mkdir(parents=True)
+    (run / name / CURRENT).symlink_to("a")
+    return run / name / CURRENT
+
+
+def seen_from(base: Path, port: int) -> list[Path]:
+    """Return what a process with another run folder than the server's sees."""
+    os.environ[RUN_DIR] = str(base)
+    return current_engines_of(port)
+
+
+def test_a_server_is_found_by_its_port(base: Path, tmp_path: Path) -> None:
+    with work_dir(base, tmp_path) as one:
+        announce(one, Endpoints(metrics=8002))
+        link = add_engine(one.run)
+        os.environ[RUN_DIR] = str(base)
+        with work_dir(base, tmp_path) as other:
+            announce(other, Endpoints(metrics=9002))
+            add_engine(other.run, "other-1")
+            assert seen_from(base, 8002) == [link]
+            assert seen_from(base, 9002) == [other.run / "other-1" / CURRENT]
+            assert seen_from(base, 7002) == []
+
+
+def test_a_dead_server_is_not_found(base: Path) -> None:
+    root = base / "tidewheel-serve-dead"
+    work = WorkDir(root)
+    add_engine(work.run)
+    (root / LOCK).touch()
+    announce(work, Endpoints(metrics=8002))
+    assert current_engines_of(8002) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"metrics": "x"}', b"[]"])
+def test_a_file_that_cannot_be_read(base: Path, tmp_path: Path, content: bytes) -> None:
+    with work_dir(base, tmp_path) as work:
+        add_engine(work.run)
+        (work.root / ENDPOINTS).write_bytes(content)
+        assert seen_from(base, 8002) == []
+
+
+def test_a_tritonserver_without_serve(base: Path) -> None:
+    link = add_engine(base)
+    assert current_engines_of(8002) == [link]
+
+
+def test_folders_are_closed_to_others_and_theirs_are_not_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with work_dir(base, tmp_path) as work:
+        announce(work, Endpoints(metrics=8002))
+        add_engine(work.run)
+        assert stat.S_IMODE(work.root.stat().st_mode) == stat.S_IMODE(work.run.stat().st_mode) == 0o700
+        assert seen_from(base, 8002)
+        monkeypatch.setattr(own_servers.os, "getuid", lambda: os.geteuid() + 1)
+        assert seen_from(base, 8002) == []
+    add_engine(base)
+    assert current_engines_of(8002) == []

@@ -236,7 +236,7 @@ def test_escape_sequences_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[31mb\x07\r\nc\td\u202e é 漢 😀") == "a[31mb\nc\td é 漢 😀"
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"], ["top", "--help"]])
 def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom tidewheel.cli.main import main\n"

@@ -14,6 +14,7 @@ import pytest
 from support.gateway.browser import HAS_BROWSER, MISSING, Browser, browser
 from support.gateway.running_gateway import RunningGateway, entry, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, response, running
+from tidewheel.cli.main import main
 from tidewheel.errors import TAGS
 from tidewheel.gateway import playground_pages
 
@@ -300,3 +301,8 @@ def test_no_width_needs_sideways_scrolling(page: Browser, width: int) -> None:
     assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
     assert page.find("#prompt").is_displayed()
     page.driver.set_window_size(1280, 900)
+
+
+def test_serve_has_it_with_a_gateway_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "x", "--playground"]) == 2
+    assert "--playground goes with --openai-port" in capsys.readouterr().err

@@ -7,15 +7,20 @@ the rules, and fires the alerts of planted failures.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import requests
 
 from dashboard_panels import Span, draw, read_lines, read_panels
-from support.deploy.planted_load import KEY, Load, Tally, serving_with_gateway
+from support.deploy.planted_load import KEY, SETTINGS, Load, Tally, serving_with_gateway
 from support.deploy.prometheus_server import (
     HAS_PROMETHEUS,
     MISSING,
@@ -28,6 +33,7 @@ from support.deploy.prometheus_server import (
 )
 from support.triton.serving import Server, wait_for
 from tidewheel.cli.reference_pages import metric_families_by_kind
+from tidewheel_client import Client, EngineDead
 
 pytestmark = pytest.mark.e2e
 
@@ -50,8 +56,14 @@ OF_THE_ENGINE = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_with_gateway(tmp_path_factory.mktemp("figures")) as running:
+def request_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, request_log: Path) -> Iterator[Server]:
+    settings = {**SETTINGS, "request_log": str(request_log)}
+    with serving_with_gateway(tmp_path_factory.mktemp("figures"), settings) as running:
         yield running
 
 
@@ -204,6 +216,38 @@ def test_a_killed_engine_fires_its_alert(server: Server, scraped: Prometheus) ->
     wait_for(lambda: restarted in firing(scraped), LIMIT_S, "the alert of an engine that was started again")
     failed = 'model_tag:tidewheel_failed:rate1m{tag="TW-ENGINE-DEAD"} > 0'
     wait_for(lambda: scraped.query(failed), LIMIT_S, "failures by tag")
+
+
+def test_a_failure_has_one_name_everywhere(server: Server, load: Load, request_log: Path) -> None:
+    """In exceptions of the client, the request log, the gateway's log and `tidewheel top`; above, in alerts."""
+    for plant in (load.overload, load.fill_cache, load.mishaps):
+        plant()
+    engine = server.engine_process()
+    assert engine is not None
+    with Client(server.grpc, timeout_s=LIMIT_S) as client, client.stream("The", max_tokens=400, priority=1) as stream:
+        next(stream)
+        engine.kill()
+        with pytest.raises(EngineDead):
+            list(stream)
+    of_requests = {"TW-BUSY", "TW-KV-FULL", "TW-DEADLINE", "TW-NUMERIC", "TW-ENGINE-DEAD"}
+    assert {*load.tally.errors, EngineDead.tag} >= {*of_requests, "TW-KEY"}
+    wait_for(lambda: tags_of(request_log) >= of_requests, SETTLE_S, "a line for each tag")
+    wait_for(lambda: "[TW-KEY]" in server.log.read_text(), SETTLE_S, "the gateway's line")
+    wait_for(lambda: tags_at_top(server) >= {*of_requests, "TW-KEY"}, LIMIT_S, "all tags at top")
+
+
+def tags_of(request_log: Path) -> set[str | None]:
+    return {json.loads(line)["tag"] for line in request_log.read_text().splitlines()}
+
+
+def tags_at_top(server: Server) -> set[str]:
+    addresses = {"metrics": server.metrics_port, "health": server.health_port, "gateway": server.openai_port}
+    pages = {"metrics": "metrics", "health": "ready", "gateway": "metrics"}
+    options = [f"--{name}-url=http://127.0.0.1:{port}/{pages[name]}" for name, port in addresses.items()]
+    command = [sys.executable, "-m", "tidewheel.cli.main", "top", "--json", "--interval-s", "0.2", *options]
+    environment = {**os.environ, "TIDEWHEEL_API_KEY": KEY}
+    view = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60).stdout)
+    return {line["tag"] for line in view["errors"] if line["refused"] or line["failed"] or line["gateway"]}
 
 
 def firing(running: Prometheus) -> set[tuple[str, str]]:

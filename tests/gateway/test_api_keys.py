@@ -218,3 +218,10 @@ def test_a_network_needs_keys(tmp_path: Path) -> None:
     check_keys("0.0.0.0", tmp_path)
     with pytest.raises(ServeError, match=r"--host is '0.0.0.0', and there is no --api-keys"):
         check_keys("0.0.0.0", None)
+
+
+def test_metrics_may_need_no_key(triton: FakeTriton, keys: Path) -> None:
+    with gateway_to(triton.port, keys=keys) as closed, gateway_to(triton.port, keys=keys, open_metrics=True) as open_:
+        assert closed.get("/metrics").status_code == 401
+        assert "tidewheel_gateway_requests_total" in open_.get("/metrics").text
+        assert [one.get("/v1/models").status_code for one in (closed, open_)] == [401, 401]

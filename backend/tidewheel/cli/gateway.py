@@ -61,6 +61,11 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
         "always, up to </think>, for templates that write the tag themselves; off, nothing",
     )
     group.add_argument(
+        "--open-metrics",
+        action="store_true",
+        help="/metrics needs no API key, for scrapers that can send none: where only they and yours reach the port",
+    )
+    group.add_argument(
         "--playground", action="store_true", help="serve a page at /playground to try the models in a browser"
     )
     group.add_argument(
@@ -90,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             drain_s=args.drain_s,
             reasoning=args.reasoning or "tagged",
             workers=args.workers,
+            open_metrics=args.open_metrics,
             playground=args.playground,
         )
     )

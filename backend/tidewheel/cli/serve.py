@@ -155,6 +155,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
             f"--workers={args.openai_workers}",
             f"--reasoning={args.reasoning or 'tagged'}",
             f"--max-body-mb={args.max_body_mb or MAX_BODY_MB}",
+            *(["--open-metrics"] if args.open_metrics else []),
             *(["--playground"] if args.playground else []),
         ),
         drain_s=args.drain_s,
@@ -179,6 +180,8 @@ def _check_gateway(args: argparse.Namespace) -> None:
         raise UsageError("--openai-workers goes with --openai-port: they are the gateway's")
     if args.reasoning is not None:
         raise UsageError("--reasoning goes with --openai-port: only the gateway splits answers")
+    if args.open_metrics:
+        raise UsageError("--open-metrics goes with --openai-port: they are the gateway's")
     if args.playground:
         raise UsageError("--playground goes with --openai-port: it is a page of the gateway")
     if args.max_body_mb is not None:

@@ -59,6 +59,7 @@ class Gateway:
         max_body_bytes: int,
         reasoning: Reasoning = "tagged",
         place: WorkerPlace | None = None,
+        open_metrics: bool = False,
         playground: bool = False,
     ) -> None:
         self._upstreams = upstreams
@@ -66,6 +67,7 @@ class Gateway:
         self._max_body_bytes = max_body_bytes
         self._reasoning = reasoning
         self._playground = playground
+        self._open_paths = (*_OPEN_PATHS, "/metrics") if open_metrics else _OPEN_PATHS
         self._place = place or WorkerPlace()
         self._counters = self._place.before()
         self._num_wrong_told = self._counters.errors.get(WrongKey.tag, 0)
@@ -149,7 +151,7 @@ class Gateway:
 
     def _is_open(self, path: str) -> bool:
         """Return whether the path needs no key."""
-        return path in _OPEN_PATHS or (self._playground and playground_pages.is_open(path))
+        return path in self._open_paths or (self._playground and playground_pages.is_open(path))
 
     def _refuse(self, request: web.Request, error: RequestError) -> web.Response:
         self._counters.count_error(error)

@@ -18,6 +18,7 @@ class GatewayOptions:
     drain_s: float = 30.0
     reasoning: Reasoning = "tagged"
     workers: int = 1
+    open_metrics: bool = False  # /metrics needs no key, for scrapers that cannot send one
     playground: bool = False  # a page for people, which an API for programs does not need
 
 

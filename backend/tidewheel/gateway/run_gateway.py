@@ -42,6 +42,7 @@ def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
         max_body_bytes=options.max_body_mb << 20,
         reasoning=options.reasoning,
         place=place,
+        open_metrics=options.open_metrics,
         playground=options.playground,
     )
     asyncio.run(_serve(gateway, options, shares_port=place.folder is not None))

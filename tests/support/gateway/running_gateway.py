@@ -52,11 +52,14 @@ def gateway_to(
     max_body_bytes: int = 1 << 20,
     addresses: Sequence[Address] = (),
     playground: bool = False,
+    open_metrics: bool = False,
 ) -> Iterator[RunningGateway]:
     """Run it until the block ends. It has looked at every server once."""
     every = [*(Address(f"127.0.0.1:{port}") for port in ports), *addresses]
     upstreams = Upstreams(every)
-    gateway = Gateway(upstreams, ApiKeys(keys), max_body_bytes=max_body_bytes, playground=playground)
+    gateway = Gateway(
+        upstreams, ApiKeys(keys), max_body_bytes=max_body_bytes, playground=playground, open_metrics=open_metrics
+    )
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(
         gateway.application(), handler_cancellation=True, auto_decompress=False, shutdown_timeout=0

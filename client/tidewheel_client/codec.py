@@ -34,10 +34,9 @@ _PERF = (
     "kv_cache_alloc_new_blocks",
     "priority",
 )
-# Outputs of most responses, whose types are slow to read from a message. Counts are the same as INT32.
-_PLAIN = {
-    "text_output": "BYTES", "finish_reason": "BYTES", "num_input_tokens": "UINT32", "num_output_tokens": "UINT32",
-}  # fmt: skip
+_PLAIN = frozenset({"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"})
+_NO_TEXT = bytes(4)
+_OPEN = struct.pack("<I", 4) + b"None"  # the finish reason of a sequence that goes on
 _MAX_TIMEOUT_MS = 1e12
 _FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
 _ONE = {datatype: struct.Struct(f"<{code}") for datatype, code in _FORMATS.items()}
@@ -109,20 +108,32 @@ def prompt_input(
 
 
 def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
-    outputs, is_plain = _outputs(response)
-    texts = outputs.get("text_output", ("",))
-    if not is_plain or len(texts) != 1:
-        return chunks_of(outputs)
-    counts, reasons = outputs.get("num_output_tokens"), outputs.get("finish_reason")
-    inputs = outputs.get("num_input_tokens")
-    return [  # most responses, at half the cost
-        Chunk(
-            text=texts[0],
-            finish_reason=_finish_reason(reasons[0]) if reasons else None,
-            num_input_tokens=inputs[0] if inputs else None,
-            num_output_tokens=counts[0] if counts else None,
-        )
-    ]
+    names = [output.name for output in response.outputs]
+    if _PLAIN.issuperset(names):  # most responses, at half the cost: types are slow to read from a message
+        found = dict(zip(names, response.raw_output_contents, strict=True))
+        text = found.get("text_output", _NO_TEXT)
+        if _length(text) == len(text) - 4:  # of one sequence
+            return [
+                Chunk(
+                    text=text[4:].decode("utf-8", "replace"),
+                    finish_reason=_reason(found.get("finish_reason", _OPEN)),
+                    num_input_tokens=_count(found.get("num_input_tokens")),
+                    num_output_tokens=_count(found.get("num_output_tokens")),
+                )
+            ]
+    return chunks_of(_outputs(response))
+
+
+def _length(raw: bytes) -> int:
+    return int.from_bytes(raw[:4], "little")
+
+
+def _reason(raw: bytes) -> str | None:
+    return None if raw == _OPEN else _finish_reason(raw[4:].decode("utf-8", "replace"))
+
+
+def _count(raw: bytes | None) -> int | None:
+    return None if raw is None else int.from_bytes(raw[:4], "little")
 
 
 def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
@@ -150,16 +161,10 @@ def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
     ]
 
 
-def _outputs(response: service_pb2.ModelInferResponse) -> tuple[dict[str, tuple[Any, ...]], bool]:
-    """Return the values by name, and whether all are those of most responses."""
-    unpacked, is_plain = {}, True
-    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        name = output.name
-        datatype = _PLAIN.get(name)
-        if datatype is None:
-            datatype, is_plain = output.datatype, False
-        unpacked[name] = _unpack(datatype, raw)
-    return unpacked, is_plain
+def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, ...]]:
+    """Return the values by name."""
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: _unpack(output.datatype, raw) for output, raw in pairs}
 
 
 def _element(outputs: Mapping[str, tuple[Any, ...]], name: str, index: int) -> Any:
@@ -194,7 +199,7 @@ def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | N
 
 def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:
     if datatype == "BYTES":
-        if int.from_bytes(raw[:4], "little") == len(raw) - 4:
+        if _length(raw) == len(raw) - 4:
             return (raw[4:].decode("utf-8", "replace"),)
         return tuple(_strings(raw))
     one = _ONE[datatype]

@@ -107,6 +107,44 @@ def test_a_waiting_critical_takes_blocks_of_lower_classes() -> None:
     driver.run()
 
 
+def victims_of_critical(driver: SchedulerDriver, num_prompt_tokens: int) -> list[str]:
+    """Ids of requests that leave for a CRITICAL, in the step in which it arrives."""
+    prompt = [9] * num_prompt_tokens
+    critical = driver.add(make_request("critical", prompt, max_tokens=1, priority=CRITICAL, arrival_time=9.0))
+    driver.schedule()
+    assert critical.state is RequestState.RUNNING
+    driver.apply()
+    return [name for name, request in driver.requests.items() if request.state is RequestState.PREEMPTED]
+
+
+def fill_blocks(driver: SchedulerDriver, lengths: dict[str, int], num_preemptions: int = 0) -> None:
+    """Prompts of LOW requests, after their first token. The last one was preempted so often."""
+    for number, (name, length) in enumerate(lengths.items()):
+        request = make_request(name, [number] * length, max_tokens=8, priority=LOW, arrival_time=float(number))
+        driver.add(request)
+    request.num_preemptions = num_preemptions
+    driver.step()
+    assert len(driver.prefilling()) == 0 and driver.scheduler.num_running == len(lengths)
+
+
+def test_a_row_that_leaves_alone_saves_the_block_into_which_it_would_grow() -> None:
+    """Two blocks are missing: `full` holds one and needs the next, `wide` holds two and has computed more."""
+    driver = SchedulerDriver(num_blocks=8, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    fill_blocks(driver, {"one": 2, "other": 2, "full": 4, "wide": 6})
+    assert victims_of_critical(driver, 16) == ["full"]
+    driver.run()
+
+
+@pytest.mark.parametrize(("num_preemptions", "expected"), [(0, ["wide"]), (1, ["one", "other"])])
+def test_several_rows_leave_before_one_that_was_preempted_often_enough(
+    num_preemptions: int, expected: list[str]
+) -> None:
+    driver = SchedulerDriver(num_blocks=7, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_preemptions=1)
+    fill_blocks(driver, {"one": 2, "other": 2, "wide": 6}, num_preemptions)
+    assert victims_of_critical(driver, 20) == expected
+    driver.run()
+
+
 def test_no_other_class_takes_rows() -> None:
     driver = SchedulerDriver(max_num_seqs=2, max_num_batched_tokens=64)
     requests = fill_rows(driver, LOW, LOW)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -132,16 +132,26 @@ def choose_victims(
             departures.take_back(row)
             victims.remove(row)
             num_missing += loss
-    return _alone(state, rows, victims, wanted, kept) if len(victims) > 1 else victims
+    return _alone(state, rows, victims, wanted, kept, relieved) if len(victims) > 1 else victims
 
 
-def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: int, kept: Sequence[int]) -> list[int]:
-    """Return one row instead, in no better class, if it frees enough."""
-    best_class = int(state.columns.classes[victims].min())
+def _alone(
+    state: State,
+    rows: Sequence[int],
+    victims: list[int],
+    num_missing: int,
+    kept: Sequence[int],
+    relieved: Container[int],
+) -> list[int]:
+    """Return one row instead, in no better class and not preempted often enough, if it frees enough."""
+    columns = state.columns
+    best_class = int(columns.classes[victims].min())
+    spent = columns.num_preemptions >= state.config.max_preemptions
+    takes_spent = bool(spent[victims].any())
     departures = state.kv.departures(kept)
     for row in rows:
-        if state.columns.classes[row] >= best_class:
-            if departures.add(row) >= num_missing:
+        if columns.classes[row] >= best_class and (takes_spent or not spent[row]):
+            if departures.add(row) + (row in relieved) >= num_missing:
                 return [row]
             departures.take_back(row)
     return victims

@@ -38,6 +38,8 @@ that dies of a `TypeError` or a `KeyError` of its own has shown nothing.
 * *half a group evicted*: its leader loses its place, and its followers stay.
 * *cached prefix first for ever*: a request that has waited long is overtaken.
 * *cached prefix before class*: and one of a better class.
+* *cached prefix before preempted*: and a preempted request, or a sequence whose group has started.
+* *rows wait for blocks*: running requests that lack blocks wait, and none leaves.
 * *computed for ever*: blocks count as being computed when their row has left.
 * *growth forgotten*: admission leaves no blocks for rows that grow in the same step.
 * *tokens written back twice*: recent tokens stay in the row when the request has got them.
@@ -203,7 +205,10 @@ def running_never_expires(patch: pytest.MonkeyPatch) -> None:
     real = EventHeap.pop_due
 
     def pop_due(self: EventHeap, now: float) -> Iterator[Event]:
-        return (event for event in real(self, now) if event.subject.state is not RequestState.RUNNING)
+        return (event for event in real(self, now) if not is_running(event.subject))
+
+    def is_running(subject: Any) -> bool:  # sessions expire too
+        return isinstance(subject, Request) and subject.state is RequestState.RUNNING
 
     patch.setattr(EventHeap, "pop_due", pop_due)
 
@@ -304,6 +309,24 @@ def cached_prefix_before_class(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "next_in_line", next_in_line)
 
 
+def cached_prefix_before_preempted(patch: pytest.MonkeyPatch) -> None:
+    def next_in_line(waiting: Iterator[Request], num_cached_tokens: Any, *, before: float, **more: Any) -> Any:
+        first = next(waiting, None)
+        if first is None or not first.is_new or first.arrival_time <= before:
+            return first
+        peers = (request for request in waiting if request.service_class is first.service_class)
+        return max((first, *peers), key=num_cached_tokens)
+
+    patch.setattr(planner, "next_in_line", next_in_line)
+
+
+def rows_wait_for_blocks(patch: pytest.MonkeyPatch) -> None:
+    def free_blocks_to_grow(state: State, needy: np.ndarray[Any, Any], now: float) -> list[int]:
+        return [int(row) for row in needy[state.kv.num_free_blocks :]]
+
+    patch.setattr(planner, "free_blocks_to_grow", free_blocks_to_grow)
+
+
 def computed_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefix.PrefixCache, "drop_announced", lambda self, row, block_hashes=None: None)
 
@@ -346,8 +369,8 @@ MUTATIONS = (
     copies_forgotten, lower_classes_share, long_ones_share, nothing_given_back, every_deadline_refused,
     critical_takes_all, critical_waits, one_victim_too_many, shared_blocks_counted_twice,
     found_blocks_counted_as_free, begun_group_evicted, half_a_group_evicted, cached_prefix_first_for_ever,
-    cached_prefix_before_class, computed_for_ever, growth_forgotten, tokens_written_back_twice,
-    prompts_under_way_never_age, rows_taken_that_end_anyway,
+    cached_prefix_before_class, cached_prefix_before_preempted, rows_wait_for_blocks, computed_for_ever,
+    growth_forgotten, tokens_written_back_twice, prompts_under_way_never_age, rows_taken_that_end_anyway,
 )  # fmt: skip
 
 
@@ -367,6 +390,7 @@ MACHINES = {
     "rows_taken_that_end_anyway": crowded_machine(max_inflight_steps=2),
     "cached_prefix_first_for_ever": crowded_machine(enable_prefix_caching=True, max_num_seqs=2, ageing_s=3.0),
     "cached_prefix_before_class": crowded_machine(enable_prefix_caching=True, max_num_seqs=2),
+    "cached_prefix_before_preempted": crowded_machine(enable_prefix_caching=True, max_num_seqs=3, ageing_s=1000.0),
 }
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from support.engine.fake_runner import naive_output
+from support.scheduler.budget_checks import check_shares, scheduled_tokens
+from support.scheduler.scheduler_model import Model
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request, RequestState
 
@@ -189,4 +191,53 @@ def test_a_request_that_has_waited_for_the_ageing_time_is_not_overtaken_for_the_
             break
     assert cold.first_scheduled_time is not None
     assert cold.first_scheduled_time <= begin + 15.0 + 2.0, "one step may be under way"
+    driver.run()
+
+
+@pytest.mark.parametrize("num_cached", [0, 64])
+def test_a_request_that_has_run_is_not_overtaken_and_overtakes_nobody(num_cached: int) -> None:
+    driver = SchedulerDriver(num_blocks=256, max_num_seqs=1, max_num_batched_tokens=512, ageing_s=1000.0)
+    driver.add(make_request("before", [*SHARED, 1], max_tokens=1))
+    driver.run()
+    prompt = [*SHARED[:num_cached], *[37] * (65 - num_cached)]
+    again = driver.add(make_request("again", prompt, max_tokens=4, arrival_time=driver.now))
+    driver.step()
+    for name, others, arrival in (("cold", [36] * 65, -1.0), ("warm", [*SHARED, 2], 1.0)):
+        driver.add(make_request(name, others, max_tokens=1, arrival_time=again.arrival_time + arrival))
+    driver.scheduler._state.preempt(again.row, driver.now)
+    assert order_of_entries(driver) == ["cold", "again", "warm"]
+
+
+def order_of_entries(driver: SchedulerDriver) -> list[str]:
+    entries: list[str] = []
+    while (batch := driver.schedule()) is not None:
+        entries += [entry.request_id for entry in batch.new_rows]
+        driver.apply()
+    return entries
+
+
+@pytest.mark.parametrize(("own", "fits"), [(2, True), (60, False)])
+def test_a_prompt_under_way_precedes_those_that_it_and_a_later_one_have_overtaken(own: int, fits: bool) -> None:
+    """`warm` and `hot` overtake `cold`, but `hot` does not overtake `warm`, whether it fits or not."""
+    driver = SchedulerDriver(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=8, ageing_s=1000.0)
+    driver.add(make_request("before", [*SHARED[:16], 1], max_tokens=1))
+    driver.run()
+    model = Model(driver.config)
+    prompts = {"cold": [36] * 30, "warm": [*SHARED[:16], *[37] * 13], "hot": [*SHARED[:16], *[38] * own]}
+    requests = {name: make_request(name, tokens, arrival_time=driver.now) for name, tokens in prompts.items()}
+    for name in ("cold", "warm"):
+        model.add(driver.add(requests[name]))
+    driver.step()
+    assert [name for name, request in requests.items() if request.state is RUNNING] == ["warm"]
+    model.add(driver.add(requests["hot"]))
+    batch = driver.schedule()
+    assert batch is not None
+    names = {request.row: name for name, request in requests.items()}
+    counts = {names[row]: count for row, count in scheduled_tokens(batch).items()}
+    assert counts == ({"warm": 5, "hot": 2, "cold": 1} if fits else {"warm": 5, "cold": 3})
+    waiting = [] if fits else [requests["hot"]]
+    check_shares(driver, batch, model, 0, waiting, {"cold", "hot"})
+    with pytest.raises(AssertionError):  # if `hot` might not overtake
+        check_shares(driver, batch, model, 0, waiting, {"cold"})
+    driver.apply()
     driver.run()

@@ -234,14 +234,16 @@ def next_in_line(
 ) -> Request | None:
     """Return the request with the longest cached prefix of the first `WINDOW`, in the first one's class.
 
-    The first keeps its turn if it is not new or arrived by `before`. With `by_tenant`, only its tenant competes.
+    The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. A request that is
+    not new is neither preferred nor overtaken.
     """
     first = next(waiting, None)
     if first is None or not first.is_new or first.arrival_time <= before:
         return first
 
     def is_peer(request: Request) -> bool:
-        return request.service_class is first.service_class and not (by_tenant and request.tenant != first.tenant)
+        is_of_tenant = not by_tenant or request.tenant == first.tenant
+        return request.service_class is first.service_class and is_of_tenant and request.is_new
 
     return max((first, *takewhile(is_peer, islice(waiting, WINDOW - 1))), key=num_cached_tokens)
 

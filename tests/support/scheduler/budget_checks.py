@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from support.scheduler.scheduler_model import Model
 from support.scheduler.scheduling import SchedulerDriver
 from tidewheel.batch import ScheduledBatch
-from tidewheel.request import Request
+from tidewheel.request import Priority, Request
 
 
-def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[Request]) -> None:
-    """Check that nothing is left while a prompt could take it: a running one, or one that may enter."""
+def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[Request], *, is_scarce: bool) -> None:
+    """Check that nothing is left while a prompt could take it: a running one, or one that may enter.
+
+    Where running requests lacked blocks, only CRITICAL ones may, for which classes have to count.
+    """
     config, stats = driver.config, driver.scheduler.stats()
     if batch.num_tokens >= stats.token_budget:
         return
@@ -21,6 +24,9 @@ def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[R
     has_row = stats.num_running < min(stats.max_num_seqs, config.num_rows)
     if any(may_await_prefix(driver, request) for request in waiting):
         return
+    if is_scarce:
+        by_class = config.policy not in ("fifo", "fair")  # a tenant's turn may come before a CRITICAL request
+        waiting = [request for request in waiting if by_class and request.service_class is Priority.CRITICAL]
     if waiting and has_row and config.strategy.name == "continuous":
         # The tail of a session is held while it is copied.
         most_blocks = max(driver.kv.num_blocks_for(r.num_tokens) + bool(r.session_id) for r in waiting)
@@ -29,31 +35,49 @@ def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[R
         assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks) + growth
 
 
-def check_shares(driver: SchedulerDriver, batch: ScheduledBatch, model: Model, num_victims: int) -> None:
+def check_shares(
+    driver: SchedulerDriver,
+    batch: ScheduledBatch,
+    model: Model,
+    num_victims: int,
+    waiting: list[Request],
+    new: Collection[str],
+) -> None:
     """Check that a prompt that is cut short gets at least as much as the prompts behind it together.
 
     Prompts behind it are of its level, or of its level without ageing, and have less than half as much to compute.
-    Tokens of rows that left while the step was planned go to them.
+    Tokens of rows that left while the step was planned go to them. Not behind an entering prompt are those that a
+    cached prefix took past it, and the prompts under way before the last of these, even if that one did not fit.
+    `new` names the requests that were new before the step.
     """
     if model.config.policy == "fair":
         return  # counters, which move in the step, decide who is behind whom
     missing, counts = missing_tokens(driver), scheduled_tokens(batch)
-    entered = {new.row for new in batch.new_rows}
+    entered = [driver.requests[entry.request_id] for entry in batch.new_rows]
     running = [driver.scheduler._state.columns.request(row) for row in missing]
-    chunks = sorted((r for r in running if counts.get(r.row, 0) > (r.row not in entered)), key=model.key)
+    chunks = sorted((r for r in running if counts.get(r.row, 0) > (r not in entered)), key=model.key)
     for index, cut in enumerate(chunks):
         if missing[cut.row] < 1 or counts[cut.row] == model.config.long_prefill_token_threshold:
             continue
-        behind = [r for r in chunks[index + 1 :] if not {r.row, cut.row} <= entered or not overtakes(model, r, cut)]
+        preferred = [*entered[: entered.index(cut)], *waiting] if cut in entered else []
+        passed = [r for r in preferred if may_overtake(driver, model, r, cut, new)]
+        last = max(map(model.key, [cut, *passed]))
+        behind = [r for r in chunks[index + 1 :] if r not in passed and (r in entered or model.key(r) > last)]
         assert sum(counts[other.row] for other in behind) <= counts[cut.row] + num_victims
         for other in behind:
             assert model.level(other) <= model.shared_level(cut)
             assert 2 * (missing[other.row] + counts[other.row]) < missing[cut.row] + counts[cut.row]
 
 
-def overtakes(model: Model, request: Request, cut: Request) -> bool:
-    """Return whether a cached prefix may have taken the request past one that entered in the same step."""
-    return model.config.policy == "priority" and model.class_of(request) == model.class_of(cut)
+def may_overtake(
+    driver: SchedulerDriver, model: Model, request: Request, rival: Request, new: Collection[str]
+) -> bool:
+    """Return whether a cached prefix may take one request past another, both of which were `new`."""
+    return (
+        {request.request_id, rival.request_id} <= set(new)
+        and model.may_overtake(request, rival, driver.now)
+        and may_be_cached(driver, request)
+    )
 
 
 def most_growth_of(driver: SchedulerDriver) -> int:
@@ -65,12 +89,23 @@ def most_growth_of(driver: SchedulerDriver) -> int:
 
 def may_await_prefix(driver: SchedulerDriver, request: Request, left: Sequence[Request] = ()) -> bool:
     """Return whether a running request, or one that `left` its row now, has a full block of the same tokens."""
-    if not driver.kv.prefixes.is_enabled:
+    return begins_like(driver, request, [r for r in driver.requests.values() if r.row >= 0 or r in left])
+
+
+def may_be_cached(driver: SchedulerDriver, request: Request) -> bool:
+    """Return whether a request that has started, and may be over, has a full block of the same tokens."""
+    started = [r for r in driver.requests.values() if r.first_scheduled_time is not None]
+    return begins_like(driver, request, started)
+
+
+def begins_like(driver: SchedulerDriver, request: Request, others: list[Request]) -> bool:
+    """Return whether one of the others shares a full block with the request, which computes its last token itself."""
+    size, salt = driver.runner.block_size, driver._salt_of(request.request_id)
+    first = tokens_of(request)[:-1][:size]
+    if len(first) < size or not driver.kv.prefixes.is_enabled:
         return False
-    salt, wanted = driver._salt_of(request.request_id), tokens_of(request)[:-1]
-    running = [r for r in driver.requests.values() if r.row >= 0 or r in left]
-    same = [tokens_of(r) for r in running if r is not request and driver._salt_of(r.request_id) == salt]
-    return any(wanted[: driver.runner.block_size] == tokens[: driver.runner.block_size] for tokens in same)
+    same = (r for r in others if r is not request and driver._salt_of(r.request_id) == salt)
+    return any(tokens_of(r)[:size] == first for r in same)
 
 
 def tokens_of(request: Request) -> list[int]:

@@ -7,6 +7,7 @@ import re
 from support.scheduler.budget_checks import may_await_prefix
 from support.scheduler.scheduler_model import Model
 from support.scheduler.scheduling import SchedulerDriver
+from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, KvCacheFull
 from tidewheel.request import Priority, Request
 
@@ -43,6 +44,11 @@ class Blocks:
         self.computed = {state.columns.request(row).request_id: int(starts[row]) for row in rows}
         self.has_free_row = state.columns.num_free_rows > 0
 
+    @property
+    def are_scarce(self) -> bool:
+        """Return whether running requests need more blocks than are free."""
+        return self.num_growing > self.num_free
+
     def num_only_of(self, request_id: str) -> int:
         """Count the blocks of the request that no other request names."""
         others = [table for name, table in self.tables.items() if name != request_id]
@@ -51,6 +57,23 @@ class Blocks:
     def gain(self, request_id: str) -> int:
         """Count the blocks that others could take if the request left alone."""
         return self.num_only_of(request_id) + (request_id in self.growing)
+
+
+def check_decodes(
+    driver: SchedulerDriver, batch: ScheduledBatch, blocks: Blocks, victims: list[Request], model: Model
+) -> None:
+    """Check, with no other step in flight, that each running request that lacks one token gets it.
+
+    One that needs a block may wait where a request of a higher class had to leave for others of its own class.
+    """
+    if len(driver.in_flight) > 1:
+        return
+    rows = driver.runner.rows
+    for row in rows.keys() - batch.rows.tolist():
+        if len(rows[row].token_ids) - rows[row].num_computed_tokens <= 1:
+            request = driver.scheduler._state.columns.request(row)
+            assert request.request_id in blocks.growing, f"{request} gets no token"
+            assert any(model.counts(victim) < model.counts(request) for victim in victims), f"{request} waits"
 
 
 def check_need(
@@ -63,9 +86,8 @@ def check_need(
     """
     if len(victims) == 1 and not any(r.num_reused_blocks for r in entered):
         _check_choice(driver, blocks, victims[0], model)
-    is_scarce = blocks.num_growing > blocks.num_free
     criticals = [r for r in entered if r.service_class is Priority.CRITICAL and driver.config.policy != "fifo"]
-    if is_scarce:
+    if blocks.are_scarce:
         return
     assert not victims or criticals, "rows left, and no CRITICAL entered"
     if victims and len(criticals) == 1 and len(entered) == 1 and not driver.kv.num_host_blocks:
@@ -88,7 +110,7 @@ def _check_choice(driver: SchedulerDriver, blocks: Blocks, victim: Request, mode
     for other in running:
         if other is victim or other is protected or model.counts(other) < model.counts(victim):
             continue  # no row leaves for one of a lower class
-        sits_out = blocks.num_growing > blocks.num_free and model.counts(other) > model.counts(victim)
+        sits_out = blocks.are_scarce and model.counts(other) > model.counts(victim)
         gain = blocks.num_only_of(other.request_id) if sits_out else blocks.gain(other.request_id)
         if gain < blocks.gain(victim.request_id):
             continue

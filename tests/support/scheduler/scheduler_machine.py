@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from support.engine.fake_runner import VOCAB_SIZE
-from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix
-from support.scheduler.need_checks import Blocks, check_need, check_shortage
+from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix, may_overtake
+from support.scheduler.need_checks import Blocks, check_decodes, check_need, check_shortage
 from support.scheduler.scheduler_model import Model, follows
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
@@ -224,6 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [r for r in in_time if r.state is RequestState.RUNNING]
         self.ready |= {r.request_id for r in running if driver.num_computed_tokens(r) >= r.num_prompt_tokens - 1}
         started = {r.request_id for r in in_time if r.first_scheduled_time is not None}
+        new = {r.request_id for r in in_time if r.is_new}
         num_preemptions = {r.request_id: r.num_preemptions for r in running}
         if not running:
             self.num_joined = 0
@@ -240,14 +241,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not ending & {request.request_id for request in victims}, "a row left that had all its tokens"
         for request in victims:  # also those that are back already
             self.model.preempt(request, now)
-        entered = [driver.requests[new.request_id] for new in batch.new_rows] if batch is not None else []
+        entered = [driver.requests[entry.request_id] for entry in batch.new_rows] if batch is not None else []
         self.check_victims(running, victims, entered)
         if driver.config.max_inflight_steps == 1 and not is_full:
             check_need(driver, blocks, victims, entered, self.model)
         if batch is not None:
-            self.check_order(batch, started, victims)
-            check_budget(driver, batch, self.waiting())
-            check_shares(driver, batch, self.model, len(victims))
+            self.check_order(batch, started, victims, new)
+            check_decodes(driver, batch, blocks, victims, self.model)
+            check_budget(driver, batch, self.waiting(), is_scarce=blocks.are_scarce)
+            check_shares(driver, batch, self.model, len(victims), self.waiting(), new)
 
     def note_releases(self, followers: list[Request], now: float) -> None:
         """Let followers age by themselves once their leader has let them go."""
@@ -282,14 +284,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert self.model.protected(were_running) not in victims or has_critical
 
-    def check_order(self, batch: ScheduledBatch, started: set[str], victims: list[Request]) -> None:
+    def check_order(self, batch: ScheduledBatch, started: set[str], victims: list[Request], new: set[str]) -> None:
         """Check that nothing enters while a request that is served earlier waits.
 
-        Exceptions are requests that wait for a prefix or the strategy, or that may be overtaken. Decodes are never
-        left out for prompts.
+        Exceptions are requests that wait for a prefix or the strategy, or that may be overtaken.
         """
         driver, config, model = self.driver, self.driver.config, self.model
-        entered = [driver.requests[new.request_id] for new in batch.new_rows]
+        entered = [driver.requests[entry.request_id] for entry in batch.new_rows]
         for request in entered:
             assert request.deadline is None or request.deadline > driver.now
             leader = request.leader
@@ -300,15 +301,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if config.strategy.name != "continuous" and not has_begun(rival):
                     continue
                 earlier = model.key(request) < model.key(rival)
-                assert earlier or model.may_overtake(request, rival, driver.now)
+                assert earlier or may_overtake(driver, model, request, rival, new)
         joined = [r for r in entered if r.request_id not in started and (r.leader is None or r.leader.is_new)]
         self.num_joined += len(joined)
         assert config.strategy.name != "static" or self.num_joined <= config.strategy.batch_size
         assert batch.num_scheduled_tokens.max() <= (config.long_prefill_token_threshold or 99)
-        if len(driver.in_flight) == 1:
-            rows = driver.runner.rows
-            for row_index in rows.keys() - batch.rows.tolist():
-                assert len(rows[row_index].token_ids) - rows[row_index].num_computed_tokens > 1
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()

@@ -166,11 +166,10 @@ class Model:
         return lower[-1] if lower else None
 
     def may_overtake(self, request: Request, rival: Request, now: float) -> bool:
-        """Return whether a cached prefix may take the request past a new one that came earlier in its class."""
+        """Return whether a cached prefix may take a new request past a new one that came earlier in its class."""
         return (
             self.config.policy in ("priority", "fair")
             and self.class_of(request) == self.class_of(rival)
-            and rival.is_new
             and rival.arrival_time > now - self.config.ageing_s
         )
 

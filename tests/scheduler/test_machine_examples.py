@@ -102,3 +102,18 @@ def test_a_step_that_lacks_blocks_admits_no_request_although_a_victim_frees_more
         max_preemptions=1,
     )
     assert machine.driver.scheduler.stats().num_preemptions > 0
+
+
+def test_a_victim_is_needed_where_another_that_shares_its_blocks_has_just_expired() -> None:
+    machine = live(
+        *[group(CRITICAL, 2), "schedule", (CRITICAL, 1), (CRITICAL, 3), "apply", group(HIGH, 2)],
+        *["schedule", "apply", (CRITICAL, 2), (CRITICAL, 4), 6, "schedule", (CRITICAL, 1), (CRITICAL, 4), 6],
+        pool=(14, 2),
+        seed=27,
+        policy="sjf",
+        max_num_seqs=4,
+        max_num_batched_tokens=4,
+        ageing_s=10.0,
+        max_preemptions=1,
+    )
+    assert machine.driver.scheduler.stats().num_expired > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from support.scheduler.budget_checks import may_await_prefix
 from support.scheduler.scheduler_model import Model
@@ -29,20 +30,24 @@ def check_shortage(driver: SchedulerDriver, error: Busy) -> None:
 
 
 class Blocks:
-    """Block tables before a step, by request id, and what was free then."""
+    """Block tables before a step, by request id, and what is free then, without requests whose deadline passes."""
 
-    def __init__(self, driver: SchedulerDriver) -> None:
+    def __init__(self, driver: SchedulerDriver, late: Collection[str]) -> None:
         state = driver.scheduler._state
-        rows = state.columns.running.nonzero()[0].tolist()
+        running = state.columns.running.nonzero()[0].tolist()
+        rows = [row for row in running if state.columns.request(row).request_id not in late]
         self.tables = {state.columns.request(row).request_id: set(driver.kv.block_table(row)) for row in rows}
         self.num_free = driver.kv.num_free_blocks
+        if not driver.in_flight:  # which may still write to the blocks of late ones
+            held = {block for row in running for block in driver.kv.block_table(row)}
+            self.num_free += len(held.difference(*self.tables.values()))
         starts = state.columns.num_computed_tokens + state.columns.num_inflight_tokens
         self.growing = {
             state.columns.request(row).request_id for row in rows if starts[row] >= state.columns.num_slots[row]
         }
         self.num_growing = len(self.growing)
         self.computed = {state.columns.request(row).request_id: int(starts[row]) for row in rows}
-        self.has_free_row = state.columns.num_free_rows > 0
+        self.has_free_row = state.columns.num_free_rows > 0 or rows != running
 
     @property
     def are_scarce(self) -> bool:

@@ -230,7 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_joined = 0
         could_run = in_time and not driver.in_flight
         followers = [request for request in in_time if follows(request)]
-        blocks, ending = Blocks(driver), driver.ending()
+        blocks, ending = Blocks(driver, late), driver.ending()
         batch = driver.schedule()
         self.note_releases(followers, now)
         assert sorted(late) == sorted(r.request_id for r in driver.expired)

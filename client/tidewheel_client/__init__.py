@@ -9,6 +9,8 @@ with Client("127.0.0.1:8001", model="demo") as client:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tidewheel_client.answers import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
 from tidewheel_client.async_client import AsyncClient, AsyncSession
 from tidewheel_client.client import Client, Session
@@ -35,10 +37,14 @@ from tidewheel_client.server_pages import Figures, Health, Sample
 from tidewheel_client.stream import AsyncStream, Stream
 from tidewheel_client.transport import Ask
 
+if TYPE_CHECKING:
+    from tidewheel_client.queue import AsyncQueue, Queue
+
 __all__ = [
     "Ask",
     "AsyncClient",
     "AsyncMockTransport",
+    "AsyncQueue",
     "AsyncSession",
     "AsyncStream",
     "Busy",
@@ -60,6 +66,7 @@ __all__ = [
     "NumericError",
     "PerfMetrics",
     "PromptTooLarge",
+    "Queue",
     "RequestError",
     "RequestTimeout",
     "Sample",
@@ -70,3 +77,12 @@ __all__ = [
     "Unsupported",
     "WrongKey",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import the queue, which needs an extra, when it is asked for."""
+    if name not in ("AsyncQueue", "Queue"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tidewheel_client import queue
+
+    return getattr(queue, name)

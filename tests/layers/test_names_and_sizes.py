@@ -14,7 +14,12 @@ MAX_LINES = 60  # of a function, its signature and docstring included
 EACH_OPERATION = "the same part of each operation of the kernels"
 
 # Base names that several modules may have, with the reason.
-SHARED_NAMES = {"cpu": EACH_OPERATION, "reference": EACH_OPERATION, "triton_kernels": EACH_OPERATION}
+SHARED_NAMES = {
+    "cpu": EACH_OPERATION,
+    "reference": EACH_OPERATION,
+    "triton_kernels": EACH_OPERATION,
+    "results": "the module of a command has the command's name",
+}
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:

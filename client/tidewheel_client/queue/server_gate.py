@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tidewheel_client.async_client import AsyncClient
+from tidewheel_client.request_errors import RequestError
+
+_FIRST_LOOK_S = 0.1
+_LONGEST_LOOK_S = 2.0
+
+
+class ServerGate:
+    """Gate in front of a server: shut while it is away, and while it wants to be left alone.
+
+    `on_open` is called when it opens.
+    """
+
+    def __init__(self, client: AsyncClient, note: Callable[[str], None], on_open: Callable[[], None]) -> None:
+        self._client = client
+        self._note = note
+        self._on_open = on_open
+        self._opened = asyncio.Event()
+        self._shut = asyncio.Event()
+        self._shut.set()
+        self._is_ending = False
+        self._paused_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set() and time.monotonic() >= self._paused_until
+
+    def shut(self, reason: str) -> None:
+        """Let nothing through until the server says that it is ready."""
+        if self._opened.is_set() and not self._is_ending:
+            self._note(f"the server at {self._client.url} is away, its jobs wait for it: {reason}")
+            self._opened.clear()
+            self._shut.set()
+
+    def pause(self, seconds: float) -> None:
+        """Take no further job for as long as a busy server says."""
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+
+    async def wait(self, seconds: float = 0.0) -> bool:
+        """Wait at least so long, and until the gate is open. Return False if the worker ends meanwhile."""
+        end = time.monotonic() + seconds
+        while not self._is_ending and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _FIRST_LOOK_S))
+        await self._opened.wait()
+        return not self._is_ending
+
+    def end(self) -> None:
+        """Let all that wait go, to give their jobs back."""
+        self._is_ending = True
+        self._opened.set()
+
+    async def run(self) -> None:
+        """Look for the server whenever the gate is shut, until cancelled."""
+        while True:
+            await self._shut.wait()
+            self._shut.clear()
+            look_s = _FIRST_LOOK_S
+            while not await self._is_ready():
+                await asyncio.sleep(look_s)
+                look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            self._note(f"model {self._client.model!r} at {self._client.url} is ready")
+            self._opened.set()
+            self._on_open()
+
+    async def _is_ready(self) -> bool:
+        try:
+            return await self._client.is_ready()
+        except RequestError:
+            return False

@@ -1,0 +1,43 @@
+"""An embedded Redis for each module, and a queue of its own for each test."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("redis", reason="pip install 'tidewheel[queue]' for the tests of the queue")
+
+from tidewheel_client.queue import Queue
+from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Return a folder with room for the name of a socket."""
+    path = Path(tempfile.mkdtemp(prefix="tw-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def redis_folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="tw-"))
+    server = EmbeddedRedis(path / "queue")
+    yield path / "queue"
+    server.close()
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return str(abs(hash(request.node.nodeid)))
+
+
+@pytest.fixture
+def queue(redis_folder: Path, name: str) -> Iterator[Queue]:
+    with Queue(redis_folder, name=name) as one:
+        yield one

@@ -1,0 +1,103 @@
+"""The Redis of a folder: private, shared by processes, there while one uses it, and back after any kill."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.durable.processes import kill_redis, redis_of
+from support.triton.serving import wait_for
+from tidewheel_client import RequestError
+from tidewheel_client.queue import Queue
+from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+
+HOLD = """
+import sys
+from tidewheel_client.queue import Queue
+queue = Queue(sys.argv[1])
+print(queue.enqueue(prompt="x").id, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(short_path: Path) -> Path:
+    return short_path / "queue"
+
+
+def user(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process
+
+
+def test_it_ends_after_its_last_user_however_that_ends(folder: Path) -> None:
+    users = [user(folder) for _ in range(3)]  # started at once
+    ids = {str(process.stdout.readline()).strip() for process in users if process.stdout}
+    redis = redis_of(folder)
+    assert redis is not None
+    for process in users[:2]:
+        process.kill()
+        process.communicate()
+    with Queue(folder) as queue:
+        assert {queue.result(job_id).state for job_id in ids} == {"waiting"}
+        users[2].kill()
+        users[2].communicate()
+        assert redis_of(folder) == redis  # the same one for all
+        guard = redis.parent()
+    assert guard is not None
+    wait_for(lambda: not redis.is_running() and not guard.is_running(), 30, "the end of Redis and its guard")
+    with Queue(folder) as queue:
+        assert sum(queue.counts().waiting) == 3
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["redis", "redis and its guard"])
+def test_a_killed_redis_comes_back_with_all_that_it_said_to_have(folder: Path, guard: bool) -> None:
+    with Queue(folder) as queue:
+        for number in range(3):
+            ids = [queue.enqueue(prompt="x").id for _ in range(50)]
+            kill_redis(folder, guard=guard)
+            assert {queue.result(job_id).state for job_id in ids} == {"waiting"}
+            assert sum(queue.counts().waiting) == 50 * (number + 1)
+
+
+def test_only_its_user_may_enter(folder: Path) -> None:
+    with Queue(folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        redis = redis_of(folder)
+        assert redis is not None
+        assert [one for one in redis.net_connections() if one.family.name != "AF_UNIX"] == []
+    folder.chmod(0o755)
+    with pytest.raises(RequestError, match="is open to other users: run chmod 700 on it"):
+        Queue(folder)
+
+
+def test_lines_of_redis_conf_are_read(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "redis.conf").write_text("appendfsync always\nport 6379\n")
+    with Queue(folder) as queue:
+        assert queue._redis.config_get("appendfsync") == {"appendfsync": "always"}
+        assert queue._redis.config_get("port") == {"port": "0"}
+
+
+def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidewheel_client.queue.embedded_redis._START_S", 0.5)
+    folder.mkdir(mode=0o700)
+    (folder / "redis.conf").write_text("no_such_option 3\n")
+    with pytest.raises(RequestError, match=r"does not start: .*\(.*redis\.log\)"):
+        EmbeddedRedis(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("x" * 100, "is too long for a Unix socket"), ("file/queue", r"cannot be made \(Not a directory\)")],
+)
+def test_wrong_folders(short_path: Path, path: str, words: str) -> None:
+    (short_path / "file").touch()
+    with pytest.raises(RequestError, match=words):
+        Queue(short_path / path)

@@ -66,6 +66,16 @@ def test_a_killed_redis_comes_back_with_all_that_it_said_to_have(folder: Path, g
             assert sum(queue.counts().waiting) == 50 * (number + 1)
 
 
+def test_the_guard_starts_a_killed_redis(folder: Path) -> None:
+    with Queue(folder):
+        first = redis_of(folder)
+        assert first is not None
+        guard = first.parent()
+        first.kill()
+        second = wait_for(lambda: (found := redis_of(folder)) and found != first and found, 30, "another Redis")
+        assert second.parent() == guard
+
+
 def test_only_its_user_may_enter(folder: Path) -> None:
     with Queue(folder):
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -79,9 +89,9 @@ def test_only_its_user_may_enter(folder: Path) -> None:
 
 def test_lines_of_redis_conf_are_read(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    (folder / "redis.conf").write_text("appendfsync always\nport 6379\n")
+    (folder / "redis.conf").write_text("appendfsync everysec\nport 6379\n")
     with Queue(folder) as queue:
-        assert queue._redis.config_get("appendfsync") == {"appendfsync": "always"}
+        assert queue._redis.config_get("appendfsync") == {"appendfsync": "everysec"}
         assert queue._redis.config_get("port") == {"port": "0"}
 
 

@@ -86,7 +86,6 @@ def test_each_job_is_answered_once(short_path: Path, seed: int) -> None:
     assert Counter(result.id for result in results) == Counter(ids)
     assert all((result.state, result.text) == ("done", result.id.upper()) for result in results)
     begun = (short_path / "begun").read_text().split()
-    assert len(begun) >= num_jobs
     assert {request.rpartition(".")[0] for request in begun} == set(ids)
 
 

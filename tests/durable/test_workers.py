@@ -15,8 +15,11 @@ from support.durable.worker_program import EchoTransport
 from tidewheel_client import AsyncClient, AsyncMockTransport, Busy, InvalidRequest, ServerUnavailable
 from tidewheel_client.answers import Chunk
 from tidewheel_client.mock_transport import Answer
-from tidewheel_client.queue import AsyncQueue, Result, Worker, WorkerOptions
+from tidewheel_client.queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
 from tidewheel_client.queue.batcher import Batcher
+from tidewheel_client.queue.queue_calls import QueueNames
+from tidewheel_client.queue.redis_place import RedisPlace
+from tidewheel_client.queue.worker_store import WorkerStore, ending
 from tidewheel_client.request_errors import Draining, EngineDead
 from tidewheel_client.transport import Ask
 
@@ -228,7 +231,7 @@ def test_a_running_job_is_cancelled(place: Place) -> None:
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x")
             transport = EchoTransport(3600)
-            worker = place.worker_of(transport)
+            worker = place.worker_of(transport, WorkerOptions(lease_s=3600))
             async with working(worker):
                 await until(lambda: bool(transport.asked), "taken")
                 assert (await queue.result("a")).state == "running"
@@ -248,7 +251,6 @@ def test_a_missed_cancel_is_found_when_the_lease_is_renewed(place: Place) -> Non
             worker = place.worker_of(transport, WorkerOptions(lease_s=0.3, until_empty=True))
             async with working(worker):
                 await until(lambda: bool(transport.asked), "taken")
-                worker._drop = lambda job_id, drop=worker._drop: drop(job_id)  # type: ignore[method-assign]
                 await queue._redis.client_kill_filter(_type="pubsub")
                 await queue.cancel("a")
                 await until(lambda: not worker._held, "dropped")
@@ -330,6 +332,43 @@ def test_a_job_whose_workers_die_is_buried(place: Place) -> None:
             assert place.asked == []
 
     asyncio.run(use())
+
+
+def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder: Path) -> None:
+    async def use() -> None:
+        server = RedisPlace(redis_folder)
+        names = QueueNames(place.name)
+        old, new = (WorkerStore(server, names, consumer, 2, place.notes.append) for consumer in ("old", "new"))
+        async with place.queue() as queue:
+            await queue.enqueue(id="a", prompt="x", stream=True)
+            assert [one.id for one in await old.take(1, 60_000, [], claim=True, lowest_first=False)] == ["a"]
+            assert await new.take(1, 60_000, [], claim=True, lowest_first=False) == []
+            await asyncio.sleep(0.002)  # the lease
+            assert [one.attempt for one in await new.take(1, 1, [], claim=True, lowest_first=False)] == [2]
+            assert await old.renew(["a"]) == ["a"]
+            assert not await old.fail("a", "late")
+            assert await old.give_back() == 0
+            await old.emit([("a", "1", "late")])
+            assert await queue._redis.exists(names.tokens("a")) == 0
+            assert await new.renew(["a"]) == []
+            assert (await queue.result("a")).state == "running"
+            assert await old.finish([ending("a", "done", text="the first")]) == [True]  # which is as good
+            assert await new.finish([ending("a", "done", text="the second")]) == [False]
+            assert (await queue.result("a")).text == "the first"
+        await old.close()
+        await new.close()
+        server.close()
+
+    asyncio.run(use())
+
+
+def test_a_redis_without_a_file_is_noted(place: Place, queue: Queue) -> None:
+    queue._redis.config_set("appendonly", "no")
+    place.run(lambda ask: "x", {"prompt": "x"})
+    assert "writes no append-only file" in place.notes[0]
+    queue._redis.config_set("appendonly", "yes")
+    place.run(lambda ask: "x", {"prompt": "x"})
+    assert sum("append-only" in note for note in place.notes) == 1
 
 
 def test_a_job_of_another_version_fails(place: Place) -> None:

@@ -66,6 +66,8 @@ class WorkerStore:
         except exceptions.RedisError as error:
             raise self._place.error_of(error) from None
         self._place.check_version(info)
+        if not info.get("aof_enabled"):
+            self._note(f"Redis at {self._place.shown} writes no append-only file: jobs are lost when it ends")
 
     async def take(
         self, room: int, lease_ms: int, held: Iterable[str], *, claim: bool, lowest_first: bool

@@ -6,6 +6,7 @@ Each request that begins is a line `id` of standard output.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from typing import Any
@@ -25,7 +26,7 @@ class EchoTransport(AsyncMockTransport):
         self._delay_s = delay_s
 
     def open(self, ask: Ask, timeout_s: float | None) -> AsyncResponses:
-        print(ask.request_id, flush=True)
+        os.write(1, f"{ask.request_id}\n".encode())  # at once, newline included, for a process that is killed
         return _Slow(super().open(ask, timeout_s), self._delay_s)
 
 

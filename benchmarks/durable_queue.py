@@ -2,9 +2,10 @@
 
     python benchmarks/durable_queue.py --save
 
-An embedded Redis with its file, as `tidewheel worker --dir` has it. *enqueued* by one client in groups, with checks and
-ids; *one by one* with a round trip for each; *completed* by worker processes that find the queue full: taken, asked,
-written and acknowledged. A job has a prompt of 200 characters. There is no server: the transport answers in the worker.
+An embedded Redis that writes each change to the disk, as `tidewheel worker --dir` has it. *enqueued* by one client in
+groups, with checks and ids; *one by one* with a round trip for each; *completed* by worker processes that find the
+queue full: taken, asked, written and acknowledged. A job has a prompt of 200 characters. There is no server: the
+transport answers in the worker.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from study import Study, in_turns, show
-from tidewheel_client import AsyncClient, AsyncMockTransport
+from tidewheel_client import Ask, AsyncClient, AsyncMockTransport
 from tidewheel_client.queue import Queue, Worker, WorkerOptions
 from tidewheel_client.queue.embedded_redis import EmbeddedRedis
 
@@ -27,8 +28,13 @@ PROMPT = "a" * 200
 ONE_BY_ONE = 2000
 
 
+def answer(ask: Ask) -> str:
+    del ask
+    return "done"
+
+
 def work(folder: Path, name: str, concurrency: int) -> None:
-    client = AsyncClient(transport=AsyncMockTransport(lambda ask: "done"))
+    client = AsyncClient(transport=AsyncMockTransport(answer))
     options = WorkerOptions(concurrency=concurrency, until_empty=True)
     asyncio.run(Worker(client, folder, name=name, options=options).run())
 

@@ -6,13 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("redis", reason="pip install 'tidewheel[queue]' for the tests of the queue")
-
-from tidewheel_client.queue import Queue
-from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+if TYPE_CHECKING:
+    from tidewheel_client.queue import Queue
 
 
 @pytest.fixture
@@ -25,6 +24,8 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def redis_folder() -> Iterator[Path]:
+    from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+
     path = Path(tempfile.mkdtemp(prefix="tw-"))
     server = EmbeddedRedis(path / "queue")
     yield path / "queue"
@@ -39,5 +40,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def queue(redis_folder: Path, name: str) -> Iterator[Queue]:
+    from tidewheel_client.queue import Queue
+
     with Queue(redis_folder, name=name) as one:
         yield one

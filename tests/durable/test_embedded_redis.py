@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import support.durable.needed  # noqa: F401
 from support.durable.processes import kill_redis, redis_of
 from support.triton.serving import wait_for
 from tidewheel_client import RequestError

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import support.durable.needed  # noqa: F401
 from tidewheel_client import (
     Busy,
     InvalidRequest,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import support.durable.needed  # noqa: F401
 from tidewheel_client.queue.job_files import read_jobs
 from tidewheel_client.queue.jobs import Job, pack, unpack
 from tidewheel_client.request_errors import InvalidRequest, PromptTooLarge

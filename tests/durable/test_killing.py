@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import support.durable.needed  # noqa: F401
 from support.durable.processes import WorkerProcess, kill_redis
 from tidewheel_client import ServerUnavailable
 from tidewheel_client.queue import Queue

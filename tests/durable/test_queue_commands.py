@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import support.durable.needed  # noqa: F401
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, response, running
 from tidewheel.cli import main as cli
 from tidewheel_client.queue import Queue

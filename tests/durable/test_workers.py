@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import support.durable.needed  # noqa: F401
 from support.durable.worker_program import EchoTransport
 from tidewheel_client import AsyncClient, AsyncMockTransport, Busy, InvalidRequest, ServerUnavailable
 from tidewheel_client.answers import Chunk

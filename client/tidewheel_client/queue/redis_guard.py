@@ -25,8 +25,8 @@ USERS_LOCK, SERVER_LOCK, SOCKET, LOG, USER_CONFIG = (
     "redis.log",
     "redis.conf",
 )
-# A user's redis.conf stands between: it may change the first part and not the second. With `everysec` Redis may answer
-# before it has written, while a write to the disk takes long: a killed process would lose that (tried).
+# A user's redis.conf stands between: it may change the first part and not the second. With `everysec` Redis may
+# answer before it has written, while a write to the disk takes long: a killed process loses that (tried).
 _DEFAULTS = 'appendfsync always\nsave ""\nloglevel warning\n'
 _FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n"
 _LOOK_EVERY_S = 0.25

@@ -91,7 +91,10 @@ def test_only_its_user_may_enter(folder: Path) -> None:
 def test_lines_of_redis_conf_are_read(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     (folder / "redis.conf").write_text("appendfsync everysec\nport 6379\n")
+    left = folder / "temp-rewriteaof-bg-1.aof"
+    left.touch()
     with Queue(folder) as queue:
+        assert not left.exists()
         assert queue._redis.config_get("appendfsync") == {"appendfsync": "everysec"}
         assert queue._redis.config_get("port") == {"port": "0"}
 

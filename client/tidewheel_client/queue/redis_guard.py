@@ -111,6 +111,8 @@ def main() -> None:
     os.chdir(folder)
     server_lock = open_lock(SERVER_LOCK)
     if try_lock(server_lock, fcntl.LOCK_EX):
+        for left in Path().glob("temp-rewriteaof-*.aof"):  # by a Redis that was killed
+            left.unlink(missing_ok=True)
         guard(binary, server_lock, open_lock(USERS_LOCK))
 
 

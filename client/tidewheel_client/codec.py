@@ -113,12 +113,14 @@ def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
         found = dict(zip(names, response.raw_output_contents, strict=True))
         text = found.get("text_output", _NO_TEXT)
         if _length(text) == len(text) - 4:  # of one sequence
+            reason, num_input = found.get("finish_reason", _OPEN), found.get("num_input_tokens")
+            num_output = found.get("num_output_tokens")
             return [
                 Chunk(
                     text=text[4:].decode("utf-8", "replace"),
-                    finish_reason=_reason(found.get("finish_reason", _OPEN)),
-                    num_input_tokens=_count(found.get("num_input_tokens")),
-                    num_output_tokens=_count(found.get("num_output_tokens")),
+                    finish_reason=None if reason == _OPEN else _finish_reason(reason[4:].decode("utf-8", "replace")),
+                    num_input_tokens=None if num_input is None else int.from_bytes(num_input, "little"),
+                    num_output_tokens=None if num_output is None else int.from_bytes(num_output, "little"),
                 )
             ]
     return chunks_of(_outputs(response))
@@ -126,14 +128,6 @@ def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
 
 def _length(raw: bytes) -> int:
     return int.from_bytes(raw[:4], "little")
-
-
-def _reason(raw: bytes) -> str | None:
-    return None if raw == _OPEN else _finish_reason(raw[4:].decode("utf-8", "replace"))
-
-
-def _count(raw: bytes | None) -> int | None:
-    return None if raw is None else int.from_bytes(raw[:4], "little")
 
 
 def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:

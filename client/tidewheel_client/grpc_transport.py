@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 import grpc
@@ -127,27 +127,26 @@ class AsyncGrpcResponses:
     def __init__(self, call: Any, url: str) -> None:
         self._call = call
         self._messages = aiter(call)
-        self._next = self._messages.__anext__
         self._url = url
         self._is_cancelled = False
+        self._responses = self._read()
 
-    async def receive(self) -> list[Chunk] | None:
+    def receive(self) -> Awaitable[list[Chunk] | None]:
+        return anext(self._responses, None)
+
+    async def _read(self) -> AsyncGenerator[list[Chunk]]:
         try:
-            message = await self._next()
-        except StopAsyncIteration:
-            return None
+            async for message in self._messages:
+                if message.error_message:
+                    await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
+                    raise from_text(message.error_message)
+                yield codec.decode(message.infer_response)
         except asyncio.CancelledError:
             if not self._is_cancelled or is_cancelling():
                 raise
-            return None
         except grpc.RpcError as error:
             if not self._is_cancelled:
                 raise from_rpc(error, self._url) from None
-            return None
-        if message.error_message:
-            await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
-            raise from_text(message.error_message)
-        return codec.decode(message.infer_response)
 
     def cancel(self) -> None:
         self._is_cancelled = True

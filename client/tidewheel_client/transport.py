@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
 class AsyncResponses(Protocol):
     """`Responses` of a task."""
 
-    async def receive(self) -> list[Chunk] | None: ...
+    def receive(self) -> Awaitable[list[Chunk] | None]: ...
 
     def cancel(self) -> None: ...
 

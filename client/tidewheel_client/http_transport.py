@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import ssl
@@ -12,12 +13,19 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx2
-from google.protobuf.json_format import ParseDict
+from google.protobuf.json_format import ParseDict, ParseError
 from tritonclient.grpc import service_pb2
 
 from tidewheel_client import codec
 from tidewheel_client.answers import Chunk
-from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, from_http
+from tidewheel_client.request_errors import (
+    Cancelled,
+    InvalidRequest,
+    RequestError,
+    RequestTimeout,
+    ServerUnavailable,
+    from_http,
+)
 from tidewheel_client.server_pages import from_connection
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 
@@ -65,7 +73,10 @@ class AsyncHttpTransport:
             return answer(ready=response.is_success)
         if not response.is_success:
             raise from_http(response.status_code, _message(response.text))
-        return _parsed(answer, response.json())
+        try:
+            return _parsed(answer, response.json())
+        except (ValueError, ParseError) as error:
+            raise _foreign(self._url, error) from None
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -94,6 +105,8 @@ class AsyncHttpResponses:
             if not self._is_cancelled or is_cancelling():
                 raise
             return None
+        except (httpx2.SSEError, httpx2.DecodingError, ValueError) as error:
+            raise _foreign(self._url, error) from None
         except httpx2.TransportError as error:
             raise from_connection(error, self._url) from None
         self._next = None
@@ -153,10 +166,18 @@ class HttpTransport:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        _result(self._loop, self._transport.close())
+        _result(self._loop, self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        """Wake the threads that wait for a response."""
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await self._transport.close()
 
 
 class HttpResponses:
@@ -175,7 +196,10 @@ class HttpResponses:
 
 
 def _result(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    try:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    except concurrent.futures.CancelledError:
+        raise Cancelled("the client was closed") from None
 
 
 _CALLS: dict[str, tuple[str, str, Any]] = {
@@ -194,6 +218,10 @@ def _parsed(answer: Any, content: Any) -> Any:
     if answer is service_pb2.RepositoryIndexResponse:
         content = {"models": content}
     return ParseDict(content, answer(), ignore_unknown_fields=True)
+
+
+def _foreign(url: str, error: Exception) -> ServerUnavailable:
+    return ServerUnavailable(f"{url} does not answer as Triton does: {error}")
 
 
 def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

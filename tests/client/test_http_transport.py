@@ -205,3 +205,25 @@ def test_body_values_that_json_has_not(client: Client, triton: FakeHttpTriton) -
     values: Any = {"temperature": float("nan")}
     client.generate("x", **values)
     assert triton.asked[0][1]["sampling_parameters"] == '{"temperature": NaN}'
+
+
+def test_closing_the_client_wakes_a_reader(triton: FakeHttpTriton) -> None:
+    release = threading.Event()
+    triton.events = hold(release)
+    client = Client(triton.url)
+    stream = client.stream("x")
+    next(stream)
+    closer = threading.Timer(0.05, client.close)
+    closer.start()
+    with pytest.raises(tc.RequestError):
+        next(stream)
+    closer.join()
+    release.set()
+
+
+def test_an_answer_of_something_else(client: Client, triton: FakeHttpTriton) -> None:
+    triton.answer_page = "<html>welcome</html>"
+    with pytest.raises(tc.ServerUnavailable, match="does not answer as Triton does"):
+        client.generate("x")
+    with pytest.raises(tc.ServerUnavailable, match="does not answer as Triton does"):
+        client.streaming_models()

@@ -49,6 +49,7 @@ class FakeHttpTriton:
 
     events: Callable[[Body], Iterator[Body]] = say_words
     answer: Callable[[Body], Body] = one_answer
+    answer_page: str = ""  # in place of any answer
     asked: list[tuple[str, Body]] = field(default_factory=list)  # path and body of each request
     _server: ThreadingHTTPServer | None = None
 
@@ -89,7 +90,9 @@ def _handler(fake: FakeHttpTriton) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             fake.asked.append((self.path, body))
             try:
-                if self.path.endswith("/generate_stream"):
+                if fake.answer_page:
+                    self._whole(200, fake.answer_page)
+                elif self.path.endswith("/generate_stream"):
                     self._stream(fake.events(body))
                 else:
                     self._whole(200, json.dumps(fake.answer(body)))

@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet '$(TORCH_$(TORCH))'
-	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue]'
+	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue,ray]'
 	touch $@
 
 demo: venv

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tidewheel_client import codec
+from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.request_errors import from_rpc, from_text
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
@@ -24,11 +24,20 @@ CHANNEL_OPTIONS = (
 )
 # Makes Triton send errors as a gRPC status, not bare text, which ends the call.
 WITH_STATUS = ("triton_grpc_error", "true")
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 Headers = Sequence[tuple[str, str]]
 
 
 def encoded(ask: Ask) -> service_pb2.ModelInferRequest:
     return codec.encode(ask.model, ask.request_id, ask.prompt, ask.params, stream=ask.stream)
+
+
+def _stream_method(channel: Any) -> Any:
+    return channel.stream_stream(
+        STREAM_METHOD,
+        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        response_deserializer=response_codec.StreamResponse.FromString,
+    )
 
 
 class GrpcTransport:
@@ -43,12 +52,11 @@ class GrpcTransport:
             else grpc.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stream = _stream_method(self._channel)
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
         request, metadata = encoded(ask), (*self._headers, WITH_STATUS)
-        return GrpcResponses(
-            self._stub.ModelStreamInfer(iter((request,)), timeout=timeout_s, metadata=metadata), self._url
-        )
+        return GrpcResponses(self._stream(iter((request,)), timeout=timeout_s, metadata=metadata), self._url)
 
     def call(self, method: str, request: Any) -> Any:
         try:
@@ -78,7 +86,7 @@ class GrpcResponses:
         if message.error_message:
             self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
             raise from_text(message.error_message)
-        return codec.decode(message.infer_response)
+        return response_codec.decode(message.infer_response)
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -103,15 +111,14 @@ class AsyncGrpcTransport:
             else grpc.aio.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stream = _stream_method(self._channel)
 
     def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
         return self.send(encoded(ask), timeout_s)
 
     def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
         metadata = (*self._headers, WITH_STATUS)
-        return AsyncGrpcResponses(
-            self._stub.ModelStreamInfer(_once(request), timeout=timeout_s, metadata=metadata), self._url
-        )
+        return AsyncGrpcResponses(self._stream(_once(request), timeout=timeout_s, metadata=metadata), self._url)
 
     async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:
@@ -140,7 +147,7 @@ class AsyncGrpcResponses:
                 if message.error_message:
                     await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
                     raise from_text(message.error_message)
-                yield codec.decode(message.infer_response)
+                yield response_codec.decode(message.infer_response)
         except asyncio.CancelledError:
             if not self._is_cancelled or is_cancelling():
                 raise

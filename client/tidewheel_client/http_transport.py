@@ -16,7 +16,7 @@ import httpx2
 from google.protobuf.json_format import ParseDict, ParseError
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client import codec
+from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.request_errors import (
     Cancelled,
@@ -110,7 +110,7 @@ class AsyncHttpResponses:
         except httpx2.TransportError as error:
             raise from_connection(error, self._url) from None
         self._next = None
-        return None if event is None or self._is_cancelled else codec.chunks_of(_outputs(event))
+        return None if event is None or self._is_cancelled else response_codec.chunks_of(_outputs(event))
 
     def cancel(self) -> None:
         self._is_cancelled = True

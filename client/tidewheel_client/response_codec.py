@@ -1,0 +1,187 @@
+"""Responses as chunks.
+
+Python reads the parts of a message slowly, and the responses of a stream describe their outputs alike. So our own
+message class leaves descriptions as bytes, and equal bytes are read once. It has Triton's format on the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from tritonclient.grpc import service_pb2
+
+from tidewheel_client.answers import Chunk, PerfMetrics, TokenLogprob
+
+_PERF = (
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_new_blocks",
+    "priority",
+)
+_PLAIN = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+_NO_TEXT = bytes(4)
+_OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of a sequence that goes on
+_FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
+_ONE = {datatype: struct.Struct(f"<{code}") for datatype, code in _FORMATS.items()}
+_MAX_LAYOUTS = 1024  # that are remembered
+
+
+def _stream_response() -> Any:
+    """Return `ModelStreamInferResponse`, with descriptions as bytes, and no fields that nobody reads."""
+    file = descriptor_pb2.FileDescriptorProto(name="tidewheel_responses.proto", package="inference", syntax="proto3")
+    whole, inner = file.message_type.add(), file.message_type.add()
+    service_pb2.ModelStreamInferResponse.DESCRIPTOR.CopyToProto(whole)
+    service_pb2.ModelInferResponse.DESCRIPTOR.CopyToProto(inner)
+    outputs, contents = (field for field in inner.field if field.name in ("outputs", "raw_output_contents"))
+    outputs.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
+    outputs.ClearField("type_name")
+    read = descriptor_pb2.DescriptorProto(name=inner.name, field=[outputs, contents])
+    inner.CopyFrom(read)
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{whole.name}"))
+
+
+StreamResponse = _stream_response()
+
+
+class _Layout(NamedTuple):
+    names: tuple[str, ...]
+    datatypes: tuple[str, ...]
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]] | None  # the values of `_PLAIN`, if there are no others
+
+
+@lru_cache(_MAX_LAYOUTS)
+def _layout(descriptions: tuple[bytes, ...]) -> _Layout:
+    read = service_pb2.ModelInferResponse.InferOutputTensor.FromString
+    outputs = [read(description) for description in descriptions]
+    names = tuple(output.name for output in outputs)
+    indices = (names.index(name) if name in names else -1 for name in _PLAIN)
+    pick = itemgetter(*indices) if set(_PLAIN).issuperset(names) else None
+    return _Layout(names, tuple(output.datatype for output in outputs), pick)
+
+
+def decode(response: Any) -> list[Chunk]:
+    """Return a chunk for each sequence of a `StreamResponse`'s `infer_response`."""
+    layout, raws = _layout(tuple(response.outputs)), response.raw_output_contents
+    if layout.pick is not None:  # most responses
+        text, reason, num_input, num_output = layout.pick([*raws, None])
+        if text is None:
+            text = _NO_TEXT
+        if _length(text) == len(text) - 4:  # of one sequence
+            return [
+                Chunk(
+                    text=text[4:].decode("utf-8", "replace"),
+                    finish_reason=None if reason in _OPEN else _finish_reason(reason[4:].decode("utf-8", "replace")),
+                    num_input_tokens=None if num_input is None else int.from_bytes(num_input, "little"),
+                    num_output_tokens=None if num_output is None else int.from_bytes(num_output, "little"),
+                )
+            ]
+    columns = zip(layout.names, layout.datatypes, raws, strict=True)
+    return chunks_of({name: _unpack(datatype, raw) for name, datatype, raw in columns})
+
+
+def _length(raw: bytes) -> int:
+    """Return that of the first string."""
+    return int.from_bytes(raw[:4], "little")
+
+
+def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
+    """Return a chunk for each sequence, of the values by output."""
+    texts = outputs.get("text_output", ("",))
+    counts = outputs.get("num_output_tokens") or (None,) * len(texts)
+    reasons = outputs.get("finish_reason")
+    inputs = outputs.get("num_input_tokens")
+    token_ids = _split(outputs.get("token_ids"), counts)
+    return [
+        Chunk(
+            index=index,
+            text=text,
+            finish_reason=_finish_reason(reasons[index]) if reasons else None,
+            num_input_tokens=inputs[0] if inputs else None,
+            num_output_tokens=counts[index],
+            token_ids=token_ids[index],
+            logprobs=_logprobs(_element(outputs, "logprobs", index)),
+            prompt_logprobs=_logprobs(_element(outputs, "prompt_logprobs", 0)) if index == 0 else None,
+            embedding=outputs.get("embedding"),
+            cumulative_logprob=_element(outputs, "cumulative_logprob", index),
+            perf=_perf(outputs, index),
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+def _element(outputs: Mapping[str, tuple[Any, ...]], name: str, index: int) -> Any:
+    values = outputs.get(name)
+    return values[index] if values else None
+
+
+def _finish_reason(text: str | None) -> str | None:
+    return None if text in (None, "", "None") else text
+
+
+def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> list[tuple[int, ...] | None]:
+    """Split concatenated ids by sequence."""
+    if token_ids is None:
+        return [None] * len(counts)
+    if len(counts) == 1:
+        return [token_ids]
+    parts: list[tuple[int, ...] | None] = []
+    start = 0
+    for count in counts:
+        parts.append(token_ids[start : start + (count or 0)])
+        start += count or 0
+    return parts
+
+
+def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
+    if not all(outputs.get(name) for name in _PERF):
+        return None
+    cached = _element(outputs, "num_cached_tokens", index) or 0
+    return PerfMetrics(**{name: outputs[name][index] for name in _PERF}, num_cached_tokens=cached)
+
+
+def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:
+    if datatype == "BYTES":
+        if _length(raw) == len(raw) - 4:
+            return (raw[4:].decode("utf-8", "replace"),)
+        return tuple(_strings(raw))
+    one = _ONE[datatype]
+    if len(raw) == one.size:
+        return one.unpack(raw)
+    return struct.unpack(f"<{len(raw) // one.size}{_FORMATS[datatype]}", raw)
+
+
+def _strings(raw: bytes) -> list[str]:
+    strings, start = [], 0
+    while start < len(raw):
+        end = start + 4 + int.from_bytes(raw[start : start + 4], "little")
+        strings.append(raw[start + 4 : end].decode("utf-8", "replace"))
+        start = end
+    return strings
+
+
+def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:
+    if text in (None, "null"):  # null: `logprobs` was not given
+        return None
+    return tuple(
+        {
+            int(token_id): TokenLogprob(
+                logprob=-math.inf if entry["logprob"] is None else float(entry["logprob"]),
+                rank=int(entry["rank"] or 0),
+                decoded_token=str(entry["decoded_token"]),
+            )
+            for token_id, entry in entries.items()
+        }
+        for entries in json.loads(text)
+    )

@@ -37,7 +37,7 @@ _MAX_LAYOUTS = 1024  # that are remembered
 
 
 def _stream_response() -> Any:
-    """Return `ModelStreamInferResponse`, with descriptions as bytes, and no fields that nobody reads."""
+    """Return `ModelStreamInferResponse`, with bytes for each description, and only fields that are read."""
     file = descriptor_pb2.FileDescriptorProto(name="tidewheel_responses.proto", package="inference", syntax="proto3")
     whole, inner = file.message_type.add(), file.message_type.add()
     service_pb2.ModelStreamInferResponse.DESCRIPTOR.CopyToProto(whole)

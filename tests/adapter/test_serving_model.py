@@ -236,7 +236,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     )
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
     assert frontend.options.pop("objective") == Objective(ttft_s=0.5, tpot_s=0.1)
-    del frontend.options["on_finished"], frontend.options["on_ended"]
+    del frontend.options["on_idle"], frontend.options["on_ended"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
     assert frontend.reader.options.pop("defaults").sampling == {}
     assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16, "pooling": "last"}
@@ -343,7 +343,7 @@ def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: 
 def publish(started: model.TritonPythonModel) -> None:
     metrics = started._follower.serving._metrics
     assert metrics is not None
-    metrics.flush(is_due=True)
+    metrics.flush()
 
 
 def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -543,7 +543,7 @@ def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
 def test_figures_that_cannot_be_published_do_not_keep_an_answer(
     harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness.frontend._turns, "_on_finished", None)
+    monkeypatch.setattr(harness.frontend._turns, "_on_idle", None)
     key, sink = harness.submit()
     harness.deliver(key, harness.encode("x"), "length")
     sink.wait_end()
@@ -589,7 +589,7 @@ def test_a_drain_ends_what_the_engine_does_not_have(
 def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     published: list[tuple[int, int]] = []
-    harness.frontend._turns._on_finished = lambda: published.append(
+    harness.frontend._turns._on_idle = lambda: published.append(
         (harness.frontend.stats().finished.total(), sink.num_ends)
     )
     harness.deliver(key, [5])
@@ -597,6 +597,15 @@ def test_figures_are_published_before_the_last_response(harness: FrontendHarness
     harness.deliver(key, [6], "length")
     sink.wait_end()
     assert published == [(1, 0)]
+
+
+def test_figures_are_published_with_the_last_request_in_flight(harness: FrontendHarness) -> None:
+    published: list[int] = []
+    harness.frontend._turns._on_idle = lambda: published.append(harness.frontend.stats().finished.total())
+    submitted = [harness.submit() for _ in range(3)]
+    for one in submitted:
+        harness.finish(one, "x")
+    assert published == [3]
 
 
 def test_figures(harness: FrontendHarness) -> None:

@@ -61,7 +61,7 @@ class Serving:
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
                 stream_interval_s=1e-3 * settings.frontend.stream_interval_ms,
-                on_finished=self._publish_finished,
+                on_idle=self._publish_last,
                 objective=settings.frontend.objective,
                 on_ended=on_ended,
             )
@@ -97,13 +97,11 @@ class Serving:
         requests = RequestMetrics(settings.entry.labels, self.frontend.stats())
         self._engine_metrics = engine = EngineMetrics(info, settings.owner.labels)
 
-        def publish(is_due: bool) -> None:
-            stats = self.frontend.stats()
-            is_due = is_due or not stats.num_live
-            requests.publish(stats, self.refused, with_tokens=is_due)
+        def publish() -> None:
+            requests.publish(self.frontend.stats(), self.refused)
             engine.publish_restarts(self._client.num_restarts, is_owner=self._client.is_owner)
             engine.publish_ready(self.readiness.is_ready if self._client.is_owner and not self.is_leaving else None)
-            if self._relay.stats is None or not is_due:
+            if self._relay.stats is None:
                 return
             if self._client.is_owner:
                 engine.publish(self._relay.stats)
@@ -112,8 +110,8 @@ class Serving:
 
         return MetricsPublisher(publish)
 
-    def _publish_finished(self) -> None:
-        """Publish figures of a request, so that its client sees them; those of single tokens and steps when idle."""
+    def _publish_last(self) -> None:
+        """Publish all figures, so that the client of the last live request sees them."""
         if self._metrics is not None:
             self._metrics.flush()
 

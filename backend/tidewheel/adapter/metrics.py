@@ -1,7 +1,7 @@
 """Figures on Triton's `/metrics`.
 
 Each call of a metric is a round trip (20 to 60 µs, measured), so only differences of totals are sent. A histogram
-takes one value a call, at most `MAX_OBSERVATIONS` at once. Front ends share series of equal name and labels, whose
+takes one value a call, at most `MAX_OBSERVATIONS` in a flush. Front ends share series of equal name and labels, whose
 differences add up. A metric lives until its process ends: if it is deleted, the server removes the series under other
 front ends that write to it (2.51 then hangs).
 """
@@ -45,7 +45,9 @@ from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram
 
 FLUSH_INTERVAL_S = 0.4
 RENEWAL = 25  # flushes after which gauges are sent again
-MAX_OBSERVATIONS = 256  # per histogram and flush: 640 a second
+MAX_OBSERVATIONS = 64  # per histogram and flush: 160 a second
+MAX_WAITING = 1024  # values of a histogram, for later flushes
+_ROUNDING = 1e-6  # of sums of shares
 
 
 class Gauge:
@@ -109,17 +111,31 @@ class CounterByLabel:
 class HistogramSeries:
     """Histogram that grows by the differences of one counted here.
 
-    A value stands for its bucket: the mean of the bucket's new ones, so that the sum is right. Of more than
-    `MAX_OBSERVATIONS` new values, each bucket sends its share.
+    A value stands for its bucket: the mean of the bucket's values that wait, so that the sum is right. At most
+    `MAX_OBSERVATIONS` go out at once. If more than `MAX_WAITING` wait, each bucket loses its share of the new ones.
     """
 
     def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
         family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
         self._metric = _for_good(_for_good(family).Metric(labels=dict(labels), buckets=list(bounds)))
         self._seen = Histogram(tuple(bounds))
-        self._shares = [0.0] * len(self._seen.counts)  # of a value, not sent yet, by bucket
+        self._counts = [0.0] * len(self._seen.counts)  # of values that wait, by bucket
+        self._sums = [0.0] * len(self._seen.counts)
 
     def advance(self, now: Histogram) -> None:
+        self._take(now)
+        num_waiting = sum(self._counts)
+        if num_waiting < 1.0:
+            return
+        share = min(1.0, MAX_OBSERVATIONS / num_waiting)
+        for bucket, count in enumerate(self._counts):
+            self._observe(bucket, int(share * count + _ROUNDING))
+
+    def follow(self, now: Histogram) -> None:
+        """Skip what others have published."""
+        self._seen = now.copy()
+
+    def _take(self, now: Histogram) -> None:
         seen = self._seen
         if now.counts == seen.counts:
             return
@@ -127,24 +143,21 @@ class HistogramSeries:
             seen = Histogram(now.bounds)
         self.follow(now)
         num_new = sum(now.counts) - sum(seen.counts)
-        share = min(1.0, MAX_OBSERVATIONS / max(num_new, 1))
-        for bucket, (count, total) in enumerate(zip(now.counts, now.sums, strict=True)):
-            if new := count - seen.counts[bucket]:
-                self._shares[bucket] += share * new
-                self._observe(bucket, (total - seen.sums[bucket]) / new)
+        share = min(1.0, (MAX_WAITING - sum(self._counts)) / max(num_new, 1))
+        for bucket, count in enumerate(now.counts):
+            self._counts[bucket] += share * (count - seen.counts[bucket])
+            self._sums[bucket] += share * (now.sums[bucket] - seen.sums[bucket])
 
-    def follow(self, now: Histogram) -> None:
-        """Skip what others have published."""
-        self._seen = now.copy()
-
-    def _observe(self, bucket: int, mean: float) -> None:
-        bounds = self._seen.bounds
+    def _observe(self, bucket: int, num_values: int) -> None:
+        if not num_values:
+            return
+        bounds, mean = self._seen.bounds, self._sums[bucket] / self._counts[bucket]
         if bucket < len(bounds):
             mean = min(mean, bounds[bucket])
         if bucket:
             mean = max(mean, math.nextafter(bounds[bucket - 1], math.inf))
-        num_values = int(self._shares[bucket])
-        self._shares[bucket] -= num_values
+        self._sums[bucket] *= 1.0 - num_values / self._counts[bucket]
+        self._counts[bucket] -= num_values
         for _ in range(num_values):
             self._metric.observe(mean)
 
@@ -252,26 +265,22 @@ class RequestMetrics:
         self._in_time = CounterByLabel(counter_family(*IN_TIME), labels, "class", classes)
         self._prompt = Counter(counter_family(*PROMPT_TOKENS), labels)
         self._generation = Counter(counter_family(*GENERATION_TOKENS), labels)
-        self._histograms, self._token_histograms = (
-            [(f.of, HistogramSeries(f.name, f.description, f.of(stats).bounds, labels)) for f in figures]
-            for figures in (REQUEST_HISTOGRAMS, TOKEN_HISTOGRAMS)
-        )
+        self._histograms = [
+            (f.of, HistogramSeries(f.name, f.description, f.of(stats).bounds, labels))
+            for f in (*REQUEST_HISTOGRAMS, *TOKEN_HISTOGRAMS)
+        ]
 
-    def publish(self, stats: FrontendStats, refused: Mapping[str, int], *, with_tokens: bool = True) -> None:
-        """Publish figures, those of single tokens and of classes if asked to.
-
-        `refused`: requests that never reached the front end, by tag.
-        """
+    def publish(self, stats: FrontendStats, refused: Mapping[str, int]) -> None:
+        """Publish figures, with `refused` requests that never reached the front end, by tag."""
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
         self._failed.advance(stats.failed)
         self._prompt.advance(stats.num_prompt_tokens)
         self._generation.advance(stats.num_generation_tokens)
-        for of, histogram in self._histograms + (self._token_histograms if with_tokens else []):
+        for of, histogram in self._histograms:
             histogram.advance(of(stats))
-        if with_tokens:
-            self._answered.advance(_by_class(stats.answered))
-            self._in_time.advance(_by_class(stats.in_time))
+        self._answered.advance(_by_class(stats.answered))
+        self._in_time.advance(_by_class(stats.in_time))
         # Last, so that a visible refusal implies the others.
         self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
 
@@ -281,12 +290,9 @@ def _by_class(counts: Mapping[Priority, int]) -> dict[str, float]:
 
 
 class MetricsPublisher:
-    """Thread that flushes every `interval_s` and at the end.
+    """Thread that calls `publish` every `interval_s` and at the end. One call at a time."""
 
-    A flush calls `publish` with whether all figures are due; one at a time.
-    """
-
-    def __init__(self, publish: Callable[[bool], None], interval_s: float = FLUSH_INTERVAL_S) -> None:
+    def __init__(self, publish: Callable[[], None], interval_s: float = FLUSH_INTERVAL_S) -> None:
         self._publish = publish
         self._interval_s = interval_s
         self._lock = threading.Lock()
@@ -295,10 +301,10 @@ class MetricsPublisher:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def flush(self, *, is_due: bool = False) -> None:
+    def flush(self) -> None:
         with self._lock:
             try:
-                self._publish(is_due)
+                self._publish()
             except Exception as error:
                 if str(error) != self._last_problem:  # log once
                     self._last_problem = str(error)
@@ -312,4 +318,4 @@ class MetricsPublisher:
         is_last = False
         while not is_last:
             is_last = self._stopped.wait(self._interval_s)
-            self.flush(is_due=True)
+            self.flush()

@@ -54,12 +54,12 @@ class Frontend:
         door: Door,
         num_senders: int = 4,
         stream_interval_s: float = 0.02,
-        on_finished: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
         objective: Objective | None = None,
         on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
+        """Call `on_idle` before the last response of the last live request, which `stats` has, if no error ends it.
 
         Call `on_ended` after the last response of each request.
 
@@ -84,7 +84,7 @@ class Frontend:
             engine,
             self._recorder,
             self._forget,
-            on_finished,
+            on_idle,
             on_ended,
         )
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)

@@ -43,7 +43,7 @@ class Turns:
         engine: EngineClient,
         recorder: StatsRecorder,
         forget: Callable[[LiveRequest], None],
-        on_finished: Callable[[], None],
+        on_idle: Callable[[], None],
         on_ended: Callable[[EndedRequest], None] | None,
     ) -> None:
         """Call `forget` before the last response of a request."""
@@ -52,7 +52,7 @@ class Turns:
         self._engine = engine
         self._recorder = recorder
         self._forget = forget
-        self._on_finished = on_finished
+        self._on_idle = on_idle
         self._on_ended = on_ended
         self._max_interval_ns = interval_s * 1e9
         self._turn_ns = 0.0  # of one turn, smoothed
@@ -188,7 +188,8 @@ class Turns:
     def _count_finished(self, request: LiveRequest, response: Response) -> None:
         try:
             self._recorder.finished(_summary(request, response))
-            self._on_finished()
+            if not self._live:
+                self._on_idle()
         except Exception:
             logger.exception("the figures of a request could not be published")
 

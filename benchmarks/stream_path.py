@@ -17,8 +17,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -35,7 +33,7 @@ from random_model import without_weights
 from roofline import SHAPES, decode_seconds
 from serving import Address, free_ports, served
 from stream_readers import Asked, Received, read_streams
-from study import ROOT, Study, commit_of, in_turns, show, summary
+from study import ROOT, Study, commit_of, in_turns, run_in, show, summary
 from tidewheel.batch import StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info
@@ -177,24 +175,19 @@ def run_here(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [measure(case, options) for case in cases(options)]
 
 
-def run_in(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    command = [sys.executable, __file__, "--json", "--seconds", str(options.seconds)]
+def run_rows(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [__file__, "--json", "--seconds", str(options.seconds)]
     for name in ("streams", "transport", "set"):
         if values := getattr(options, name):
             command += [f"--{name}", *map(str, values)]
     if options.step_ms is not None:
         command += ["--step-ms", str(options.step_ms)]
-    folders = [*(checkout / name for name in ("backend", "kernels", "client")), ROOT / "benchmarks"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"the run in {checkout} failed")
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    rows: list[dict[str, Any]] = run_in(checkout, command)
+    return rows
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    runs = {"against": lambda: run_in(options.against.resolve(), options), "this": lambda: run_in(ROOT, options)}
+    runs = {"against": lambda: run_rows(options.against.resolve(), options), "this": lambda: run_rows(ROOT, options)}
     rounds = in_turns(runs, options.rounds, warm_up=0)
     found = []
     for index, case in enumerate(cases(options)):

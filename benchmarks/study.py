@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +59,16 @@ def in_turns(
                 results[name].append(result)
                 note(number, name, result)
     return results
+
+
+def run_in(checkout: Path, command: Sequence[str]) -> Any:
+    """Run a program of this folder with another checkout's packages, and return the JSON that it prints."""
+    folders = [*(checkout / name for name in ("backend", "kernels", "client")), ROOT / "benchmarks"]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run([sys.executable, *command], env=variables, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"the run in {checkout} failed")
+    return json.loads(done.stdout)
 
 
 def commit_of(checkout: Path) -> str:

@@ -140,3 +140,20 @@ def test_many_long_streams_in_a_small_pool_all_end() -> None:
     driver.run()
     assert driver.scheduler.stats().num_preemptions > 0
     assert max(request.num_preemptions for request in driver.requests.values()) < 64
+
+
+def test_where_tenants_take_turns_no_critical_request_preempts_what_comes_before_it() -> None:
+    """The victim would return first, take the blocks again, and so on for ever: so it once was."""
+    driver = SchedulerDriver(
+        policy="fair", max_inflight_steps=2, num_blocks=8, max_num_batched_tokens=8, max_num_seqs=3
+    )
+    driver.add(make_request("served", prompt=28, max_tokens=2, tenant="often"))
+    shared = {"prompt": [9] * 24, "priority": Priority.HIGH, "tenant": "seldom"}
+    rare = driver.add(make_request("rare", **shared))
+    while rare.state is not RequestState.RUNNING:
+        if len(driver.in_flight) == 2 or driver.schedule() is None:
+            driver.apply()
+    driver.add(make_request("waits for the blocks of rare", **shared))  # so the tenant keeps its turn
+    driver.add(make_request("critical", prompt=[8] * 17, priority=Priority.CRITICAL, tenant="often"))
+    driver.run()
+    assert rare.num_preemptions == 0

@@ -42,7 +42,8 @@ def free_blocks_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
 def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool) -> list[int]:
     """Choose rows to preempt for a CRITICAL request, from lower classes without a planned chunk.
 
-    Choose none if all together are too few, or if rows or blocks in flight suffice.
+    Choose none if all together are too few, or if rows or blocks in flight suffice. Where tenants take turns, choose
+    only rows that come after the request: another would return before it, and take the blocks again.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -57,13 +58,19 @@ def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, 
     rows = [
         row
         for row in order_of_victims(state, Priority.HIGH)
-        if row not in planned and (decoding is None or row in decoding)
+        if row not in planned and (decoding is None or row in decoding) and _comes_after(state, row, request)
     ]
     growing = plan.growing_rows.tolist()
     if num_missing > _most_freed(state, rows) + len(growing):
         return []
     chosen = choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=min_victims)
     return chosen or []
+
+
+def _comes_after(state: State, row: int, request: Request) -> bool:
+    """Return whether a row of a lower class comes after the request in the order of service."""
+    waiting = state.waiting
+    return not state.policy.by_tenant or waiting.key(state.columns.request(row)) > waiting.key(request)
 
 
 def _most_freed(state: State, rows: list[int]) -> int:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,3 +18,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No example fails because the machine is busy.
 settings.register_profile("tidewheel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tidewheel")
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Return a folder with room for the name of a socket."""
+    path = Path(tempfile.mkdtemp(prefix="tw-"))
+    yield path
+    shutil.rmtree(path)

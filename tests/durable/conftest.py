@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from tidewheel_client.queue import Queue
 
 
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """Return a folder with room for the name of a socket."""
-    path = Path(tempfile.mkdtemp(prefix="tw-"))
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.fixture(scope="module")
 def redis_folder() -> Iterator[Path]:
     from tidewheel_client.queue.embedded_redis import EmbeddedRedis

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import support.durable.needed  # noqa: F401
-from support.durable.processes import WorkerProcess, kill_redis
-from tidewheel_client import ServerUnavailable
+from support.durable.patience import enqueue_at_last, wait_until_all_ended
+from support.durable.processes import WorkerProcess, echoing_worker, kill_redis
 from tidewheel_client.queue import Queue
 
 LONG = bool(os.environ.get("TIDEWHEEL_LONG"))
@@ -33,26 +33,7 @@ def workers(folder: Path, count: int) -> Iterator[list[WorkerProcess]]:
 
 
 def start(folder: Path) -> WorkerProcess:
-    return WorkerProcess(folder, "kills", folder.parent / "begun", delay_s=0.02, lease_s=LEASE_S)
-
-
-def enqueue(queue: Queue, jobs: list[dict[str, object]]) -> None:
-    """Try until they are in: a kill may hit any try."""
-    end = time.monotonic() + LIMIT_S
-    while True:
-        try:
-            queue.enqueue_many(jobs)
-            return
-        except ServerUnavailable:
-            assert time.monotonic() < end
-
-
-def num_left(queue: Queue) -> int:
-    try:
-        counts = queue.counts()
-    except ServerUnavailable:
-        return -1
-    return sum(counts.waiting) + sum(counts.running)
+    return echoing_worker(folder, "kills", folder.parent / "begun", delay_s=0.02, lease_s=LEASE_S)
 
 
 def kill_one(chance: random.Random, folder: Path, running: list[WorkerProcess]) -> None:
@@ -74,15 +55,11 @@ def test_each_job_is_answered_once(short_path: Path, seed: int) -> None:
     with Queue(folder, name="kills") as queue, workers(folder, 3) as running:
         piece = num_jobs // num_kills + 1
         for begin in range(0, num_jobs, piece):
-            enqueue(
-                queue, [{"id": one, "prompt": one, "priority": chance.randint(1, 4)} for one in ids[begin:][:piece]]
-            )
+            jobs = [{"id": one, "prompt": one, "priority": chance.randint(1, 4)} for one in ids[begin:][:piece]]
+            enqueue_at_last(queue, jobs, LIMIT_S)
             time.sleep(chance.uniform(0, 0.6))  # the moment of the kill
             kill_one(chance, folder, running)
-        end = time.monotonic() + LIMIT_S
-        while num_left(queue):
-            assert time.monotonic() < end, queue.counts()
-            time.sleep(0.05)
+        wait_until_all_ended(queue, LIMIT_S)
         results = list(queue.results())
     assert Counter(result.id for result in results) == Counter(ids)
     assert all((result.state, result.text) == ("done", result.id.upper()) for result in results)
@@ -94,7 +71,7 @@ def test_a_stopped_worker_leaves_nothing_to_a_lease(short_path: Path) -> None:
     folder = short_path / "queue"
     with Queue(folder, name="kills") as queue:
         queue.enqueue_many([{"id": f"job-{i}", "prompt": "x"} for i in range(200)])
-        worker = WorkerProcess(folder, "kills", short_path / "begun", delay_s=0.02, lease_s=3600)
+        worker = echoing_worker(folder, "kills", short_path / "begun", delay_s=0.02, lease_s=3600)
         while not list(queue.results()):
             time.sleep(0.02)
         assert worker.stop(60) == 0

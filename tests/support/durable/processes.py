@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -16,17 +17,16 @@ PROGRAM = Path(__file__).with_name("worker_program.py")
 
 
 class WorkerProcess:
-    """A worker that echoes, and a file of the requests that it began."""
+    """A worker of a queue. `output` gets its standard output."""
 
-    def __init__(self, where: Path, name: str, log: Path, *, delay_s: float, lease_s: float) -> None:
-        self._log: IO[bytes] = log.open("ab")
-        arguments = [str(where), name, str(delay_s), str(lease_s)]
-        self.process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], stdout=self._log)
+    def __init__(self, command: Sequence[str], output: Path) -> None:
+        self._output: IO[bytes] = output.open("ab")
+        self.process = subprocess.Popen(command, stdout=self._output)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._log.close()
+        self._output.close()
 
     def stop(self, limit_s: float) -> int:
         """Send SIGTERM and return the exit code."""
@@ -35,6 +35,11 @@ class WorkerProcess:
             return self.process.wait(limit_s)
         finally:
             self.kill()
+
+
+def echoing_worker(where: Path, name: str, begun: Path, *, delay_s: float, lease_s: float) -> WorkerProcess:
+    """Start a worker whose model echoes, and that writes the requests which it begins to a file."""
+    return WorkerProcess([sys.executable, str(PROGRAM), str(where), name, str(delay_s), str(lease_s)], begun)
 
 
 def redis_of(folder: Path) -> psutil.Process | None:
@@ -50,13 +55,14 @@ def redis_of(folder: Path) -> psutil.Process | None:
     return None
 
 
-def kill_redis(folder: Path, *, guard: bool = False) -> None:
-    """Kill it with SIGKILL, with `guard` after the process that would start it again."""
+def kill_redis(folder: Path, *, guard: bool = False) -> bool:
+    """Kill it with SIGKILL, with `guard` after the process that would start it again. Return whether it ran."""
     process = redis_of(folder)
     if process is None:  # between two lives
-        return
+        return False
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
         parent = process.ppid()
         if guard and parent > 1:
             os.kill(parent, signal.SIGKILL)
         process.kill()
+    return True

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -394,3 +394,39 @@ def test_a_run_directory_without_room_is_one_line(folder: Path, monkeypatch: pyt
         assert list(run.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(run)], check=True)
+
+
+def hold_imports(folder: Path) -> Path:
+    """Let the model wait in its import while the file that is returned is there."""
+    model, hold = folder / "repository" / "words" / "1" / "model.py", folder / "hold"
+    wait = f"import pathlib, time\nwhile pathlib.Path({str(hold)!r}).exists():\n    time.sleep(0.02)\n"
+    model.write_text(wait + model.read_text())
+    hold.touch()
+    return hold
+
+
+def kill_importing_stub(server: Server, before: Sequence[psutil.Process] = ()) -> None:
+    def new() -> list[psutil.Process]:
+        return [stub for stub in server.stubs() if stub not in before]
+
+    wait_for(new, RESTART_LIMIT_S, "a front end that loads")[0].kill()
+
+
+def test_a_front_end_that_dies_in_its_import_ends_the_first_start(folder: Path) -> None:
+    """Triton itself waits for it for ever."""
+    repository(folder, "pass")
+    hold_imports(folder)
+    server = start_server("--model-repository", str(folder / "repository"), log=folder / "log")
+    kill_importing_stub(server)
+    assert wait_end(server, DEATH_LIMIT_S) == 1
+    (end,) = error_lines(server)
+    assert end.startswith("tidewheel: error: a front end died while the server started (stub process ")
+
+
+def test_a_front_end_that_dies_in_its_import_is_started_again(server: Server, folder: Path) -> None:
+    hold, before = hold_imports(folder), server.stubs()
+    server.triton_process().kill()
+    kill_importing_stub(server, before)
+    hold.unlink()
+    wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
+    assert "a front end died while the server started" in server.log.read_text()

@@ -103,6 +103,7 @@ class Supervisor:
                 raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
+            self._check_loading_stubs()
         self._served_since = time.monotonic()
         self.readiness = READY
         return True
@@ -231,6 +232,14 @@ class Supervisor:
             processes.signal_all(left, SIGKILL)
             time.sleep(POLL_S / 10)
             processes.reap(keep=self._server.pid)
+
+    def _check_loading_stubs(self) -> None:
+        """Raise `ServeError` if one has died. Triton waits for ever for one that dies before its model is asked."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_S
+        if (dead := self._find_dead_stub()) is not None:
+            raise ServeError(f"a front end died while the server started (stub process {dead[0].pid})")
 
     def _find_dead_stub(self) -> tuple[processes.Process, Mark | None] | None:
         """Return a stub that Triton did not end. Triton never starts it again, and its model answers no more.

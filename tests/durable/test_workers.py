@@ -20,7 +20,7 @@ from tidewheel_client.queue import AsyncQueue, Queue, Result, Worker, WorkerOpti
 from tidewheel_client.queue.batcher import Batcher
 from tidewheel_client.queue.queue_calls import QueueNames
 from tidewheel_client.queue.redis_place import RedisPlace
-from tidewheel_client.queue.worker_store import WorkerStore, ending
+from tidewheel_client.queue.worker_store import Part, WorkerStore, ending
 from tidewheel_client.request_errors import Draining, EngineDead
 from tidewheel_client.transport import Ask
 
@@ -347,9 +347,9 @@ def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder
             await asyncio.sleep(0.002)  # the lease
             assert [one.attempt for one in await new.take(1, 1, [], claim=True, lowest_first=False)] == [2]
             assert await old.renew(["a"]) == ["a"]
-            assert not await old.fail("a", "late")
+            assert not await old.fail("a", 1, "late")
             assert await old.give_back() == 0
-            await old.emit([("a", "1", "late")])
+            await old.emit([Part("a", 1, 1, "late")])
             assert await queue._redis.exists(names.tokens("a")) == 0
             assert await new.renew(["a"]) == []
             assert (await queue.result("a")).state == "running"
@@ -358,6 +358,54 @@ def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder
             assert (await queue.result("a")).text == "the first"
         await old.close()
         await new.close()
+        server.close()
+
+    asyncio.run(use())
+
+
+def test_calls_whose_answers_were_lost_are_repeated_without_effect(place: Place, redis_folder: Path) -> None:
+    async def use() -> None:
+        server = RedisPlace(redis_folder)
+        store = WorkerStore(server, QueueNames(place.name), "one", 3, place.notes.append)
+        async with place.queue() as queue:
+            await queue.enqueue(id="a", prompt="x", stream=True)
+            assert len(await store.take(1, 60_000, [], claim=True, lowest_first=False)) == 1
+            for _ in range(2):
+                await store.emit([Part("a", 1, 1, "one "), Part("a", 1, 2, "two")])
+            for _ in range(3):
+                assert await store.fail("a", 1, "the server is away")
+            assert (await queue.result("a")).attempts == 2
+            for parts in ([Part("a", 2, 1, "uno ")], [Part("a", 2, 1, "uno "), Part("a", 2, 2, "due")]):
+                await store.emit(parts)
+            await store.finish([ending("a", "done", text="uno due")])
+            assert await _read_tokens(queue) == [("one ", 1), ("two", 1), ("uno ", 2), ("due", 2)]
+        await store.close()
+        server.close()
+
+    asyncio.run(use())
+
+
+def test_parts_of_a_job_that_was_given_back_are_told_apart(place: Place, redis_folder: Path) -> None:
+    """The attempt is not counted, and has its own number all the same."""
+
+    async def use() -> None:
+        server = RedisPlace(redis_folder)
+        old, new = (
+            WorkerStore(server, QueueNames(place.name), consumer, 1, place.notes.append)
+            for consumer in ("old", "new")
+        )
+        async with place.queue() as queue:
+            await queue.enqueue(id="a", prompt="x", stream=True)
+            (first,) = await old.take(1, 60_000, [], claim=True, lowest_first=False)
+            await old.emit([Part("a", first.attempt, 1, "one ")])
+            assert await old.give_back() == 1
+            (second,) = await new.take(1, 60_000, [], claim=True, lowest_first=False)
+            await new.emit([Part("a", second.attempt, 1, "uno ")])
+            await new.finish([ending("a", "done", text="uno ")])
+            assert await _read_tokens(queue) == [("one ", 1), ("uno ", 2)]
+            assert (await queue.result("a")).attempts == 1
+        for store in (old, new):
+            await store.close()
         server.close()
 
     asyncio.run(use())

@@ -18,7 +18,7 @@ from tidewheel_client.queue.jobs import Job, unpack
 from tidewheel_client.queue.queue_calls import QueueNames
 from tidewheel_client.queue.redis_place import RedisPlace
 from tidewheel_client.queue.server_gate import ServerGate
-from tidewheel_client.queue.worker_store import Ending, Taken, WorkerStore, ending
+from tidewheel_client.queue.worker_store import Ending, Part, Taken, WorkerStore, ending
 from tidewheel_client.request_errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 
 MAX_RESULT_BYTES = 16 << 20
@@ -96,7 +96,7 @@ class Worker:
             self._store = WorkerStore(place, self._names, self.consumer, self._options.max_attempts, self._note)
             await self._store.check()
             self._finishes: Batcher[Ending, bool] = Batcher(self._store.finish)
-            self._emits: Batcher[tuple[str, str, str], None] = Batcher(self._store.emit)
+            self._emits: Batcher[Part, None] = Batcher(self._store.emit)
             with _first_error():
                 async with asyncio.TaskGroup() as group:
                     await self._run(group)
@@ -226,11 +226,11 @@ class Worker:
                 if not error.retryable:
                     return _failed(taken, error)
                 self._gate.shut(str(error))
-                if not await self._try_again(taken, str(error)):
+                if not await self._try_again(taken.id, attempt, str(error)):
                     return None
                 attempt += 1
             except Exception as error:  # of a client: the job must end all the same
-                if not await self._try_again(taken, f"{type(error).__name__}: {error}"):
+                if not await self._try_again(taken.id, attempt, f"{type(error).__name__}: {error}"):
                     return None
                 attempt += 1
         return None
@@ -246,7 +246,7 @@ class Worker:
             async for chunk in stream:
                 chunks.append(chunk)
                 if chunk.text:
-                    written = self._emits.add((job_id, str(attempt), chunk.text))
+                    written = self._emits.add(Part(job_id, attempt, len(chunks), chunk.text))
         if written is not None:
             await written  # before the end is
         return Completion.from_chunks(arguments["request_id"], chunks)
@@ -262,11 +262,11 @@ class Worker:
             self.figures.given_back += await self._store.give_back(set(self._held) - {taken.id})
         return False
 
-    async def _try_again(self, taken: Taken, reason: str) -> bool:
-        may = await self._store.fail(taken.id, reason)
+    async def _try_again(self, job_id: str, attempt: int, reason: str) -> bool:
+        may = await self._store.fail(job_id, attempt, reason)
         if not may:
             self.figures.dead += 1
-            self._note(f"job {taken.id} is given up, or another worker's: {reason}")
+            self._note(f"job {job_id} is given up, or another worker's: {reason}")
         return may
 
 

@@ -3,7 +3,8 @@
 KEYS are the streams of the four classes, the streams of ended and of dead jobs, and the mark of an idle worker. ARGV
 begins with the prefix of the queue's other keys, which have the same hash tag. A job is a hash and, until it ends, an
 entry of its class's stream; so the lengths of the streams count the jobs that wait or run. A job has ended when its
-hash has a `result`, which is written once.
+hash has a `result`, which is written once. `attempts` counts those that a limit counts; `begun` is the number of the
+last one, which no other has: a worker that gives a job back takes back its attempt, but not its number.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ local function drop(class, entry)
   redis.call('XDEL', KEYS[class], entry)
 end
 local function finish(id, state, result)
-  local job = redis.call('HMGET', key_of(id), 'result', 'class', 'entry', 'ttl', 'stream', 'attempts')
+  local job = redis.call('HMGET', key_of(id), 'result', 'class', 'entry', 'ttl', 'stream', 'begun')
   if job[1] or not job[2] then return 0 end
   redis.call('HSET', key_of(id), 'state', state, 'result', result)
   redis.call('PEXPIRE', key_of(id), job[4])
   drop(tonumber(job[2]), job[3])
   redis.call('XADD', ENDED, 'MAXLEN', '~', {KEPT_ENDS}, '*', 'id', id)
   if job[5] == '1' then
-    redis.call('XADD', prefix .. 'tokens:' .. id, '*', 'attempt', job[6], 'end', state)
+    redis.call('XADD', prefix .. 'tokens:' .. id, '*', 'attempt', job[6] or '0', 'end', state)
     redis.call('PEXPIRE', prefix .. 'tokens:' .. id, job[4])
   end
   return 1
@@ -92,7 +93,7 @@ return out
 )
 
 # prefix, consumer, room, lease_ms, max_attempts, 1 to claim what others dropped, 1 to begin with the lowest class.
-# Return {id, attempt, age in ms, payload} of each job taken.
+# Return {id, number of the attempt, age in ms, payload} of each job taken.
 TAKE = (
     _COMMON
     + f"""
@@ -106,9 +107,8 @@ local function begin(class, entry)
   elseif tonumber(job[2]) >= most then
     bury(id, 'no answer after ' .. job[2] .. ' attempts: the last worker ended, or lost its lease, before one')
   else
-    local attempt = tonumber(job[2]) + 1
-    redis.call('HSET', key_of(id), 'state', 'running', 'owner', consumer, 'attempts', attempt)
-    taken[#taken + 1] = {{id, attempt, at - tonumber(job[3]), entry[2][4]}}
+    redis.call('HSET', key_of(id), 'state', 'running', 'owner', consumer, 'attempts', tonumber(job[2]) + 1)
+    taken[#taken + 1] = {{id, redis.call('HINCRBY', key_of(id), 'begun', 1), at - tonumber(job[3]), entry[2][4]}}
   end
 end
 local function claim(class)
@@ -152,18 +152,21 @@ return out
 """
 )
 
-# prefix, consumer, id, max_attempts, reason. Return 1: try again; 0: dead now, or not this worker's.
+# prefix, consumer, id, number of the attempt, max_attempts, reason. Return 1: try again, with the next number;
+# 0: dead now, or not this worker's.
 FAIL = (
     _COMMON
     + """
 local id = ARGV[3]
 if not is_held(id, ARGV[2]) then return 0 end
-local attempts = tonumber(redis.call('HGET', key_of(id), 'attempts'))
-if attempts >= tonumber(ARGV[4]) then
-  bury(id, ARGV[5])
+local job = redis.call('HMGET', key_of(id), 'attempts', 'begun')
+if job[2] ~= ARGV[4] then return 1 end  -- counted before: the answer was lost
+if tonumber(job[1]) >= tonumber(ARGV[5]) then
+  bury(id, ARGV[6])
   return 0
 end
 redis.call('HINCRBY', key_of(id), 'attempts', 1)
+redis.call('HINCRBY', key_of(id), 'begun', 1)
 return 1
 """
 )
@@ -240,15 +243,19 @@ return done
 """
 )
 
-# prefix, consumer, then of each chunk: id, attempt, text. Add to the token streams of jobs that the worker holds.
+# prefix, consumer, then of each chunk: id, number of the attempt, number of the chunk in it, text. Add to the token
+# streams of jobs that the worker holds, once.
 EMIT = (
     _COMMON
     + f"""
-for i = 3, #ARGV, 3 do
-  local id = ARGV[i]
-  if is_held(id, ARGV[2]) then
+for i = 3, #ARGV, 4 do
+  local id, attempt, number = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local told = redis.call('HMGET', key_of(id), 'told_attempt', 'told')
+  local is_new = told[1] ~= attempt or tonumber(number) > tonumber(told[2])
+  if is_new and is_held(id, ARGV[2]) then
     local key = prefix .. 'tokens:' .. id
-    redis.call('XADD', key, 'MAXLEN', '~', {KEPT_CHUNKS}, '*', 'attempt', ARGV[i + 1], 'text', ARGV[i + 2])
+    redis.call('HSET', key_of(id), 'told_attempt', attempt, 'told', number)
+    redis.call('XADD', key, 'MAXLEN', '~', {KEPT_CHUNKS}, '*', 'attempt', attempt, 'text', ARGV[i + 3])
     redis.call('PEXPIRE', key, redis.call('HGET', key_of(id), 'ttl'))
   end
 end

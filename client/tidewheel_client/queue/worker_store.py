@@ -20,9 +20,18 @@ class Taken(NamedTuple):
     """Job that this worker holds."""
 
     id: str
-    attempt: int
+    attempt: int  # its number, which no other of the job has
     age_ms: float  # when it was taken
     payload: str
+
+
+class Part(NamedTuple):
+    """Piece of a job's token stream."""
+
+    id: str
+    attempt: int
+    number: int  # within the attempt, from 1 on
+    text: str
 
 
 class Ending(NamedTuple):
@@ -88,18 +97,19 @@ class WorkerStore:
         given = [part for one in endings for part in one]
         return [bool(is_first) for is_first in await self._persistently("finish", [self._names.prefix, *given])]
 
-    async def fail(self, job_id: str, reason: str) -> bool:
+    async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
         """Count a failed attempt. Return False if the job is dead now, or not this worker's."""
-        return bool(await self._persistently("fail", [*self._own, job_id, self._max_attempts, reason]))
+        given = [*self._own, job_id, str(attempt), self._max_attempts, reason]
+        return bool(await self._persistently("fail", given))
 
     async def renew(self, ids: Iterable[str]) -> list[str]:
         """Renew the leases. Return the ids of jobs that are no longer this worker's."""
         return list(await self._persistently("renew", [*self._own, *ids]))
 
-    async def emit(self, chunks: Sequence[tuple[str, str, str]]) -> list[None]:
-        """Add to the token streams of jobs: id, attempt and text of each chunk."""
-        await self._persistently("emit", [*self._own, *(part for one in chunks for part in one)])
-        return [None] * len(chunks)
+    async def emit(self, parts: Sequence[Part]) -> list[None]:
+        """Add to the token streams of jobs."""
+        await self._persistently("emit", [*self._own, *(str(field) for part in parts for field in part)])
+        return [None] * len(parts)
 
     async def give_back(self, kept: Iterable[str] = ()) -> int:
         """Give back all jobs in this worker's name but those; return how many."""

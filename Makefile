@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults defects marathon soak \
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults defects marathon soak \
 	fuzz lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
@@ -65,6 +65,11 @@ REPEAT ?= 1
 faults: venv
 	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 \
 		--ignore tests/faults/test_planted_defects.py --ignore tests/faults/test_marathon.py tests/faults || exit 1; done
+
+# Tests of queue and cluster that take longer, REPEAT times: kills of workers, Redis, engines and servers.
+EXTRA := tests/durable $(wildcard tests/cluster) tests/faults/test_queue_kills.py
+test-extra: venv
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m slow --timeout 600 $(EXTRA) || exit 1; done
 
 # Whether those cases find defects of our own code, and a short marathon passes.
 defects: venv

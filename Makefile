@@ -9,8 +9,8 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults defects marathon soak \
-	fuzz lint docs lines aot bench bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults \
+	defects marathon soak fuzz lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +21,12 @@ from tidewheel.runner.model_runner import ModelRunner
 STEP = "MODELLED_STEP_S"
 NUM_SLOTS = 1 << 24  # of the KV cache
 MAX_MODEL_LEN = 1 << 16
+
+
+def modelled(step_s: float) -> dict[str, str]:
+    """Return variables of a `tidewheel serve --allow-faults` whose engine is this one."""
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)]))
+    return {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(step_s), "PYTHONPATH": paths}
 
 
 def load(config: EngineConfig, _progress: Progress | None = None) -> ModelRunner:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import psutil
 
-from modelled_engine import STEP
+from modelled_engine import modelled
 from random_model import without_weights
 from roofline import SHAPES
 from serving import Address, free_ports, metric, served
 from stream_path import processes
 from stream_readers import Asked, GrpcReader
-from study import ROOT, Study, show
+from study import Study, show
 
 NUM_RUNNING = 16
 STREAMS_OF_A_CONNECTION = 64
@@ -76,8 +76,7 @@ def main() -> None:
     study = Study("open_streams", __doc__, "tritonclient", "nvidia-pytriton")
     study.add_argument("--streams", type=int, default=10_000)
     options = study.begin()
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "benchmarks")]))  # of the engine
-    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(STEP_S), "PYTHONPATH": paths}
+    os.environ |= modelled(STEP_S)
     settings = {**SETTINGS, "max_waiting_requests": options.streams + NUM_RUNNING}
     with tempfile.TemporaryDirectory() as folder:
         model = without_weights(Path(folder) / "modelled", replace(SHAPES["tiny"], vocab=64))

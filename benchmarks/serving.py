@@ -60,32 +60,50 @@ def serving_repository(
         yield address
 
 
+class Served:
+    """A `tidewheel serve`, and where it listens: on four ports from `ports` on."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        model: str,
+        ports: int,
+        host: str = "127.0.0.1",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments, "--host", host]
+        for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
+            command += [option, str(ports + offset)]
+        http, grpc, metrics, health = (f"{host}:{ports + offset}" for offset in range(4))
+        self.address = Address(grpc, http, model, metrics, health)
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+    def wait_ready(self) -> None:
+        """Raise RuntimeError if the server ends too early."""
+        end = time.monotonic() + START_LIMIT_S
+        with Client(self.address.grpc, model=self.address.model) as client:
+            while not client.is_ready():
+                if self.process.poll() is not None:
+                    raise RuntimeError(
+                        f"tidewheel serve ended with status {self.process.returncode} before it was ready"
+                    )
+                if time.monotonic() > end:
+                    raise RuntimeError(f"tidewheel serve was not ready within {START_LIMIT_S:g} s")
+                time.sleep(0.1)
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> None:
+        self.process.send_signal(number)
+        self.process.wait(60)
+
+
 @contextmanager
 def _served(arguments: Sequence[str], model: str, ports: int) -> Iterator[Address]:
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
-    for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
-        command += [option, str(ports + offset)]
-    http, grpc, metrics, health = (f"127.0.0.1:{ports + offset}" for offset in range(4))
-    address = Address(grpc, http, model, metrics, health)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    server = Served(arguments, model, ports)
     try:
-        _wait_ready(process, address)
-        yield address
+        server.wait_ready()
+        yield server.address
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
-    """Raise RuntimeError if the server ends too early."""
-    end = time.monotonic() + START_LIMIT_S
-    with Client(address.grpc, model=address.model) as client:
-        while not client.is_ready():
-            if process.poll() is not None:
-                raise RuntimeError(f"tidewheel serve ended with status {process.returncode} before it was ready")
-            if time.monotonic() > end:
-                raise RuntimeError(f"tidewheel serve was not ready within {START_LIMIT_S:g} s")
-            time.sleep(0.1)
+        server.stop()
 
 
 def metric(authority: str, name: str, **labels: str) -> float:

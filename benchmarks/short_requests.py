@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelled_engine import STEP
+from modelled_engine import modelled
 from random_model import without_weights
 from roofline import SHAPES
 from serving import Address, free_ports, serving_repository
 from stream_path import PROCESSES, SETTLE_S, START_LIMIT_S, Case, cpu_seconds, processes, reading
 from stream_readers import Asked
-from study import ROOT, Study, in_turns, show, summary
+from study import Study, in_turns, show, summary
 
 TRANSPORTS = ("infer", "grpc")
 TWIN = "modelled_infer"
@@ -39,8 +39,7 @@ parameters { key: "engine_of" value { string_value: "modelled" } }
 
 @contextmanager
 def serving(step_ms: float) -> Iterator[Address]:
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "benchmarks")]))  # of the engine
-    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(step_ms / 1e3), "PYTHONPATH": paths}
+    os.environ |= modelled(step_ms / 1e3)
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)
         without_weights(repository / "modelled" / "1" / "weights", replace(SHAPES["tiny"], vocab=64))

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from modelled_engine import STEP, load
+from modelled_engine import STEP, load, modelled
 from random_model import without_weights
 from roofline import SHAPES, decode_seconds
 from serving import Address, free_ports, served
@@ -69,8 +69,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "benchmarks")]))  # of the engine
-    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(case.step_ms / 1e3), "PYTHONPATH": paths}
+    os.environ |= modelled(case.step_ms / 1e3)
     settings = {"max_num_seqs": case.streams, "max_num_batched_tokens": 8192, "default_max_tokens": "context"}
     for setting in options.set:
         key, _, settings[key] = setting.partition("=")

@@ -50,17 +50,23 @@ class Reader(Protocol):
 
 
 class HttpReader:
-    """One `/generate_stream` request."""
+    """One `/generate_stream` request, `again` after its end."""
 
-    def __init__(self, asked: Asked) -> None:
-        fields = {"text_input": PROMPT, "stream": True, "ignore_eos": True, "max_tokens": asked.max_tokens}
-        body = json.dumps(fields).encode()
-        path = f"/v2/models/{asked.model}/generate_stream"
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._request = head.encode() + body
+    def __init__(self, asked: Asked, *, again: bool = True) -> None:
+        self._request = self._post(asked)
+        self._again = again
         self._rest = b""
+        self.num_ended = 0
         self.socket = _connected(asked.address)
+        if again:
+            self.send()
+
+    def send(self) -> None:
         self.socket.sendall(self._request)
+
+    def _post(self, asked: Asked) -> bytes:
+        fields = {"text_input": PROMPT, "stream": True, "ignore_eos": True, "max_tokens": asked.max_tokens}
+        return _http_post(f"/v2/models/{asked.model}/generate_stream", fields)
 
     def read(self) -> Iterator[tuple[int, int]]:
         data = self.socket.recv(1 << 16)
@@ -72,7 +78,17 @@ class HttpReader:
                 raise RuntimeError(event.decode())
             yield 0, event.count(TOKEN)
         if data.endswith(b"0\r\n\r\n"):
-            self.socket.sendall(self._request)
+            self.num_ended += 1
+            if self._again:
+                self.send()
+
+
+class OpenAiReader(HttpReader):
+    """One `/v1/completions` request that streams."""
+
+    def _post(self, asked: Asked) -> bytes:
+        fields = {"model": asked.model, "prompt": PROMPT, "stream": True}
+        return _http_post("/v1/completions", fields | {"ignore_eos": True, "max_tokens": asked.max_tokens})
 
 
 class InferReader:
@@ -81,9 +97,7 @@ class InferReader:
     def __init__(self, asked: Asked) -> None:
         given = {"text_input": PROMPT, "sampling_parameters": _sampling(asked)}
         inputs = [{"name": k, "datatype": "BYTES", "shape": [1], "data": [v]} for k, v in given.items()]
-        body = json.dumps({"inputs": inputs}).encode()
-        head = f"POST /v2/models/{asked.model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._request = head.encode() + body
+        self._request = _http_post(f"/v2/models/{asked.model}/infer", {"inputs": inputs})
         self._rest = b""
         self.socket = _connected(asked.address)
         self.socket.sendall(self._request)
@@ -105,12 +119,14 @@ class InferReader:
 
 
 class GrpcReader:
-    """Calls of one request each."""
+    """Calls of one request each, `again` after their end."""
 
-    def __init__(self, asked: Asked, count: int) -> None:
+    def __init__(self, asked: Asked, count: int, *, again: bool = True) -> None:
         self._call = _headers(asked)
         self._message = _grpc_message(asked)
+        self._again = again
         self._next_id = 1
+        self.num_ended = 0
         self._rest = b""
         self.socket = _connected(asked.address)
         settings = struct.pack(">HI", 4, _WINDOW)  # initial window
@@ -119,9 +135,9 @@ class GrpcReader:
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings) + _frame(8, 0, 0, window)
         )
         for _ in range(count):
-            self._open()
+            self.send()
 
-    def _open(self) -> None:
+    def send(self) -> None:
         number, self._next_id = self._next_id, self._next_id + 2
         call = _frame(_HEADERS, _END_HEADERS, number, self._call)
         self.socket.sendall(call + _frame(_DATA, _END_STREAM, number, self._message))
@@ -144,7 +160,9 @@ class GrpcReader:
             else:
                 self._answer(kind, flags, payload)
             if flags & _END_STREAM and kind in (_DATA, _HEADERS):
-                self._open()
+                self.num_ended += 1
+                if self._again:
+                    self.send()
         self._rest = data[position:]
 
     def _answer(self, kind: int, flags: int, payload: bytes) -> None:
@@ -157,6 +175,12 @@ def _connected(address: str) -> socket.socket:
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def _http_post(path: str, body: object) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -232,8 +256,8 @@ def read_streams(asked: Asked, transport: str, count: int, pipe: Connection) -> 
 
 
 def _readers(asked: Asked, transport: str, count: int) -> list[Reader]:
-    """Make readers of `transport`: grpc, http (`/generate_stream`) or infer (`/infer`)."""
+    """Make readers of grpc, http (`/generate_stream`), infer (`/infer`) or openai (`/v1/completions`)."""
     if transport == "grpc":
         return [GrpcReader(asked, min(MAX_STREAMS, count - first)) for first in range(0, count, MAX_STREAMS)]
-    kind = HttpReader if transport == "http" else InferReader
+    kind = {"http": HttpReader, "infer": InferReader, "openai": OpenAiReader}[transport]
     return [kind(asked) for _ in range(count)]

@@ -5,7 +5,7 @@
 
 Servers, gateway and their traffic are real, on one machine; the device is a formula (`modelled_engine.py`), slowed
 until all replicas together need less than 60 % of the cores. `--over list`: servers that a name has, with
-`tidewheel gateway --url dns:…`.
+`tidewheel gateway --url dns:…`; `--over ray`: `tidewheel cluster`.
 
 latency     requests for one token, and streams of one engine, straight by gRPC and through the gateway
 throughput  streams through the gateway, as many for each replica; CPU time of each part
@@ -24,12 +24,13 @@ from typing import Any
 
 import cluster_cases as cases
 import cluster_latency
+from cluster_on_ray import RayServers
 from cluster_servers import ListServers, Servers
 from random_model import without_weights
 from roofline import SHAPES
 from study import Study, show
 
-OVER: Mapping[str, Callable[[Path, Mapping[str, object], float], Servers]] = {"list": ListServers}
+OVER: Mapping[str, Callable[[Path, Mapping[str, object], float], Servers]] = {"list": ListServers, "ray": RayServers}
 PARTS = ("latency", "throughput", "sessions", "kill", "scaling")
 LATENCY_STEP_S = 0.01
 MOST_OF_CORES = 0.6
@@ -103,7 +104,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, object]:
 
 
 def main() -> None:
-    study = Study("cluster", __doc__, "numpy", "tritonclient", "aiohttp")
+    study = Study("cluster", __doc__, "numpy", "tritonclient", "aiohttp", "ray")
     study.add_argument("--over", choices=OVER, default="list", help="how replicas are started and found")
     study.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     study.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
@@ -115,7 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tw-") as folder:
         model = without_weights(Path(folder) / "modelled", replace(SHAPES["tiny"], vocab=64))
         found = measure(model, options)
-    study.save({"over": options.over, "seconds": options.seconds, **found})
+    name = "cluster" if options.over == "list" else f"cluster_{options.over}"
+    study.save({"over": options.over, "seconds": options.seconds, **found}, name)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class ListServers:
                 self._running |= dict(zip(new, pool.map(self._start, new), strict=True))
         leaving = [self._running.pop(host) for host in list(self._running)[count:]]
         self._tell()
-        self._wait_known(count)
+        wait_known(self.gateway, count)
         for server in leaving:
             server.process.terminate()
         self._going += leaving
@@ -126,12 +126,14 @@ class ListServers:
         new.write_text("\n".join(self._running))
         new.replace(self._names)
 
-    def _wait_known(self, count: int) -> None:
-        end = time.monotonic() + LIMIT_S
-        while num_ready(self.gateway) != count:
-            if time.monotonic() > end:
-                raise RuntimeError(f"the gateway has not {count} ready servers after {LIMIT_S:g} s")
-            time.sleep(0.1)
+
+def wait_known(gateway: str, count: int) -> None:
+    """Raise RuntimeError if the gateway never has so many ready servers."""
+    end = time.monotonic() + LIMIT_S
+    while num_ready(gateway) != count:
+        if time.monotonic() > end:
+            raise RuntimeError(f"the gateway has not {count} ready servers after {LIMIT_S:g} s")
+        time.sleep(0.1)
 
 
 def num_ready(gateway: str) -> int:

@@ -108,8 +108,7 @@ def kill(servers: Servers, users: int) -> dict[str, Any]:
     async def run() -> tuple[float, float]:
         async with load.active(users):
             await asyncio.sleep(3.0)
-            killed = time.monotonic()
-            await asyncio.to_thread(servers.kill_one)
+            killed = await asyncio.to_thread(servers.kill_one)
             await until(lambda: 0 <= num_ready(servers.gateway) < count, "a gateway that knows of the death")
             await until(lambda: num_ready(servers.gateway) == count, "a replica that is ready again")
             back = time.monotonic()
@@ -121,10 +120,13 @@ def kill(servers: Servers, users: int) -> dict[str, Any]:
 
 
 def deaths(outcomes: list[Outcome], killed: float, users: int) -> dict[str, Any]:
-    """Return the figures of requests before, at and after a death."""
+    """Return the figures of requests before, at and after a death.
+
+    One that broke had begun if a token had come, be it while the signals were sent.
+    """
     at_the_time = [one for one in outcomes if one.sent <= killed < one.ended]
-    begun = [one for one in at_the_time if 0 < one.first <= killed]
-    not_begun = [one for one in at_the_time if not 0 < one.first <= killed]
+    begun = [one for one in at_the_time if one.first and (one.first <= killed or one.error)]
+    not_begun = [one for one in at_the_time if one not in begun]
     broken = [one for one in begun if one.error]
     others = [one for one in outcomes if one not in at_the_time]
     return {

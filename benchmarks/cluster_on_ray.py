@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Self
 import msgspec
 import requests
 
-from cluster_servers import wait_known
+from cluster_servers import kill_tree, wait_known
 from modelled_engine import modelled
 from serving import Address, free_ports
 from tidewheel.server import processes
@@ -57,9 +56,8 @@ class RayServers:
         known = set(_UPSTREAM.findall(text))
         return [one for actor in self._actors(_REPLICA) for one in self._addresses(actor) if one.grpc in known]
 
-    def kill_one(self) -> None:
-        actor = self._actors(_REPLICA)[-1]
-        processes.signal_all([actor, *processes.descendants(actor.pid)], signal.SIGKILL)
+    def kill_one(self) -> float:
+        return kill_tree(self._actors(_REPLICA)[-1].pid)
 
     def pids(self) -> Mapping[str, list[int]]:
         heads = [one for one in self._ours() if any(part.endswith(_HEAD) for part in processes.arguments(one.pid))]

@@ -41,8 +41,8 @@ class Servers(Protocol):
     def replicas(self) -> list[Address]:
         """Return those that get new requests."""
 
-    def kill_one(self) -> None:
-        """Kill all processes of a replica at once. It is started again, at once or by its supervisor."""
+    def kill_one(self) -> float:
+        """Kill all processes of a replica at once, and return when. It is started again."""
 
     def pids(self) -> Mapping[str, list[int]]:
         """Return the processes of each part: `replicas`, `gateway`, and what else there is."""
@@ -98,10 +98,9 @@ class ListServers:
     def replicas(self) -> list[Address]:
         return [server.address for server in self._running.values()]
 
-    def kill_one(self) -> None:
+    def kill_one(self) -> float:
         host, server = list(self._running.items())[-1]
-        all_of_it = [processes.read(server.process.pid), *processes.descendants(server.process.pid)]
-        processes.signal_all([one for one in all_of_it if one is not None], signal.SIGKILL)
+        killed = kill_tree(server.process.pid)
         server.process.wait()
 
         def start_again() -> None:
@@ -109,6 +108,7 @@ class ListServers:
 
         self._manager = threading.Thread(target=start_again)
         self._manager.start()
+        return killed
 
     def pids(self) -> Mapping[str, list[int]]:
         serves = [server.process.pid for server in self._running.values()]
@@ -125,6 +125,14 @@ class ListServers:
         new = self._names.with_suffix(".new")
         new.write_text("\n".join(self._running))
         new.replace(self._names)
+
+
+def kill_tree(pid: int) -> float:
+    """Kill a process and all below it, and return when."""
+    tree = [one for one in (processes.read(pid), *processes.descendants(pid)) if one is not None]
+    killed = time.monotonic()
+    processes.signal_all(tree, signal.SIGKILL)
+    return killed
 
 
 def wait_known(gateway: str, count: int) -> None:

@@ -32,6 +32,7 @@ def test_what_a_death_costs() -> None:
             outcome(90, 91, 92),  # before
             outcome(99, 99.5, 100.25, error="[TW-X] lost"),  # begun
             outcome(99, 99.5, 103),  # begun elsewhere
+            outcome(99.8, 100.01, 100.2, error="[TW-X] lost"),  # begun while the signals were sent
             outcome(99.5, 0, 104, num_tokens=0),  # without an answer or an error
             outcome(99.9, 101, 103),  # not begun, and sent again
             outcome(100.5, 0, 100.6, error="no server"),  # later
@@ -39,7 +40,7 @@ def test_what_a_death_costs() -> None:
         KILLED,
         users=4,
     )
-    assert (found["begun"], found["begun_broken"], found["told_after_s"]) == (2, 1, 0.25)
+    assert (found["begun"], found["begun_broken"], found["told_after_s"]) == (3, 2, 0.25)
     assert (found["not_begun"], found["not_begun_lost"], found["other_requests_lost"]) == (2, 1, 1)
     assert found["begun_without_error_or_end"] == 0
     assert found["errors"] == ["[TW-X] lost", "no server"]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from modelled_engine import STEP
+from modelled_engine import modelled
 from random_model import without_weights
 from roofline import SHAPES
 from serving import Address, free_ports, served
@@ -76,8 +76,7 @@ async def cancel_times(address: Address, num_rows: int, repeats: int) -> list[fl
 
 
 def run_here(options: argparse.Namespace) -> list[float]:
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "benchmarks")]))  # of the engine
-    os.environ |= {"TIDEWHEEL_FAULTS": "modelled_engine", STEP: str(options.step_ms / 1e3), "PYTHONPATH": paths}
+    os.environ |= modelled(options.step_ms / 1e3)
     settings = {"max_num_seqs": options.streams, "max_num_batched_tokens": 8192}
     with tempfile.TemporaryDirectory() as folder:
         model = without_weights(Path(folder) / "modelled", replace(SHAPES["tiny"], vocab=64))

@@ -70,6 +70,7 @@ def sessions(servers: Servers, users: int, seconds: float) -> dict[str, Any]:
         return load.outcomes
 
     outcomes = asyncio.run(run())
+    time.sleep(SETTLE_S)  # until the last figures are published
     received = [metric(one.metrics, _RECEIVED) - was for one, was in zip(replicas, before, strict=True)]
     return {
         "users": users,

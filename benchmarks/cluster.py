@@ -16,11 +16,13 @@ scaling     conversations while replicas go and come
 
 from __future__ import annotations
 
+import argparse
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cluster_cases as cases
 import cluster_latency
@@ -35,6 +37,39 @@ PARTS = ("latency", "throughput", "sessions", "kill", "scaling")
 LATENCY_STEP_S = 0.01
 MOST_OF_CORES = 0.6
 SLOWEST_MS = 800.0
+MOST_REPLICAS = 64
+
+
+class Goal(NamedTuple):
+    part: str
+    figure: str
+    of: Callable[[Any], float]
+    least: float = 0.0
+    most: float = math.inf
+
+
+GOALS = (
+    Goal("latency", "added ms of a request", lambda part: part["request"]["added_ms"], most=2.0),
+    Goal("latency", "added us of a chunk", lambda part: part["chunk"]["added_us"], most=100.0),
+    Goal("throughput", "of linear", lambda rows: rows[-1]["of_linear"], least=0.95),
+    Goal("throughput", "of all cores", lambda rows: rows[-1]["of_all_cores"], most=MOST_OF_CORES),
+    Goal("sessions", "% of later turns on their cache", lambda part: part["on_their_cache_percent"], least=95.0),
+    Goal("sessions", "requests, max over mean", lambda part: part["requests_max_over_mean"], most=1.25),
+    Goal("kill", "lost that had not begun", lambda part: part["not_begun_lost"], most=0),
+    Goal("kill", "seconds until the others are told", lambda part: part["told_after_s"], most=1.0),
+    Goal("scaling", "cut or lost", lambda part: part["cut_or_lost"], most=0),
+)
+
+
+def judged(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return each goal of the parts that were measured, and whether it is met."""
+    rows = []
+    for goal in (goal for goal in GOALS if goal.part in found):
+        value = goal.of(found[goal.part])
+        limit = f"at least {goal.least:g}" if goal.most == math.inf else f"at most {goal.most:g}"
+        is_met = goal.least <= value <= goal.most
+        rows.append({"part": goal.part, "figure": goal.figure, "value": value, "goal": limit, "met": is_met})
+    return rows
 
 
 def settings(streams: int) -> dict[str, object]:
@@ -103,11 +138,17 @@ def flat(row: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
+def replicas(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas: 1 to {MOST_REPLICAS}")
+    return int(text)
+
+
 def main() -> None:
     study = Study("cluster", __doc__, "numpy", "tritonclient", "aiohttp", "ray")
     study.add_argument("--over", choices=OVER, default="list", help="how replicas are started and found")
     study.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    study.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    study.add_argument("--replicas", type=replicas, nargs="+", default=[1, 2, 4], metavar="N")
     study.add_argument("--streams", type=int, default=16, help="of a replica (default: %(default)s)")
     study.add_argument("--step-ms", type=float, default=100.0, help="of the device, doubled while it is too fast")
     study.add_argument("--seconds", type=float, default=10.0, help="of a run")
@@ -116,8 +157,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tw-") as folder:
         model = without_weights(Path(folder) / "modelled", replace(SHAPES["tiny"], vocab=64))
         found = measure(model, options)
+    show(judged(found))
     name = "cluster" if options.over == "list" else f"cluster_{options.over}"
-    study.save({"over": options.over, "seconds": options.seconds, **found}, name)
+    study.save({"over": options.over, "seconds": options.seconds, "goals": judged(found), **found}, name)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +61,6 @@ class ListServers:
         self._names = folder.parent / "names"
         self._running: dict[str, Served] = {}  # by host
         self._going: list[Served] = []
-        self._manager: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._names.write_text("")
@@ -75,8 +73,6 @@ class ListServers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._manager is not None:
-            self._manager.join()
         for server in (*self._running.values(), *self._going):
             server.process.send_signal(signal.SIGINT)
         self._process.terminate()
@@ -84,10 +80,12 @@ class ListServers:
             process.wait(60)
 
     def scale(self, count: int) -> None:
-        new = [f"127.0.0.{number}" for number in range(len(self._running) + 1, count + 1)]
+        hosts = [f"127.0.0.{number}" for number in range(len(self._running) + 1, count + 1)]
+        new = {host: self._start(host) for host in hosts}
+        self._running |= new
         if new:
             with ThreadPoolExecutor(len(new)) as pool:
-                self._running |= dict(zip(new, pool.map(self._start, new), strict=True))
+                list(pool.map(Served.wait_ready, new.values()))
         leaving = [self._running.pop(host) for host in list(self._running)[count:]]
         self._tell()
         wait_known(self.gateway, count)
@@ -103,11 +101,7 @@ class ListServers:
         killed = kill_tree(server.process.pid)
         server.process.wait()
 
-        def start_again() -> None:
-            self._running[host] = self._start(host)
-
-        self._manager = threading.Thread(target=start_again)
-        self._manager.start()
+        self._running[host] = self._start(host)
         return killed
 
     def pids(self) -> Mapping[str, list[int]]:
@@ -116,9 +110,7 @@ class ListServers:
         return {"replicas": [*serves, *below], "gateway": [self._process.pid]}
 
     def _start(self, host: str) -> Served:
-        server = Served(self._arguments, self.model, self._ports, host, self._environment)
-        server.wait_ready()
-        return server
+        return Served(self._arguments, self.model, self._ports, host, self._environment)
 
     def _tell(self) -> None:
         """Write the file whole, since the gateway reads it at any moment."""

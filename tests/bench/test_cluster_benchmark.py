@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cluster import judged
 from cluster_cases import deaths, max_over_mean
 from cluster_latency import first_token_s, matched
 from cluster_load import Outcome, Users, percent
@@ -66,6 +67,19 @@ def test_load_is_even_or_not() -> None:
     assert max_over_mean([4, 4, 4, 4]) == 1.0
     assert max_over_mean([8, 4, 4, 0]) == 2.0
     assert max_over_mean([0, 0]) == 1.0
+
+
+def test_goals_of_what_was_measured_are_judged() -> None:
+    found = {
+        "throughput": [{"of_linear": 1, "of_all_cores": 0.1}, {"of_linear": 0.96, "of_all_cores": 0.61}],
+        "kill": {"not_begun_lost": 0, "told_after_s": 1.2},
+    }
+    assert [(row["part"], row["value"], row["met"]) for row in judged(found)] == [
+        ("throughput", 0.96, True),
+        ("throughput", 0.61, False),
+        ("kill", 0, True),
+        ("kill", 1.2, False),
+    ]
 
 
 def test_a_name_has_the_addresses_of_a_file(tmp_path: Path) -> None:

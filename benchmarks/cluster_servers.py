@@ -100,7 +100,6 @@ class ListServers:
         host, server = list(self._running.items())[-1]
         killed = kill_tree(server.process.pid)
         server.process.wait()
-
         self._running[host] = self._start(host)
         return killed
 

@@ -151,6 +151,7 @@ _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
 )
 
 _LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # of gRPC's library
+_LOST_AS_SENT = "Internal error from Core"  # of the same in asyncio, if a request cannot be written
 _RESTRICTED = "is restricted, expecting header"
 _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
 
@@ -171,7 +172,8 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
         return ServerUnavailable(f"no server answers at {url}")
     if text.startswith(("errors resolving", "DNS resolution failed")):
         return ServerUnavailable(f"no such host: {url}")
-    if error.code() is grpc.StatusCode.UNAVAILABLE and any(words in text for words in _LOST):
+    is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and any(words in text for words in _LOST)
+    if is_lost or (error.code() is grpc.StatusCode.INTERNAL and text == _LOST_AS_SENT):
         return ServerUnavailable(f"the connection to {url} was lost ({text})")
     cls = _BY_STATUS.get(error.code()) or _first_match(text)
     return _from_tagged(text) or cls(text or f"the call failed with {error.code().name}")

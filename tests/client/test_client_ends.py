@@ -64,12 +64,20 @@ def test_no_stream_is_cancelled_as_its_error_is_sent(client: Client, triton: Fak
     assert was_cancelled == [False]
 
 
-@pytest.mark.parametrize("text", ["Stream removed (Socket closed)", "recvmsg:Connection reset by peer"])
-def test_a_connection_that_is_lost(client: Client, triton: FakeTriton, text: str) -> None:
-    triton.answer = refuse(grpc.StatusCode.UNAVAILABLE, text)
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Stream removed (Socket closed)"),
+        (grpc.StatusCode.UNAVAILABLE, "recvmsg:Connection reset by peer"),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core"),  # of asyncio, for a request that was not written
+    ],
+)
+def test_a_connection_that_is_lost(client: Client, triton: FakeTriton, code: grpc.StatusCode, text: str) -> None:
+    triton.answer = refuse(code, text)
     with pytest.raises(tc.ServerUnavailable, match=rf"^the connection to {client.url} was lost \(") as caught:
         client.generate("x")
     assert text in str(caught.value)
+    assert caught.value.retryable
 
 
 @pytest.mark.parametrize("tag", sorted(BY_TAG))

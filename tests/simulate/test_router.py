@@ -9,57 +9,99 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.router import HashRing, RouteKey, load_bound, make_router
+from tidewheel.fleet.hash_ring import HashRing
+from tidewheel.fleet.loads import load_bound
+from tidewheel.fleet.named_routers import ROUTERS, make_router
+from tidewheel.fleet.router import Flight, ReplicaLoad, Router, RouteRequest
 
-NOTHING = RouteKey()
+NOTHING = RouteRequest(num_tokens=10)
+
+
+def fleet(name: str, num_replicas: int, open_requests: dict[int, int] | None = None) -> Router[int]:
+    """Return a router with replicas 0, 1, …, and so many open requests on some."""
+    router: Router[int] = make_router(name)
+    for replica in range(num_replicas):
+        router.join(replica)
+    for replica, count in (open_requests or {}).items():
+        for _ in range(count):
+            router.chosen(NOTHING, replica)
+    return router
+
+
+def send(router: Router[int], request: RouteRequest = NOTHING) -> Flight[int]:
+    replica = router.choose(request)
+    assert replica is not None
+    return router.chosen(request, replica)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_only_replicas_that_are_there_are_chosen(name: str) -> None:
+    router = fleet(name, 3)
+    assert {send(router, RouteRequest(session=f"s{n}")).replica for n in range(30)} == {0, 1, 2}
+    router.leave(1)
+    router.leave(1)
+    assert {send(router, RouteRequest(session=f"s{n}")).replica for n in range(30)} == {0, 2}
+    assert router.choose(NOTHING, excluded=[0]) == 2
+    assert router.choose(RouteRequest(session="s1"), excluded=[2]) == 0
+    assert router.choose(NOTHING, excluded=[0, 2]) is None
+    router.leave(0)
+    router.leave(2)
+    assert router.choose(NOTHING) is None
+    router.join(1)
+    assert router.choose(NOTHING) == 1
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_flight_that_ends_after_its_replica_left_and_came_back_counts_nothing(name: str) -> None:
+    router = fleet(name, 1)
+    flights = [send(router) for _ in range(3)]
+    router.started(flights[0], 0)
+    router.leave(0)
+    router.join(0)
+    for flight in flights:
+        router.started(flight, 0)
+        router.ended(flight)
+    assert router.loads.open_of(0) == 0 and router.loads.total_open == 0  # type: ignore[attr-defined]
+    assert not router.loads.running.any() and not router.loads.waiting.any()  # type: ignore[attr-defined]
 
 
 def test_round_robin_takes_turns() -> None:
-    router = make_router("round-robin", 3)
-    assert [router.choose(NOTHING, [9, 0, 0]) for _ in range(5)] == [0, 1, 2, 0, 1]
+    router = fleet("round-robin", 3)
+    assert [send(router).replica for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20))
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
 def test_least_loaded_takes_a_minimum(loads: list[int]) -> None:
-    chosen = make_router("least-loaded", len(loads)).choose(NOTHING, loads)
-    assert loads[chosen] == min(loads)
+    router = fleet("least-loaded", len(loads), dict(enumerate(loads)))
+    assert loads[send(router).replica] == min(loads)
 
 
-@given(st.text(min_size=1, max_size=8), st.lists(st.integers(0, 50), min_size=5, max_size=5))
+@given(st.text(min_size=1, max_size=8), st.lists(st.integers(0, 20), min_size=5, max_size=5))
 def test_a_session_stays_where_it_is_whatever_the_load(session: str, loads: list[int]) -> None:
-    router = make_router("session-affinity", 5)
-    assert router.choose(RouteKey(session=session), loads) == router.choose(RouteKey(session=session), [0] * 5)
+    busy, idle = fleet("session-affinity", 5, dict(enumerate(loads))), fleet("session-affinity", 5)
+    assert busy.choose(RouteRequest(session=session)) == idle.choose(RouteRequest(session=session))
 
 
 @given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=300), st.integers(1, 12))
-def test_bounded_load_is_bounded_after_every_request(keys: list[str], num_replicas: int) -> None:
+def test_bounded_load_is_bounded_after_every_request(sessions: list[str], num_replicas: int) -> None:
     """The paper's bound holds at every arrival, however skewed the keys are."""
-    router = make_router("prefix-aware", num_replicas)
-    loads = [0] * num_replicas
-    for key in keys:
-        bound = load_bound(loads)
-        chosen = router.choose(RouteKey(prefix=key), loads)
+    router, loads = fleet("prefix-aware", num_replicas), [0] * num_replicas
+    for session in sessions:
+        bound = load_bound(sum(loads), num_replicas)
+        chosen = send(router, RouteRequest(session=session)).replica
         loads[chosen] += 1
         assert loads[chosen] <= bound
 
 
-def test_one_prefix_stays_on_one_replica_while_that_has_room() -> None:
-    router = make_router("prefix-aware", 4)
-    chosen = {router.choose(RouteKey(prefix="system prompt"), [5, 5, 5, 5]) for _ in range(10)}
-    assert len(chosen) == 1
-
-
-def test_an_overflow_goes_to_one_neighbour_not_everywhere() -> None:
-    router = make_router("prefix-aware", 8)
-    loads = [10] * 8
-    owner = router.choose(RouteKey(prefix="p"), loads)
-    loads[owner] = 40
-    assert len({router.choose(RouteKey(prefix="p"), loads) for _ in range(5)}) == 1
-
-
-def test_requests_without_a_key_go_to_the_least_loaded() -> None:
-    for name in ("session-affinity", "prefix-aware"):
-        assert make_router(name, 3).choose(NOTHING, [4, 2, 3]) == 1
+def test_reported_load_counts_until_the_next_report() -> None:
+    router = fleet("least-loaded", 2, {0: 1})
+    router.report(1, ReplicaLoad(num_requests=5))
+    assert router.choose(NOTHING) == 0
+    router.report(0, ReplicaLoad(num_requests=1))  # the own one
+    assert router.choose(NOTHING) == 0
+    router.report(1, ReplicaLoad())
+    assert router.choose(NOTHING) == 1
+    router.report(7, ReplicaLoad(num_requests=5))  # unknown
 
 
 def test_the_ring_spreads_keys_and_moves_few_when_a_replica_comes() -> None:
@@ -70,8 +112,10 @@ def test_the_ring_spreads_keys_and_moves_few_when_a_replica_comes() -> None:
     moved = [key for key in keys if before.owner(key) != after.owner(key)]
     assert len(moved) < 2 * len(keys) / 11
     assert all(after.owner(key) == 10 for key in moved)
+    after.leave(10)
+    assert [after.owner(key) for key in keys] == [before.owner(key) for key in keys]
 
 
 def test_an_unknown_router_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="router is 'random': choose one of round-robin, least-loaded"):
-        make_router("random", 2)
+        make_router("random")

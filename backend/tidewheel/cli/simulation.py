@@ -13,7 +13,7 @@ from tidewheel.bench.figure_columns import COLUMNS, Column, headings
 from tidewheel.bench.text_tables import Table
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
-from tidewheel.fleet.router import make_router
+from tidewheel.fleet.named_routers import check_router
 from tidewheel.request import Priority
 from tidewheel.server.repository import parse_settings
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
@@ -69,7 +69,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         settings=settings,
         record="" if args.record is None else str(args.record),
     )
-    make_router(scenario.router, scenario.num_replicas)
+    check_router(scenario.router)
     for policy in scenario.policies:
         check_record_folder(scenario.config(policy))
     return scenario

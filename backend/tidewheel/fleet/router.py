@@ -1,141 +1,76 @@
-"""Choice of a replica, from keys of the request and loads of the replicas."""
+"""Protocol of routers, which choose a replica for each request, while replicas come and go.
+
+    join(replica) … leave(replica)
+    replica = choose(request)         a decision, which changes nothing
+    flight = chosen(request, replica) counts the request
+    started(flight, cached tokens)    its first token came
+    ended(flight)                     it ended, well or not
+
+Names of replicas are values that can be hashed: numbers, or addresses.
+"""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from hashlib import blake2b
-from operator import itemgetter
-from types import MappingProxyType
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tidewheel.errors import ConfigError
+from tidewheel.request import Priority
 
 T = TypeVar("T", bound=Hashable)
 
-VIRTUAL_NODES = 64  # ring points per replica
-LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
+
+class RouteRequest(NamedTuple):
+    """A request, as far as a decision may depend on it."""
+
+    session: str = ""  # unique for each tenant; empty: none
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
+    num_tokens: int = 0  # of the prompt, or an estimate
+    chunks: tuple[int, ...] = ()  # chained hashes of the prompt's chunks, see `chunk_hashes`
+    chunk_tokens: int = 1  # of one chunk
 
 
-class RouteKey(NamedTuple):
-    """Names; empty: none."""
+class ReplicaLoad(NamedTuple):
+    """All that a replica has to do, as it reports itself."""
 
-    session: str = ""
-    prefix: str = ""  # of the shared part of the prompt
-
-
-class Router(Protocol):
-    def choose(self, key: RouteKey, loads: list[int]) -> int:
-        """Return the replica; `loads` counts unanswered requests of each."""
+    num_requests: int = 0  # not answered
+    waiting_tokens: int = 0  # of prompts, to be computed
+    running_tokens: int = 0  # with keys and values in its cache, of running requests
 
 
-class RoundRobin:
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-        self._next = -1
+@dataclass(slots=True, eq=False)
+class Flight(Generic[T]):
+    """A request on its way through a replica, as its router counts it."""
 
-    def choose(self, key: RouteKey, loads: list[int]) -> int:  # noqa: ARG002
-        self._next = (self._next + 1) % self._num_replicas
-        return self._next
-
-
-class LeastLoaded:
-    def __init__(self, num_replicas: int) -> None:
-        del num_replicas
-
-    def choose(self, key: RouteKey, loads: list[int]) -> int:  # noqa: ARG002
-        return loads.index(min(loads))
+    replica: T
+    request: RouteRequest
+    epoch: int = 0  # of the replica's stay in the fleet
+    waiting_tokens: int = 0  # counted until the first token
+    has_started: bool = False
+    has_ended: bool = False
+    stamp: int = 0  # of the prompt's chunks in the knowledge of the replica's cache
+    known: tuple[int, ...] = ()  # former stamps of chunks that it seemed to have
 
 
-class HashRing(Generic[T]):
-    """Consistent hashing (Karger et al., STOC 1997): adding or removing a replica moves few keys."""
+class Router(Protocol[T]):
+    def join(self, replica: T) -> None:
+        """Take in a replica. One that is there already stays as it is."""
 
-    def __init__(self, replicas: Iterable[T]) -> None:
-        """`replicas`: names, or numbers, whose text is hashed."""
-        points = [
-            (_hash(f"replica {replica} point {point}"), replica)
-            for replica in replicas
-            for point in range(VIRTUAL_NODES)
-        ]
-        points.sort(key=itemgetter(0))
-        self._hashes = [point for point, _ in points]
-        self._replicas = [replica for _, replica in points]
+    def leave(self, replica: T) -> None:
+        """Send it nothing more, and forget it. Its flights may end later."""
 
-    def owner(self, key: str) -> T:
-        return self._replicas[self._position(key)]
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
+        """Return the replica for a request. None: there is none, but for the excluded ones."""
 
-    def first(self, key: str, accepts: Callable[[T], bool]) -> T | None:
-        """Return the first accepting replica clockwise from the key, or None."""
-        if not self._replicas:
-            return None
-        start, refused = self._position(key), set[T]()
-        for offset in range(len(self._replicas)):
-            replica = self._replicas[(start + offset) % len(self._replicas)]
-            if replica in refused:
-                continue
-            if accepts(replica):
-                return replica
-            refused.add(replica)
-        return None
+    def chosen(self, request: RouteRequest, replica: T) -> Flight[T]:
+        """Count a request that goes to a replica, which must have joined."""
 
-    def _position(self, key: str) -> int:
-        return bisect_left(self._hashes, _hash(key)) % len(self._hashes)
+    def started(self, flight: Flight[T], num_cached_tokens: int) -> None:
+        """Note the first token, and how much of the prompt the replica had in its cache."""
 
+    def ended(self, flight: Flight[T]) -> None:
+        """Count it no more. A second call does nothing."""
 
-class SessionAffinity:
-    """One replica for a session; the least loaded for other requests."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self._ring = HashRing(range(num_replicas))
-        self._others = LeastLoaded(num_replicas)
-
-    def choose(self, key: RouteKey, loads: list[int]) -> int:
-        return self._ring.owner(key.session) if key.session else self._others.choose(key, loads)
-
-
-class PrefixAware:
-    """One replica for prompts that share a prefix, and the next on the ring once that has `load_bound` requests.
-
-    So a popular prefix spreads only as far as needed.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._ring = HashRing(range(num_replicas))
-        self._others = LeastLoaded(num_replicas)
-
-    def choose(self, key: RouteKey, loads: list[int]) -> int:
-        name = key.session or key.prefix
-        if not name:
-            return self._others.choose(key, loads)
-        bound = load_bound(loads)
-        replica = self._ring.first(name, lambda index: loads[index] < bound)
-        return self._others.choose(key, loads) if replica is None else replica
-
-
-def load_bound(loads: list[int]) -> int:
-    """Return the most requests of a replica, the new one included.
-
-    Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
-    """
-    return math.ceil(LOAD_FACTOR * (sum(loads) + 1) / len(loads))
-
-
-ROUTERS: Mapping[str, Callable[[int], Router]] = MappingProxyType(
-    {
-        "round-robin": RoundRobin,
-        "least-loaded": LeastLoaded,
-        "session-affinity": SessionAffinity,
-        "prefix-aware": PrefixAware,
-    }
-)
-
-
-def make_router(name: str, num_replicas: int) -> Router:
-    if name not in ROUTERS:
-        raise ConfigError(f"router is {name!r}: choose one of {', '.join(ROUTERS)}")
-    return ROUTERS[name](num_replicas)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    def report(self, replica: T, load: ReplicaLoad) -> None:
+        """Correct the load of a replica, which others may send requests too. Unknown replicas are ignored."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.fleet.router import HashRing
+from tidewheel.fleet.hash_ring import HashRing
 from tidewheel.gateway.upstream import LOOK_S, Address, Upstream, watch
 from tidewheel_client import Chunk
 from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavailable
@@ -27,7 +27,7 @@ class Upstreams:
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
-        self._ring = HashRing[str](())
+        self._ring = HashRing[str]()
         self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
         self.num_moved = 0  # requests that a server refused and another one got
 
@@ -135,11 +135,11 @@ class Upstreams:
         upstream = Upstream(address)
         await upstream.open()
         self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(watch(upstream)))
-        self._ring = HashRing(self._members)
+        self._ring.join(address.grpc)
 
     def _remove(self, authority: str) -> None:
         member = self._members.pop(authority)
-        self._ring = HashRing(self._members)
+        self._ring.leave(authority)
         member.watch.cancel()
         self._start(_close_when_idle(member.upstream))
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
-from tidewheel.errors import TidewheelError
-from tidewheel.fleet.router import RouteKey, make_router
+from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.fleet.chunk_hashes import chunk_hashes
+from tidewheel.fleet.named_routers import make_router
+from tidewheel.fleet.router import Flight, Router, RouteRequest
 from tidewheel.record.recorded_events import STOP_TOKEN, step_features
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
@@ -20,11 +22,12 @@ from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Figures, Outcomes, summarise
 from tidewheel.workload.traces import Contents, Trace
 
+CHUNK_TOKENS = 256  # of a prompt, whose hash the router gets
 IDLE_POLL_S = 1e-3  # between looks of an engine that could start nothing
 _SAMPLING = SamplingParams()
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
-Ended = Callable[[int, Request], None]  # (replica number, request)
+Told = Callable[[int, Request], None]  # (replica number, request)
 
 
 class Replica:
@@ -39,7 +42,8 @@ class Replica:
         number: int,
         scheduler: Scheduler,
         cost: CostModel,
-        ended: Ended,
+        started: Told,
+        ended: Told,
         *,
         num_rows: int,
         pool: Int32Array | None = None,
@@ -52,6 +56,7 @@ class Replica:
         self.busy_seconds = 0.0
         self.scheduler = scheduler
         self._cost = cost
+        self._started = started
         self._ended = ended
         self._has_deadlines = has_deadlines
         self._pool = pool  # None: all tokens are alike
@@ -120,6 +125,10 @@ class Replica:
 
     def _apply(self, batch: ScheduledBatch, end: float) -> None:
         outputs = self.scheduler.apply(batch, SampledTokens(batch.step_id, self._tokens(batch)), end)
+        if batch.num_decodes < len(batch.rows):
+            for request in outputs.requests:
+                if request.first_token_time == end:
+                    self._started(self.number, request)
         for request in outputs.finished:
             self._end(request)
 
@@ -161,16 +170,17 @@ class Simulator:
         self._trace = trace
         self._max_model_len = max_model_len
         self._session_ttl_s = session_ttl_s
-        self._router = make_router(router, num_replicas)
+        self._router: Router[int] = make_router(router)
+        self._flights: dict[int, Flight[int]] = {}  # by request
         self._max_tokens = max_tokens or int(trace.output_tokens.max())
         self._contents = Contents(trace)
-        self._loads = [0] * num_replicas
         self.outcomes = Outcomes(trace)
         self.replicas = [
             Replica(
                 number,
                 make_scheduler(number),
                 cost,
+                self._started,
                 self._ended,
                 num_rows=num_rows,
                 pool=self._contents.pool if enable_prefix_caching else None,
@@ -178,6 +188,8 @@ class Simulator:
             )
             for number in range(num_replicas)
         ]
+        for replica in self.replicas:
+            self._router.join(replica.number)
 
     def run(self) -> Outcomes:
         turns: list[tuple[float, int]] = []  # heap of (time, replica)
@@ -210,18 +222,37 @@ class Simulator:
                 heapq.heapreplace(turns, (next_turn, number))
 
     def _arrive(self, turns: list[tuple[float, int]], index: int, now: float) -> None:
-        trace = self._trace
-        number = self._router.choose(RouteKey(trace.session(index), trace.prefix_group(index)), self._loads)
+        route = self._route_request(index)
+        number = self._router.choose(route)
+        if number is None:
+            raise InternalError(f"request {index} found no replica")
+        self._flights[index] = self._router.chosen(route, number)
         replica = self.replicas[number]
-        replica.submit(now, self._request(index, now), int(trace.output_tokens[index]), self._contents.offset(index))
-        self._loads[number] += 1
+        output_tokens = int(self._trace.output_tokens[index])
+        replica.submit(now, self._request(index, now), output_tokens, self._contents.offset(index))
         if replica.is_idle:
             replica.is_idle = False
             heapq.heappush(turns, (now, number))
 
+    def _started(self, _: int, request: Request) -> None:
+        self._router.started(self._flights[int(request.request_id)], request.num_cached_tokens)
+
     def _ended(self, number: int, request: Request) -> None:
-        self._loads[number] -= 1
-        self.outcomes.record(int(request.request_id), number, request)
+        index = int(request.request_id)
+        self.outcomes.record(index, number, request)
+        self._router.ended(self._flights.pop(index))
+
+    def _route_request(self, index: int) -> RouteRequest:
+        trace, tenant = self._trace, self._trace.tenant(index)
+        prompt = self._contents.prompt(index)
+        return RouteRequest(
+            session=trace.session(index),
+            tenant=tenant,
+            priority=Priority(int(trace.priorities[index])),
+            num_tokens=len(prompt),
+            chunks=chunk_hashes(prompt.tobytes(), CHUNK_TOKENS * prompt.itemsize, tenant),
+            chunk_tokens=CHUNK_TOKENS,
+        )
 
     def _request(self, index: int, now: float) -> Request:
         trace = self._trace

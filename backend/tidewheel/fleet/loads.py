@@ -1,0 +1,137 @@
+"""Loads of replicas, in columns, so that a decision over a thousand of them is a few operations of numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Generic
+
+import numpy as np
+
+from tidewheel.batch import BoolArray, Float64Array
+from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest, T
+from tidewheel.request import Priority
+
+LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
+_FIRST_SLOTS = 8
+
+
+def load_bound(num_requests: float, num_replicas: int) -> int:
+    """Return the most requests of a replica, the new one included; `num_requests` are there without it.
+
+    Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
+    """
+    return math.ceil(LOAD_FACTOR * (num_requests + 1) / num_replicas)
+
+
+class Loads(Generic[T]):
+    """Columns by slot. A replica has one slot from `join` to `leave`; in free slots `num_open` is infinite."""
+
+    def __init__(self) -> None:
+        self.slots: dict[T, int] = {}  # in the order of joining
+        self.names: list[T | None] = []
+        self.num_open: Float64Array = np.zeros(0)  # requests without an end
+        self.waiting: Float64Array = np.zeros((len(Priority), 0))  # prompt tokens to compute, by class
+        self.running: Float64Array = np.zeros(0)  # tokens of started requests
+        self.total_open = 0.0
+        self._epochs: list[int] = []
+        self._reported: dict[int, ReplicaLoad] = {}  # slot → load of requests that others sent
+        self._num_joined = 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __contains__(self, replica: T) -> bool:
+        return replica in self.slots
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.slots)
+
+    def join(self, replica: T) -> int:
+        """Return the slot of a new replica."""
+        if None not in self.names:
+            self._grow()
+        slot = self.names.index(None)
+        self._num_joined += 1
+        self.slots[replica], self.names[slot], self._epochs[slot] = slot, replica, self._num_joined
+        self.num_open[slot] = 0.0
+        return slot
+
+    def leave(self, replica: T) -> int:
+        """Return the slot, which is free now."""
+        slot = self.slots.pop(replica)
+        self.total_open -= float(self.num_open[slot])
+        self.names[slot] = None
+        self.num_open[slot], self.running[slot], self.waiting[:, slot] = math.inf, 0.0, 0.0
+        self._reported.pop(slot, None)
+        return slot
+
+    def open_of(self, replica: T) -> float:
+        return float(self.num_open[self.slots[replica]])
+
+    def allowed(self, excluded: Collection[T]) -> BoolArray:
+        allowed: BoolArray = np.isfinite(self.num_open)
+        for replica in excluded:
+            if (slot := self.slots.get(replica)) is not None:
+                allowed[slot] = False
+        return allowed
+
+    def waiting_ahead(self, priority: Priority) -> Float64Array:
+        """Return the prompt tokens of its class and of the classes above, by slot."""
+        waiting: Float64Array = self.waiting[:priority].sum(axis=0)
+        return waiting
+
+    def add(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> Flight[T]:
+        slot = self.slots[replica]
+        self.num_open[slot] += 1
+        self.total_open += 1
+        self.waiting[request.priority - 1, slot] += num_uncached_tokens
+        return Flight(replica, request, self._epochs[slot], num_uncached_tokens)
+
+    def slot_of(self, flight: Flight[T]) -> int | None:
+        """Return the slot of its replica. None: that has left, and may have come back."""
+        slot = self.slots.get(flight.replica)
+        return slot if slot is not None and self._epochs[slot] == flight.epoch else None
+
+    def start(self, flight: Flight[T]) -> None:
+        """Count the prompt as running from now on."""
+        if (slot := self.slot_of(flight)) is not None:
+            self.waiting[flight.request.priority - 1, slot] -= flight.waiting_tokens
+            self.running[slot] += flight.request.num_tokens
+
+    def remove(self, flight: Flight[T]) -> None:
+        if (slot := self.slot_of(flight)) is None:
+            return
+        self.num_open[slot] -= 1
+        self.total_open -= 1
+        if flight.has_started:
+            self.running[slot] -= flight.request.num_tokens
+        else:
+            self.waiting[flight.request.priority - 1, slot] -= flight.waiting_tokens
+
+    def report(self, replica: T, load: ReplicaLoad) -> None:
+        """Count what the replica has beyond the own requests, until its next report."""
+        if (slot := self.slots.get(replica)) is None:
+            return
+        before = self._reported.get(slot, ReplicaLoad())
+        own_open = self.num_open[slot] - before.num_requests
+        own_waiting = self.waiting[:, slot].sum() - before.waiting_tokens
+        own_running = self.running[slot] - before.running_tokens
+        others = ReplicaLoad(
+            max(load.num_requests - int(own_open), 0),
+            max(load.waiting_tokens - int(own_waiting), 0),
+            max(load.running_tokens - int(own_running), 0),
+        )
+        self._reported[slot] = others
+        self.num_open[slot] = own_open + others.num_requests
+        self.total_open += others.num_requests - before.num_requests
+        self.waiting[Priority.NORMAL - 1, slot] += others.waiting_tokens - before.waiting_tokens
+        self.running[slot] = own_running + others.running_tokens
+
+    def _grow(self) -> None:
+        num_new = max(len(self.names), _FIRST_SLOTS)
+        self.names += [None] * num_new
+        self._epochs += [0] * num_new
+        self.num_open = np.concatenate((self.num_open, np.full(num_new, math.inf)))
+        self.running = np.concatenate((self.running, np.zeros(num_new)))
+        self.waiting = np.concatenate((self.waiting, np.zeros((len(Priority), num_new))), axis=1)

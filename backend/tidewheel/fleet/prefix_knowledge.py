@@ -1,0 +1,116 @@
+"""Which chunks of prompts the replicas have in their caches, as far as the requests sent to them tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidewheel.batch import Float64Array
+
+MAX_KNOWN = 1 << 19  # chunks of all replicas together
+MAX_KNOWN_OF_ONE = 1 << 14
+_MAX_STAIRS = 8  # different depths that a look tells apart
+
+
+class PrefixKnowledge:
+    """Chunks by slot of a replica, least recently used first, and slots by chunk.
+
+    The slots of a chunk are the bits of a number, so a prompt that a thousand replicas share is no slower to find.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}  # chunk → bits of slots
+        self._stamps: dict[int, dict[int, int]] = {}  # slot → chunk → time of last use
+        self._now = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._stamps.values()))
+
+    def join(self, slot: int) -> None:
+        self._stamps[slot] = {}
+
+    def leave(self, slot: int) -> None:
+        for chunk in self._stamps.pop(slot):
+            self._drop_holder(chunk, slot)
+
+    def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
+        """Return the stamps of the first chunks, as far as the replica has them."""
+        stamps, found = self._stamps[slot], []
+        for chunk in chunks:
+            stamp = stamps.get(chunk)
+            if stamp is None:
+                break
+            found.append(stamp)
+        return tuple(found)
+
+    def depths(self, chunks: Sequence[int], num_slots: int) -> Float64Array | None:
+        """Return how many first chunks each slot has. None: no slot has any.
+
+        Of more than `_MAX_STAIRS` different depths, the least count as 0.
+        """
+        stairs: list[tuple[int, int]] = []  # (depth, slots with at least that)
+        slots = -1
+        for depth, chunk in enumerate(chunks):
+            left = slots & self._holders.get(chunk, 0)
+            if left != slots and depth:
+                stairs.append((depth, slots))
+            slots = left
+            if not slots:
+                break
+        else:
+            stairs.append((len(chunks), slots))
+        if not chunks or not stairs:
+            return None
+        depths = np.zeros(num_slots)
+        for depth, bits in stairs[-_MAX_STAIRS:]:
+            depths[_slots(bits, num_slots)] = depth
+        return depths
+
+    def touch(self, slot: int, chunks: Sequence[int]) -> int:
+        """Note that the replica computes or uses these chunks. Return the stamp that they have now."""
+        self._now += 1
+        stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
+        for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last
+            if stamps.pop(chunk, None) is None:
+                holders[chunk] = holders.get(chunk, 0) | bit
+            stamps[chunk] = self._now
+        limit = min(MAX_KNOWN_OF_ONE, MAX_KNOWN // len(self._stamps))
+        while len(stamps) > limit:
+            self._drop_oldest(slot)
+        return self._now
+
+    def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
+        """Forget those of the chunks that were not used since the stamp."""
+        stamps = self._stamps[slot]
+        for chunk in chunks:
+            if stamps.get(chunk) == stamp:
+                del stamps[chunk]
+                self._drop_holder(chunk, slot)
+
+    def forget_until(self, slot: int, stamp: int) -> None:
+        """Forget what was last used at the stamp or before: a cache that evicted one of them evicted those too."""
+        stamps = self._stamps[slot]
+        while stamps and next(iter(stamps.values())) <= stamp:
+            self._drop_oldest(slot)
+
+    def _drop_oldest(self, slot: int) -> None:
+        stamps = self._stamps[slot]
+        chunk = next(iter(stamps))
+        del stamps[chunk]
+        self._drop_holder(chunk, slot)
+
+    def _drop_holder(self, chunk: int, slot: int) -> None:
+        left = self._holders[chunk] & ~(1 << slot)
+        if left:
+            self._holders[chunk] = left
+        else:
+            del self._holders[chunk]
+
+
+def _slots(bits: int, num_slots: int) -> object:
+    """Return an index of the slots whose bits are set."""
+    if bits & (bits - 1) == 0:
+        return bits.bit_length() - 1
+    raw = np.frombuffer(bits.to_bytes((num_slots + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(raw, count=num_slots, bitorder="little").view(np.bool_)

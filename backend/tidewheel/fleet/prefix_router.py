@@ -1,0 +1,135 @@
+"""The router that knows sessions and caches: the least cost within a bound of load."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from tidewheel.batch import BoolArray, Float64Array
+from tidewheel.fleet.hash_ring import HashRing
+from tidewheel.fleet.loads import load_bound
+from tidewheel.fleet.plain_routers import CountingRouter, session_key
+from tidewheel.fleet.prefix_knowledge import PrefixKnowledge
+from tidewheel.fleet.router import Flight, RouteRequest, T
+from tidewheel.request import Priority
+
+RUNNING_WEIGHT = 1.0  # cost of a running token, in prompt tokens to compute
+MAX_SESSIONS = 1 << 17  # whose last replica is remembered
+
+
+class PrefixAware(CountingRouter[T]):
+    """Sessions by where they were last, else by a ring; other requests by cost. Both within the bound of load.
+
+    The cost of a replica for a request: prompt tokens that wait there in its class or above, its own that are not
+    cached there, and tokens of running requests. A CRITICAL request ignores session and bound: it goes where the
+    fewest prompt tokens are computed before its first token.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knowledge = PrefixKnowledge()
+        self._ring = HashRing[T]()
+        self._homes: dict[str, T] = {}  # session → its last replica, least recently used first
+        self._unstarted: dict[int, set[int]] = {}  # slot → stamps of flights whose prompts are not computed yet
+
+    def join(self, replica: T) -> None:
+        if replica in self.loads:
+            return
+        slot = self.loads.join(replica)
+        self.knowledge.join(slot)
+        self._unstarted[slot] = set()
+        self._ring.join(replica)
+
+    def leave(self, replica: T) -> None:
+        if replica not in self.loads:
+            return
+        slot = self.loads.leave(replica)
+        self.knowledge.leave(slot)
+        del self._unstarted[slot]
+        self._ring.leave(replica)
+
+    # --- decisions --------------------------------------------------------------------------------------------
+
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
+        loads = self.loads
+        allowed = loads.allowed(excluded)
+        num_allowed = int(np.count_nonzero(allowed))
+        if not num_allowed:
+            return None
+        if request.priority == Priority.CRITICAL:
+            return self._earliest(request, allowed)
+        total = loads.total_open if num_allowed == len(loads) else float(loads.num_open[allowed].sum())
+        within = allowed & (loads.num_open < load_bound(total, num_allowed))
+        if request.session and (home := self._home(request, within)) is not None:
+            return home
+        cost = loads.waiting_ahead(request.priority) + self._uncached(request) + RUNNING_WEIGHT * loads.running
+        return loads.names[int(np.where(within, cost, np.inf).argmin())]
+
+    def _earliest(self, request: RouteRequest, allowed: BoolArray) -> T | None:
+        """Return the replica with the fewest prompt tokens before its first token, then the fewest running ones."""
+        ahead = self.loads.waiting_ahead(request.priority) + self._uncached(request)
+        ahead = np.where(allowed, ahead, np.inf)
+        running = np.where(ahead == ahead.min(), self.loads.running, np.inf)
+        return self.loads.names[int(running.argmin())]
+
+    def _home(self, request: RouteRequest, within: BoolArray) -> T | None:
+        """Return the last replica of the session; of a new session, or if that is gone, one by the ring."""
+        slots, key = self.loads.slots, session_key(request)
+        slot = slots.get(self._homes[key]) if key in self._homes else None
+        if slot is None:
+            return self._ring.first(key, lambda replica: bool(within[slots[replica]]))
+        return self.loads.names[slot] if within[slot] else None
+
+    def _uncached(self, request: RouteRequest) -> Float64Array | float:
+        depths = self.knowledge.depths(request.chunks, len(self.loads.names))
+        if depths is None:
+            return float(request.num_tokens)
+        return np.maximum(request.num_tokens - depths * request.chunk_tokens, 1.0)
+
+    # --- what happens to requests -----------------------------------------------------------------------------
+
+    def chosen(self, request: RouteRequest, replica: T) -> Flight[T]:
+        slot = self.loads.slots[replica]
+        known = self.knowledge.known(slot, request.chunks)
+        num_uncached = max(request.num_tokens - len(known) * request.chunk_tokens, 1)
+        flight = self.loads.add(request, replica, num_uncached)
+        flight.stamp, flight.known = self.knowledge.touch(slot, request.chunks), known
+        self._unstarted[slot].add(flight.stamp)
+        if request.session:
+            self._remember(session_key(request), replica)
+        return flight
+
+    def started(self, flight: Flight[T], num_cached_tokens: int) -> None:
+        if flight.has_started or flight.has_ended:
+            return
+        super().started(flight, num_cached_tokens)
+        if (slot := self.loads.slot_of(flight)) is not None:
+            self._unstarted[slot].discard(flight.stamp)
+            self._correct(flight, slot, num_cached_tokens)
+
+    def ended(self, flight: Flight[T]) -> None:
+        slot = None if flight.has_ended else self.loads.slot_of(flight)
+        super().ended(flight)
+        if slot is not None and not flight.has_started:
+            self._unstarted[slot].discard(flight.stamp)
+            self.knowledge.forget(slot, flight.request.chunks, flight.stamp)
+
+    def _correct(self, flight: Flight[T], slot: int, num_cached_tokens: int) -> None:
+        """Forget what the replica's cache must have evicted, if it had less of the prompt than it seemed.
+
+        A chunk less is no sign: blocks and chunks end at different places. Nor is a chunk that another request
+        was still computing.
+        """
+        num_found = num_cached_tokens // flight.request.chunk_tokens
+        if num_found + 1 >= len(flight.known):
+            return
+        stamp = flight.known[num_found]
+        if stamp not in self._unstarted[slot]:
+            self.knowledge.forget_until(slot, stamp)
+
+    def _remember(self, key: str, replica: T) -> None:
+        self._homes.pop(key, None)
+        self._homes[key] = replica
+        if len(self._homes) > MAX_SESSIONS:
+            del self._homes[next(iter(self._homes))]

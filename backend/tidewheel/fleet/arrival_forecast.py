@@ -1,0 +1,162 @@
+"""Forecast of arrivals by the hour of the day, from the arrivals so far.
+
+Holt's and Winters' exponential smoothing (Winters, Management Science 6(3), 1960), with a multiplicative season and a
+damped trend (Gardner and McKenzie, Management Science 31(10), 1985).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tidewheel.errors import ConfigError
+
+_LEAST = 1e-3  # of a seasonal factor and of a level, so that a night without requests stays finite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastSettings:
+    """Smoothing; raise `ConfigError` naming the field."""
+
+    bucket_s: float = 300.0
+    season_s: float = 86_400.0
+    level_weight: float = 0.3  # of the newest bucket
+    trend_weight: float = 0.05
+    season_weight: float = 0.3  # of the newest day
+    damping: float = 0.9  # of the trend, per bucket
+    error_buckets: int = 6  # that the recent error looks back
+    error_limit: float = 0.3  # share of the arrivals
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bucket_s < math.inf:
+            raise ConfigError(f"bucket_s is {self.bucket_s:g}: it must be above 0")
+        buckets = self.season_s / self.bucket_s
+        if not 2 <= buckets <= 100_000 or buckets != round(buckets):
+            raise ConfigError(
+                f"season_s is {self.season_s:g}: it must be 2 to 100000 times bucket_s, {self.bucket_s:g}"
+            )
+        for name in ("level_weight", "trend_weight", "season_weight", "damping"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name):g}: it must be 0 to 1")
+        if self.error_buckets < 1 or not self.error_limit > 0:
+            raise ConfigError("error_buckets must be at least 1, and error_limit above 0")
+
+    @property
+    def num_buckets(self) -> int:
+        return round(self.season_s / self.bucket_s)
+
+
+class ArrivalForecast:
+    """Arrivals per bucket. The first season sets the seasonal profile; forecasts begin after it."""
+
+    def __init__(self, settings: ForecastSettings, *, lead: int = 1) -> None:
+        """Judge forecasts made `lead` buckets ahead."""
+        self._settings = settings
+        self._lead = lead
+        self._first: list[float] = []
+        self._season: list[float] = []
+        self._level, self._trend = 0.0, 0.0
+        self._next = 0  # number of the next bucket
+        self._made: deque[float] = deque(maxlen=lead)  # forecasts of the next buckets, oldest first
+        self._errors: deque[tuple[float, float]] = deque(maxlen=settings.error_buckets)  # (error, arrivals)
+
+    def learn(self, counts: Iterable[float]) -> None:
+        """Take the arrivals of the next buckets."""
+        for count in counts:
+            self._add(count)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._season)
+
+    @property
+    def error(self) -> float:
+        """Sum of the recent errors over the sum of the arrivals; infinite before there is a forecast."""
+        if len(self._errors) < self._settings.error_buckets:
+            return math.inf
+        errors = sum(error for error, _ in self._errors)
+        return errors / max(sum(count for _, count in self._errors), 1.0)
+
+    @property
+    def is_reliable(self) -> bool:
+        return self.error <= self._settings.error_limit
+
+    def ahead(self, buckets: int) -> float:
+        """Return the arrivals expected in a bucket, 1: the next. Raise `ValueError` before the first season ended."""
+        if not self.is_ready:
+            raise ValueError("no forecast before the first season has passed")
+        damping = self._settings.damping
+        trend = self._trend * math.fsum(math.pow(damping, step) for step in range(1, buckets + 1))
+        factor = self._season[(self._next + buckets - 1) % self._settings.num_buckets]
+        return max(self._level + trend, 0.0) * factor
+
+    def _add(self, count: float) -> None:
+        if not self.is_ready:
+            self._first.append(count)
+            self._next += 1
+            if len(self._first) == self._settings.num_buckets:
+                self._begin()
+            return
+        if len(self._made) == self._lead:
+            self._errors.append((abs(self._made[0] - count), count))
+        self._smooth(count)
+        self._next += 1
+        self._made.append(self.ahead(self._lead))
+
+    def _begin(self) -> None:
+        """Set the profile from the first season, each bucket averaged with its neighbours."""
+        first, count = self._first, len(self._first)
+        self._level = max(sum(first) / count, _LEAST)
+        means = [(first[index - 1] + first[index] + first[(index + 1) % count]) / 3 for index in range(count)]
+        self._season = [max(mean / self._level, _LEAST) for mean in means]
+        self._first = []
+
+    def _smooth(self, count: float) -> None:
+        settings, index = self._settings, self._next % self._settings.num_buckets
+        before, factor = self._level, self._season[index]
+        expected = before + settings.damping * self._trend
+        self._level = max(expected + settings.level_weight * (count / factor - expected), _LEAST)
+        self._trend = (
+            settings.trend_weight * (self._level - before)
+            + (1 - settings.trend_weight) * settings.damping * self._trend
+        )
+        self._season[index] = max(factor + settings.season_weight * (count / self._level - factor), _LEAST)
+
+
+class ArrivalBuckets:
+    """Counts of arrivals in buckets, from a counter that is read at any times."""
+
+    def __init__(self, bucket_s: float) -> None:
+        self._bucket_s = bucket_s
+        self._last: tuple[float, int] | None = None
+        self._end = 0.0
+        self._count = 0.0
+
+    def add(self, now: float, num_arrivals: int) -> list[float]:
+        """Return the buckets that ended by now; arrivals between two reads are spread evenly."""
+        if self._last is None:
+            self._last, self._end = (now, num_arrivals), now + self._bucket_s
+            return []
+        time, before = self._last
+        rate = max(num_arrivals - before, 0) / (now - time) if now > time else 0.0
+        done = []
+        while self._end <= now:
+            done.append(self._count + rate * (self._end - time))
+            time, self._count = self._end, 0.0
+            self._end += self._bucket_s
+        self._count += rate * (now - time)
+        self._last = (now, num_arrivals)
+        return done
+
+
+def bucket_counts(arrivals: Sequence[float], settings: ForecastSettings) -> list[float]:
+    """Return the arrivals in each bucket of whole seasons; times are from the start of the first."""
+    if not len(arrivals):
+        return []
+    num_buckets = math.ceil((max(arrivals) + 1e-9) / settings.season_s) * settings.num_buckets
+    counts = [0.0] * num_buckets
+    for time in arrivals:
+        counts[int(time / settings.bucket_s)] += 1
+    return counts

@@ -152,7 +152,7 @@ def test_a_request_that_ends_twice_is_an_error() -> None:
     run = simulator(make_trace(1))
     outcomes = run.run()
     with pytest.raises(InternalError, match="request 0 ended twice"):
-        run._ended(0, run._request(0, 0.0))
+        run._ended(0, run._requests.request(0, 0.0))
     assert outcomes.ends[0] == FINISHED
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, Protocol
 
 import numpy as np
 
 from tidewheel.batch import BoolArray
 from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
-from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.request import FinishReason, Priority
 from tidewheel.workload.arrival_times import FloatArray
 from tidewheel.workload.traces import Trace
 
@@ -26,6 +27,30 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 Figures = dict[str, Any]  # JSON values; times in seconds
 
 
+class EndedRequest(Protocol):
+    """Part of a request that a simulation reports."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+    @property
+    def first_scheduled_time(self) -> float | None: ...
+    @property
+    def first_token_time(self) -> float | None: ...
+    @property
+    def last_token_time(self) -> float | None: ...
+    @property
+    def output_token_ids(self) -> Sized: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+Told = Callable[[int, EndedRequest], None]  # (replica number, request)
+
+
 class Outcomes:
     """Columns by request; times in seconds of the trace, NaN if never reached."""
 
@@ -36,7 +61,7 @@ class Outcomes:
         self.first_scheduled, self.first_token, self.last_token = (np.full(count, np.nan) for _ in range(3))
         self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
 
-    def record(self, index: int, replica: int, request: Request) -> None:
+    def record(self, index: int, replica: int, request: EndedRequest) -> None:
         """Record the end of a request; raise `InternalError` for a second one."""
         if self.ends[index] != UNKNOWN:
             raise InternalError(f"request {index} ended twice")

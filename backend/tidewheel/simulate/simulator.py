@@ -1,4 +1,4 @@
-"""Discrete-event simulation of replicas behind a router; no step is skipped or merged."""
+"""Discrete-event simulation of replicas behind a router; the exact ones skip and merge no step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.fleet.chunk_hashes import chunk_hashes
 from tidewheel.fleet.named_routers import make_router
-from tidewheel.fleet.router import Flight, Router, RouteRequest
+from tidewheel.fleet.router import Flight, Router
+from tidewheel.fleet.scaling import ReplicaReport
 from tidewheel.record.recorded_events import STOP_TOKEN, step_features
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.coarse_replica import CoarseLimits, CoarseReplica
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import Figures, Outcomes, summarise
-from tidewheel.workload.traces import Contents, Trace
+from tidewheel.simulate.outcomes import EndedRequest, Figures, Outcomes, Told, summarise
+from tidewheel.simulate.simulated_fleet import ScalingPlan, SimulatedFleet, SimulatedReplica
+from tidewheel.simulate.trace_requests import TraceRequests
+from tidewheel.stats import EngineStats
+from tidewheel.workload.traces import Trace
 
-CHUNK_TOKENS = 256  # of a prompt, whose hash the router gets
 IDLE_POLL_S = 1e-3  # between looks of an engine that could start nothing
-_SAMPLING = SamplingParams()
+MOST_WAIT_S = 86_400.0  # for a first replica, after the last arrival
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
-Told = Callable[[int, Request], None]  # (replica number, request)
 
 
 class Replica:
@@ -42,15 +43,15 @@ class Replica:
         number: int,
         scheduler: Scheduler,
         cost: CostModel,
+        requests: TraceRequests,
         started: Told,
         ended: Told,
         *,
         num_rows: int,
-        pool: Int32Array | None = None,
+        has_tokens: bool = False,
         has_deadlines: bool = False,
     ) -> None:
         self.number = number
-        self.is_idle = True
         self.num_steps = 0
         self.num_tokens = 0
         self.busy_seconds = 0.0
@@ -59,7 +60,10 @@ class Replica:
         self._started = started
         self._ended = ended
         self._has_deadlines = has_deadlines
-        self._pool = pool  # None: all tokens are alike
+        self._requests = requests
+        self._pool = requests.pool if has_tokens else None  # None: all tokens are alike
+        self._is_idle = True
+        self._reported = (0.0, 0)  # when, and tokens by then
         self._inbox: deque[tuple[float, Request, int, int]] = deque()
         self._lasts: dict[str, tuple[int, int]] = {}  # id → last position, offset, before a row
         self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position of the last token
@@ -69,9 +73,26 @@ class Replica:
         self._device_free = 0.0
         self._completes = False  # this turn begins with the oldest batch's end
 
-    def submit(self, now: float, request: Request, num_output_tokens: int, offset: int) -> None:
-        """Queue a request that stops after `num_output_tokens`, unknown to the scheduler."""
-        self._inbox.append((now, request, request.num_prompt_tokens + num_output_tokens - 1, offset))
+    def submit(self, now: float, index: int) -> float | None:
+        """Queue a request, which stops after its tokens of the trace, unknown to the scheduler."""
+        request = self._requests.request(index, now)
+        last_position = request.num_prompt_tokens + int(self._requests.trace.output_tokens[index]) - 1
+        self._inbox.append((now, request, last_position, self._requests.contents.offset(index)))
+        if not self._is_idle:
+            return None
+        self._is_idle = False
+        return now
+
+    def report(self, now: float) -> ReplicaReport:
+        (before, tokens), self._reported = self._reported, (now, self.num_tokens)
+        return ReplicaReport(
+            name=str(self.number),
+            waiting=self.scheduler.num_waiting + len(self._inbox),
+            running=self.scheduler.num_running,
+            cache_usage=_cache_usage(self.scheduler.stats()),
+            tokens_per_s=(self.num_tokens - tokens) / max(now - before, 1e-9),
+            queue_s=dict(zip(Priority, self.scheduler.oldest_waits(now), strict=True)),
+        )
 
     def turn(self, now: float) -> float | None:
         """Return the time of the next turn; None: wait for an arrival."""
@@ -87,7 +108,7 @@ class Replica:
         if scheduled is not None:
             self._launch(scheduled, now)
         next_turn = self._next_turn(now, is_full=scheduled is None)
-        self.is_idle = next_turn is None
+        self._is_idle = next_turn is None
         return next_turn
 
     def _next_turn(self, now: float, *, is_full: bool) -> float | None:
@@ -149,6 +170,10 @@ class Replica:
         self._ended(self.number, request)
 
 
+def _cache_usage(stats: EngineStats) -> float:
+    return 1 - stats.num_free_blocks / stats.num_blocks
+
+
 class Simulator:
     """One simulation; `run` may be called once."""
 
@@ -165,109 +190,129 @@ class Simulator:
         num_replicas: int = 1,
         router: str = "round-robin",
         max_tokens: int | None = None,
+        scaling: ScalingPlan | None = None,
+        coarse: CoarseLimits | None = None,
     ) -> None:
-        """Set `max_tokens` of every request; None: the trace's longest output."""
+        """Set `max_tokens` of every request; None: the trace's longest output. `num_replicas` are ready at first."""
         self._trace = trace
-        self._max_model_len = max_model_len
-        self._session_ttl_s = session_ttl_s
+        self._requests = TraceRequests(
+            trace,
+            max_model_len=max_model_len,
+            session_ttl_s=session_ttl_s,
+            max_tokens=max_tokens,
+            has_contents=coarse is None,
+        )
         self._router: Router[int] = make_router(router)
         self._flights: dict[int, Flight[int]] = {}  # by request
-        self._max_tokens = max_tokens or int(trace.output_tokens.max())
-        self._contents = Contents(trace)
+        self._turns: list[tuple[float, int]] = []  # heap of (time, replica), one of each replica is not stale
+        self._next_turns: dict[int, float] = {}  # by replica
+        self._now = 0.0
+        self._held: deque[int] = deque()  # requests that arrived while no replica was ready
         self.outcomes = Outcomes(trace)
-        self.replicas = [
-            Replica(
+
+        def make_replica(number: int) -> SimulatedReplica:
+            if coarse is not None:
+                return CoarseReplica(number, coarse, cost, self._requests, self._started, self._ended)
+            return Replica(
                 number,
                 make_scheduler(number),
                 cost,
+                self._requests,
                 self._started,
                 self._ended,
                 num_rows=num_rows,
-                pool=self._contents.pool if enable_prefix_caching else None,
+                has_tokens=enable_prefix_caching,
                 has_deadlines=bool(np.isfinite(trace.deadlines).any()),
             )
-            for number in range(num_replicas)
-        ]
-        for replica in self.replicas:
-            self._router.join(replica.number)
+
+        self.fleet = SimulatedFleet(make_replica, self._router, num_replicas, scaling)
+
+    @property
+    def replicas(self) -> list[SimulatedReplica]:
+        return self.fleet.replicas
 
     def run(self) -> Outcomes:
-        turns: list[tuple[float, int]] = []  # heap of (time, replica)
         for index, arrival in enumerate(self._trace.arrivals.tolist()):
-            self._advance(turns, arrival)
-            self._arrive(turns, index, arrival)
-        self._advance(turns, math.inf)
+            self._advance(arrival, index)
+            self._arrive(index, arrival)
+        self._finish()
         self.outcomes.check_complete()
         return self.outcomes
 
     def summary(self) -> Figures:
         steps = sum(replica.num_steps for replica in self.replicas)
-        busy = [replica.busy_seconds / max(self.outcomes.span, 1e-12) for replica in self.replicas]
+        end = max(self._now, float(self._trace.arrivals[-1]))
+        stays = [max(min(stay.end, end) - stay.begin, 1e-12) for stay in self.fleet.stays]
+        busy = [replica.busy_seconds / stay for replica, stay in zip(self.replicas, stays, strict=True)] or [0.0]
         replicas = {
             "count": len(self.replicas),
             "steps": steps,
             "tokens_per_step": sum(replica.num_tokens for replica in self.replicas) / max(steps, 1),
             "busy_mean": float(np.mean(busy)),
             "busy_max": float(np.max(busy)),
+            "hours": self.fleet.replica_seconds(end) / 3600,
+            "most": max((count for _, count in self.fleet.changes), default=0),
         }
         return {**summarise(self.outcomes), "replicas": replicas}
 
-    def _advance(self, turns: list[tuple[float, int]], until: float) -> None:
+    def _advance(self, until: float, num_arrivals: int) -> None:
+        while (event := self.fleet.next_event) <= until and event < math.inf:
+            self._run_turns(event)
+            self._now = event
+            self.fleet.event(event, num_arrivals, len(self._held))
+            while self._held and self.fleet.has_ready:
+                self._send(self._held.popleft(), event)
+        self._run_turns(until)
+
+    def _finish(self) -> None:
+        """Go on until every request has ended."""
+        count, last = len(self._trace), float(self._trace.arrivals[-1])
+        while self._flights or self._held:
+            until = self.fleet.next_event
+            if self._held and until > last + MOST_WAIT_S:
+                raise InternalError(f"{len(self._held)} requests wait for a replica, and none comes")
+            self._advance(until, count)
+
+    def _run_turns(self, until: float) -> None:
+        turns = self._turns
         while turns and turns[0][0] <= until:
             now, number = turns[0]
+            if self._next_turns.get(number) != now:  # another turn has taken its place
+                heapq.heappop(turns)
+                continue
+            self._now = now
             next_turn = self.replicas[number].turn(now)
             if next_turn is None:
+                del self._next_turns[number]
                 heapq.heappop(turns)
             else:
+                self._next_turns[number] = next_turn
                 heapq.heapreplace(turns, (next_turn, number))
 
-    def _arrive(self, turns: list[tuple[float, int]], index: int, now: float) -> None:
-        route = self._route_request(index)
+    def _arrive(self, index: int, now: float) -> None:
+        self._now = now
+        if self.fleet.has_ready:
+            self._send(index, now)
+        else:
+            self._held.append(index)
+
+    def _send(self, index: int, now: float) -> None:
+        route = self._requests.route(index)
         number = self._router.choose(route)
         if number is None:
             raise InternalError(f"request {index} found no replica")
         self._flights[index] = self._router.chosen(route, number)
-        replica = self.replicas[number]
-        output_tokens = int(self._trace.output_tokens[index])
-        replica.submit(now, self._request(index, now), output_tokens, self._contents.offset(index))
-        if replica.is_idle:
-            replica.is_idle = False
-            heapq.heappush(turns, (now, number))
+        self.fleet.sent(number)
+        next_turn = self.replicas[number].submit(now, index)
+        if next_turn is not None:
+            self._next_turns[number] = next_turn
+            heapq.heappush(self._turns, (next_turn, number))
 
-    def _started(self, _: int, request: Request) -> None:
+    def _started(self, _: int, request: EndedRequest) -> None:
         self._router.started(self._flights[int(request.request_id)], request.num_cached_tokens)
 
-    def _ended(self, number: int, request: Request) -> None:
+    def _ended(self, number: int, request: EndedRequest) -> None:
         index = int(request.request_id)
         self.outcomes.record(index, number, request)
         self._router.ended(self._flights.pop(index))
-
-    def _route_request(self, index: int) -> RouteRequest:
-        trace, tenant = self._trace, self._trace.tenant(index)
-        prompt = self._contents.prompt(index)
-        return RouteRequest(
-            session=trace.session(index),
-            tenant=tenant,
-            priority=Priority(int(trace.priorities[index])),
-            num_tokens=len(prompt),
-            chunks=chunk_hashes(prompt.tobytes(), CHUNK_TOKENS * prompt.itemsize, tenant),
-            chunk_tokens=CHUNK_TOKENS,
-        )
-
-    def _request(self, index: int, now: float) -> Request:
-        trace = self._trace
-        prompt = self._contents.prompt(index)
-        deadline = now + float(trace.deadlines[index])
-        return Request(
-            str(index),
-            prompt,
-            _SAMPLING,
-            max_tokens=min(self._max_tokens, max(self._max_model_len - len(prompt), 1)),
-            arrival_time=now,
-            priority=Priority(int(trace.priorities[index])),
-            stop_token_ids=(STOP_TOKEN,),
-            tenant=trace.tenant(index),
-            deadline=deadline if deadline < math.inf else None,
-            session_id=trace.session(index),
-            session_ttl=self._session_ttl_s,
-        )
+        self.fleet.ended(number, self._now)

@@ -9,8 +9,10 @@ import numpy as np
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
+from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.simulated_fleet import ScalingPlan
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -66,8 +68,11 @@ def simulator(
     cost: CostModel = COST,
     max_inflight_steps: int = 1,
     enable_prefix_caching: bool = True,
+    scaling: ScalingPlan | None = None,
+    is_coarse: bool = False,
     **changes: Any,
 ) -> Simulator:
+    limits = CoarseLimits(changes.get("max_num_seqs", 4), 32, changes.get("num_blocks", 64) * 4)
     return Simulator(
         trace,
         lambda _: make_scheduler(
@@ -79,6 +84,8 @@ def simulator(
         enable_prefix_caching=enable_prefix_caching,
         num_replicas=num_replicas,
         router=router,
+        scaling=scaling,
+        coarse=limits if is_coarse else None,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tidewheel.bench.charts import COLOURS, GREYS, Picture, legend_below, panels
 from tidewheel.config import EngineConfig
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_rules import make_scaling
+from tidewheel.objective import Objective
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.scenario import UNBOUNDED, simulated_info, simulator_of
@@ -45,11 +47,11 @@ L40S_8B = CostModel.from_device(
     block_size=64,
     num_blocks=3050,
 )
-TTFT_S, TPOT_S = 2.0, 0.2  # objective
+OBJECTIVE = Objective(ttft_s=2.0, tpot_s=0.2)
 GOAL = 0.01  # misses that the best constant number may have
 HISTORY_DAYS = 5
 POLICIES = ("reactive", "predictive", "queue-depth", "ongoing")
-SHARES = {"coding": 0.2, "conversation": 0.15}  # of the trace's rate
+SHARES = {"coding": 0.15, "conversation": 0.15}  # of the trace's rate
 CONFIG = EngineConfig.from_settings({"model": "simulated", "max_waiting_tokens": str(UNBOUNDED)})
 MAX_MODEL_LEN = 16_384
 
@@ -79,11 +81,10 @@ def run(trace: Trace, history: list[float], name: str, settings: ScalingSettings
     cpu = time.process_time()
     outcomes = simulated.run()
     cpu = time.process_time() - cpu
-    late = ~outcomes.finished | (outcomes.ttft > TTFT_S) | (outcomes.tpot > TPOT_S)
     figures = simulated.summary()
     return {
         "policy": f"constant {settings.max_replicas}" if is_constant else name,
-        "misses_percent": round(100 * float(late.mean()), 3),
+        "misses_percent": round(100 * float(outcomes.misses(OBJECTIVE).mean()), 3),
         "ttft_p99_s": round(figures["ttft_s"]["p99"], 2),
         "refused": figures["refused"],
         "replica_hours": round(figures["replicas"]["hours"], 1),
@@ -191,8 +192,7 @@ def main() -> None:
             path.write_bytes(picture(DAY_SHAPES[name], chart).png())
     compared = [accuracy(DAY_SHAPES[name], arguments.exact_requests) for name in arguments.shapes]
     show(compared)
-    objective = {"ttft_s": TTFT_S, "tpot_s": TPOT_S}
-    study.save({"seed": arguments.seed, "objective": objective, "days": days, "accuracy": compared})
+    study.save({"seed": arguments.seed, "objective": asdict(OBJECTIVE), "days": days, "accuracy": compared})
 
 
 if __name__ == "__main__":

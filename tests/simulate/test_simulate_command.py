@@ -24,6 +24,9 @@ SMALL = [
 ]
 
 
+SCALED = ["--scaling", "reactive", "--replicas", "1:3"]
+
+
 def simulate(*arguments: str) -> int:
     return main(["simulate", *SMALL, *arguments])
 
@@ -56,6 +59,25 @@ def test_the_same_seed_prints_the_same_json(capsys: pytest.CaptureFixture[str]) 
     assert outputs[0] == outputs[1] != {**outputs[2], "seed": 1}
     (result,) = outputs[0]["results"]
     assert result["finished"] == 40 and result["cached_share"] > 0.2
+
+
+def test_a_scaled_fleet_is_told_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--rate", "200", *SCALED, "--startup-s", "0.1", "--scale", "waiting_per_replica=2") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 to 3 x h200-8b")
+    assert "late %" in out and "replica hours" in out and "most replicas" in out
+
+
+def test_a_history_of_days_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "days.jsonl"
+    rows = [{"arrival": 600 * index, "prompt_tokens": 1, "output_tokens": 1} for index in range(300)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    options = ("--scaling", "predictive", "--replicas", "0:2", "--startup-s", "3", "--history", str(path), "--coarse")
+    assert simulate("--rate", "2", "--trace", "daily", *options, "--json", "-") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["scaling"] == "predictive"
+    (result,) = record["results"]
+    assert result["finished"] == 40 and result["replicas"]["most"] >= 1
 
 
 def test_plots_are_written(tmp_path: Path) -> None:
@@ -100,7 +122,7 @@ def test_a_decision_that_differs_is_told_and_exits_with_1(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--trace", "weird"], "--trace is 'weird': choose one of poisson, bursty, switching, or a .jsonl"),
+        (["--trace", "weird"], "--trace is 'weird': choose one of poisson, bursty, switching, daily, or a .jsonl"),
         (["--trace", "absent.jsonl"], "cannot read the trace absent.jsonl"),
         (["--requests", "0"], "--requests is 0: it must be at least 1"),
         (["--rate", "-3"], "--rate is -3: it must be above 0"),
@@ -108,7 +130,23 @@ def test_a_decision_that_differs_is_told_and_exits_with_1(tmp_path: Path, capsys
         (["--load", "99"], "--load has '99'"),
         (["--policy", "lifo"], "scheduling_policy is 'lifo': choose one of"),
         (["--router", "random"], "router is 'random': choose one of"),
-        (["--replicas", "0"], "--replicas is 0"),
+        (["--replicas", "0"], "--replicas is 0: it must be a number, at least 1, or MIN:MAX, say 0:4"),
+        (["--replicas", "3:1"], "--replicas is 3:1"),
+        (["--replicas", "many"], "--replicas is many"),
+        (["--replicas", "1:3"], "--replicas is 1:3: MIN:MAX goes with --scaling"),
+        (["--scaling", "reactive"], "--scaling needs --replicas MIN:MAX, not 1"),
+        (["--scaling", "magic", "--replicas", "1:3"], "scaling is 'magic': choose one of reactive, predictive"),
+        (["--scaling", "reactive", "--replicas", "1:99999"], "max_replicas is 99999: it must be 1 to 10000"),
+        (["--startup-s", "5"], "--startup-s goes with --scaling"),
+        (["--scale", "utilisation=1"], "--scale goes with --scaling"),
+        ([*SCALED, "--startup-s", "-5"], "startup_s is -5: it must be 0 or more"),
+        ([*SCALED, "--scale", "utilisation"], "--scale 'utilisation': write key=value"),
+        ([*SCALED, "--scale", "utilization=0.5"], "unknown setting 'utilization'"),
+        ([*SCALED, "--scale", "utilisation=high"], "--scale: Expected `float`, got `str` - at `$.utilisation`"),
+        ([*SCALED, "--scale", "utilisation=1.5"], "utilisation is 1.5: it must be above 0 and at most 1"),
+        ([*SCALED, "--history", "days.jsonl"], "--history goes with --scaling predictive"),
+        (["--scaling", "predictive", "--replicas", "1:2", "--history", "no.jsonl"], "cannot read the trace no.jsonl"),
+        (["--coarse", "--record", "."], "--record needs every step: leave out --coarse"),
         (["--prompt", "normal:3"], "--prompt is 'normal:3'"),
         (["--output", "constant:0"], "--output: the mean is 0"),
         (["--cost", "absent.json"], "--cost is 'absent.json': no such file, and none of h200-8b"),

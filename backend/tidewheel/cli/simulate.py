@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tidewheel.cli.scaling_options import add_scaling_arguments
 from tidewheel.cli.usage import UsageError
 
 DIFFERENT = 1  # exit code
@@ -12,9 +13,10 @@ DIFFERENT = 1  # exit code
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser.add_argument_group("load"))
-    add = parser.add_argument_group("deployment").add_argument
+    deployment = parser.add_argument_group("deployment")
+    add = deployment.add_argument
     add("--policy", default="priority", metavar="NAME[,NAME…]", help="scheduling_policy, one or several to compare")
-    add("--replicas", type=int, default=1, metavar="N", help="number of engines (default: %(default)s)")
+    add_scaling_arguments(deployment)
     routers = "round-robin, least-loaded, session-affinity or prefix-aware (default: %(default)s)"
     add("--router", default="least-loaded", metavar="NAME", help=routers)
     add("--cost", default="h200-8b", metavar="FILE|NAME", help="how long a step takes (default: %(default)s)")
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(load: argparse._ArgumentGroup) -> None:
     add = load.add_argument
-    kinds = "poisson, bursty or switching arrivals, or a .jsonl or .csv file (default: %(default)s)"
+    kinds = "poisson, bursty, switching or daily arrivals, or a .jsonl or .csv file (default: %(default)s)"
     add("--trace", default="poisson", metavar="KIND|FILE", help=kinds)
     add("--requests", type=int, default=2000, metavar="N", help="number of requests (default: %(default)s)")
     rate = load.add_mutually_exclusive_group()

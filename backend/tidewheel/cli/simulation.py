@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tidewheel.bench.figure_columns import COLUMNS, Column, headings
 from tidewheel.bench.text_tables import Table
+from tidewheel.cli.scaling_options import scaling_options
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
 from tidewheel.fleet.named_routers import check_router
@@ -34,6 +35,11 @@ _COLUMNS = (
     Column("preempted", "", "preemptions"),
     COLUMNS["fairness"],
 )
+_SCALING_COLUMNS = (
+    Column("late", "%", "late_share", 100.0),
+    Column("replica hours", "", "replicas.hours"),
+    Column("most replicas", "", "replicas.most"),
+)
 _PART_COLUMNS = (
     Column("requests", "", "num_requests"),
     *(COLUMNS[title] for title in ("TTFT p50", "TTFT p99")),
@@ -50,6 +56,9 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     settings = parse_settings(args.set)
     if "scheduling_policy" in settings:
         raise UsageError("--set scheduling_policy: use --policy")
+    scaling = scaling_options(args)
+    if args.coarse and args.record is not None:
+        raise UsageError("--record needs every step: leave out --coarse")
     scenario = Scenario(
         arrivals=args.trace,
         recorded_trace=trace,
@@ -63,11 +72,15 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         prefixes=_prefixes(args.prefixes),
         seed=_at_least("--seed", args.seed, 0),
         policies=tuple(dict.fromkeys(args.policy.split(","))),
-        num_replicas=_at_least("--replicas", args.replicas, 1),
+        num_replicas=scaling.settings.max_replicas,
         router=args.router,
         cost=_cost(args.cost),
         settings=settings,
         record="" if args.record is None else str(args.record),
+        scaling=scaling.name,
+        scaling_settings=scaling.settings,
+        history=scaling.history,
+        is_coarse=args.coarse,
     )
     check_router(scenario.router)
     for policy in scenario.policies:
@@ -76,10 +89,12 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def print_results(scenario: Scenario, results: Sequence[Result]) -> None:
-    cost, count = scenario.cost, scenario.num_replicas
+    cost, settings = scenario.cost, scenario.scaling_settings
+    count = f"{settings.min_replicas} to {settings.max_replicas}" if scenario.scaling else settings.max_replicas
     print(f"{count} x {cost.name}: {cost.device}\nrouter {scenario.router}, trace {scenario.arrivals}\n")
-    rows = [[_name(result), *(c.cell(result.figures) for c in _COLUMNS)] for result in results]
-    print(Table(["policy", *headings(_COLUMNS)], rows, num_labels=1).as_text())
+    columns = (*_COLUMNS, *_SCALING_COLUMNS) if scenario.scaling else _COLUMNS
+    rows = [[_name(result), *(c.cell(result.figures) for c in columns)] for result in results]
+    print(Table(["policy", *headings(columns)], rows, num_labels=1).as_text())
     parts = [
         [_name(result), name, *(c.cell(figures) for c in _PART_COLUMNS)]
         for result in results
@@ -105,6 +120,7 @@ def write_json(scenario: Scenario, results: Sequence[Result], target: str) -> No
         "trace": scenario.arrivals,
         "seed": scenario.seed,
         "replicas": scenario.num_replicas,
+        "scaling": scenario.scaling or None,
         "router": scenario.router,
         "cost": scenario.cost.name,
         "settings": scenario.settings,

@@ -205,7 +205,9 @@ class CoarseReplica:
         self._step += num_steps
         self._kv_tokens += num_decodes * num_steps
         while self._decoding and self._decoding[0][0] <= self._step:
-            self._finish(heapq.heappop(self._decoding)[2], now)
+            request = heapq.heappop(self._decoding)[2]
+            self._kv_tokens -= request.num_tokens - 1  # its last token is not in the cache
+            self._finish(request, now)
         for request, count in launch.chunks:
             request.num_left -= count
             if not request.num_left:
@@ -215,16 +217,15 @@ class CoarseReplica:
         self._prefilling.remove(request)
         request.first_token_time = now
         self._started(self.number, request)
-        self._kv_tokens += request.num_prompt_tokens + 1
         last = self._step + len(request.output_token_ids) - 1
         if last == self._step:
             self._finish(request, now)
         else:
+            self._kv_tokens += request.num_prompt_tokens
             heapq.heappush(self._decoding, (last, int(request.request_id), request))
 
     def _finish(self, request: CoarseRequest, now: float) -> None:
         request.last_token_time = now
         request.finish_reason = FinishReason.STOP
-        self._kv_tokens -= request.num_tokens
         self._reserved -= request.num_tokens
         self._ended(self.number, request)

@@ -10,6 +10,7 @@ import numpy as np
 from tidewheel.batch import BoolArray
 from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
+from tidewheel.objective import Objective
 from tidewheel.request import FinishReason, Priority
 from tidewheel.workload.arrival_times import FloatArray
 from tidewheel.workload.traces import Trace
@@ -84,6 +85,11 @@ class Outcomes:
     def finished(self) -> BoolArray:
         return np.asarray(self.ends == FINISHED)
 
+    def misses(self, objective: Objective) -> BoolArray:
+        """Return which requests did not finish, or have a token later than the objective says."""
+        is_late = (self.ttft > objective.ttft_s) | (self.tpot > objective.tpot_s)
+        return np.asarray(~self.finished | is_late)
+
     @property
     def ttft(self) -> FloatArray:
         return self.first_token - self.trace.arrivals
@@ -133,6 +139,7 @@ def summarise(outcomes: Outcomes) -> Figures:
         "refused": int((outcomes.ends == REFUSED).sum()),
         "past_deadline": int((outcomes.ends == DEADLINE).sum()),
         "failed": int((outcomes.ends == FAILED).sum()),
+        "late_share": float(outcomes.misses(Objective()).mean()),
         "span_s": outcomes.span,
         "requests_per_s": float(finished.sum()) / span,
         "output_tokens_per_s": float(outcomes.output_tokens.sum()) / span,

@@ -12,14 +12,24 @@ import numpy as np
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.fleet.scaling import ScalingSettings
+from tidewheel.fleet.scaling_rules import make_scaling
+from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Figures, throughput
+from tidewheel.simulate.simulated_fleet import ScalingPlan
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
+from tidewheel.workload.day_shapes import daily_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Prefixes, Tenants, Trace, synthesise
 
-ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals, "switching": switching_arrivals}
+ARRIVALS = {
+    "poisson": poisson_arrivals,
+    "bursty": bursty_arrivals,
+    "switching": switching_arrivals,
+    "daily": daily_arrivals,
+}
 CAPACITY_BATCHES = 8  # full batches to measure the capacity
 UNBOUNDED = 1 << 30
 MODEL = "simulated"
@@ -50,6 +60,10 @@ class Scenario:
     cost: CostModel
     settings: dict[str, str]
     record: str  # folder; empty: none
+    scaling: str = ""  # policy for the number of replicas; empty: it stays `num_replicas`
+    scaling_settings: ScalingSettings = ScalingSettings()  # noqa: RUF009 - immutable
+    history: tuple[float, ...] = ()  # arrivals of the days before the trace
+    is_coarse: bool = False
 
     @property
     def num_runs(self) -> int:
@@ -85,7 +99,7 @@ class Scenario:
             scheduling_policy="fifo",
         )
         trace = self.at_once(CAPACITY_BATCHES * config.max_num_seqs)
-        return throughput(self.simulator(config, trace, 1).run())
+        return throughput(self.simulator(config, trace, 1, is_scaled=False).run())
 
     def results(self) -> Iterator[Result]:
         for policy in self.policies:
@@ -98,11 +112,30 @@ class Scenario:
                 simulator.run()
                 yield Result(policy, load, simulator.summary())
 
-    def simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
+    def simulator(
+        self, config: EngineConfig, trace: Trace, num_replicas: int, *, is_scaled: bool = True
+    ) -> Simulator:
         cost = self.cost.with_cache(config.kv_cache_dtype)
         info = simulated_info(config, cost, max_model_len=max(trace.max_num_tokens, 2))
-        deployment = {"num_replicas": num_replicas, "router": self.router, "max_tokens": self.max_tokens}
-        return simulator_of(config, info, trace, cost, **deployment)
+        limits = CoarseLimits(info.max_num_seqs, info.max_num_batched_tokens, info.num_blocks * info.block_size)
+        plan = self._plan() if is_scaled else None
+        return simulator_of(
+            config,
+            info,
+            trace,
+            cost,
+            num_replicas=num_replicas if plan is None else self.scaling_settings.min_replicas,
+            router=self.router,
+            max_tokens=self.max_tokens,
+            coarse=limits if self.is_coarse else None,
+            scaling=plan,
+        )
+
+    def _plan(self) -> ScalingPlan | None:
+        if not self.scaling:
+            return None
+        policy = make_scaling(self.scaling, self.scaling_settings, self.history)
+        return ScalingPlan(policy, self.scaling_settings.startup_s)
 
 
 def simulator_of(

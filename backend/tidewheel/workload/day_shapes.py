@@ -18,6 +18,7 @@ Levels of days, and spells of some minutes in which more arrives, are our own: e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from tidewheel.workload.lengths import Lengths
 DAY_S = 86_400.0
 GAP_BURSTINESS = 5.0
 _GRID_S = 10.0
+MAX_DAYS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +97,37 @@ def day_arrivals(
     rate: float,
     num_days: int,
     rng: np.random.Generator,
-    unrest: Unrest = Unrest(),  # noqa: B008
+    unrest: Unrest = Unrest(),  # noqa: B008 - immutable
 ) -> FloatArray:
-    """Return arrivals of days, at `rate` in the mean: gamma gaps, stretched by the rate over time."""
-    if num_days < 1:
-        raise ConfigError(f"num_days is {num_days}: it must be at least 1")
-    grid = np.arange(0, num_days * DAY_S + _GRID_S / 2, _GRID_S)
-    relative = (
-        shape.rate(grid)
-        * np.repeat(rng.lognormal(0, unrest.level_sigma, num_days + 1), len(grid) // num_days)[: len(grid)]
-    )
+    """Return the arrivals of days, at `rate` in the mean: gamma gaps, stretched by the rate over time."""
+    grid = _grid(num_days)
+    relative = shape.rate(grid)
+    days = np.minimum(grid // DAY_S, num_days - 1).astype(int)
+    relative *= rng.lognormal(0, unrest.level_sigma, num_days)[days]
     for spell in _spells(num_days, unrest, rng):
         relative[(grid >= spell.begin) & (grid < spell.begin + spell.seconds)] *= spell.factor
-    passed = np.concatenate(([0.0], np.cumsum((relative[1:] + relative[:-1]) / 2 * _GRID_S)))
+    passed = _passed(relative)
     count = round(rate * passed[-1] * 1.05) + 100
     even = bursty_arrivals(count, rate, rng, burstiness=GAP_BURSTINESS)
     return np.interp(even[even < passed[-1]], passed, grid)
+
+
+def daily_arrivals(count: int, rate: float, rng: np.random.Generator) -> FloatArray:
+    """Return arrivals from midnight on, with the shape of the coding service and no unrest."""
+    even = bursty_arrivals(count, rate, rng, burstiness=GAP_BURSTINESS)
+    grid = _grid(math.ceil(even[-1] / DAY_S))
+    return np.interp(even, _passed(CODING.rate(grid)), grid)
+
+
+def _grid(num_days: int) -> FloatArray:
+    if not 1 <= num_days <= MAX_DAYS:
+        raise ConfigError(f"the arrivals take {num_days} days: it must be 1 to {MAX_DAYS}")
+    return np.arange(0, num_days * DAY_S + _GRID_S / 2, _GRID_S)
+
+
+def _passed(relative: FloatArray) -> FloatArray:
+    """Return the sum of the rate up to each point of the grid."""
+    return np.concatenate(([0.0], np.cumsum((relative[1:] + relative[:-1]) / 2 * _GRID_S)))
 
 
 def _spells(num_days: int, unrest: Unrest, rng: np.random.Generator) -> list[Spell]:

@@ -1,0 +1,94 @@
+"""Options of `tidewheel simulate` for replicas that come and go."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tidewheel.cli.usage import UsageError
+from tidewheel.fleet.scaling import ScalingSettings
+from tidewheel.fleet.scaling_rules import check_scaling
+from tidewheel.settings import unknown_setting
+from tidewheel.workload.trace_files import read_trace
+
+_GIVEN = ("min_replicas", "max_replicas", "startup_s", "queue_limit_s")  # by options of their own, or not at all
+SETTINGS = tuple(name for name in ScalingSettings.__dataclass_fields__ if name not in _GIVEN)
+
+
+class ScalingOptions(NamedTuple):
+    name: str  # empty: the number is constant
+    settings: ScalingSettings
+    history: tuple[float, ...]
+
+
+def add_scaling_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--replicas", default="1", metavar="N|MIN:MAX", help="number of engines (default: %(default)s)")
+    policies = "reactive, predictive, queue-depth or ongoing: change the number of engines from MIN to MAX"
+    add("--scaling", metavar="NAME", help=policies)
+    add("--startup-s", type=float, metavar="S", help="time until a new engine is ready (default: 120)")
+    add("--scale", action="append", default=[], metavar="KEY=VALUE", help="a setting of --scaling (repeatable)")
+    add("--history", type=Path, metavar="FILE", help="trace of the days before, for --scaling predictive")
+    add("--coarse", action="store_true", help="merge decode steps: for days of traffic")
+
+
+def scaling_options(args: argparse.Namespace) -> ScalingOptions:
+    """Raise `UsageError` or `ConfigError` naming option and value."""
+    least, most = _replicas(args.replicas)
+    name = args.scaling or ""
+    if not name:
+        _check_unused(args, least, most)
+        return ScalingOptions("", ScalingSettings(min_replicas=least, max_replicas=most), ())
+    check_scaling(name)
+    if ":" not in args.replicas:
+        raise UsageError(f"--scaling needs --replicas MIN:MAX, not {args.replicas}")
+    if args.history is not None and name != "predictive":
+        raise UsageError("--history goes with --scaling predictive")
+    values: dict[str, object] = {"min_replicas": least, "max_replicas": most, **_settings(args.scale)}
+    if args.startup_s is not None:
+        values["startup_s"] = args.startup_s
+    try:
+        settings = msgspec.convert(values, ScalingSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--scale: {error}") from None
+    history = () if args.history is None else tuple(read_trace(args.history).arrivals.tolist())
+    return ScalingOptions(name, settings, history)
+
+
+def _check_unused(args: argparse.Namespace, least: int, most: int) -> None:
+    if least != most or ":" in args.replicas:
+        raise UsageError(f"--replicas is {args.replicas}: MIN:MAX goes with --scaling")
+    for option, value in (("--startup-s", args.startup_s), ("--scale", args.scale), ("--history", args.history)):
+        if value not in (None, []):
+            raise UsageError(f"{option} goes with --scaling")
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    try:
+        numbers = [int(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    match numbers:
+        case [count] if count >= 1:
+            return count, count
+        case [least, most] if 0 <= least <= most and most >= 1:
+            return least, most
+    raise UsageError(f"--replicas is {text}: it must be a number, at least 1, or MIN:MAX, say 0:4")
+
+
+def _settings(pairs: list[str]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            raise UsageError(f"--scale {pair!r}: write key=value")
+        if key not in SETTINGS:
+            raise UsageError(f"--scale: {unknown_setting(key, SETTINGS)}")
+        if key in values:
+            raise UsageError(f"--scale has {key} twice: {values[key]!r} and {value!r}")
+        values[key] = value.strip()
+    return values

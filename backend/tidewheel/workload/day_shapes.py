@@ -84,7 +84,7 @@ class Spell(NamedTuple):
 
 
 class Unrest(NamedTuple):
-    """How much days differ from the curve."""
+    """Differences of days from the curve."""
 
     level_sigma: float = 0.05  # of the logarithm of a day's level
     spells_per_day: float = 3.0

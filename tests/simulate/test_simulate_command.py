@@ -80,6 +80,13 @@ def test_a_history_of_days_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result["finished"] == 40 and result["replicas"]["most"] >= 1
 
 
+def test_deadlines_are_refused_where_steps_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1, "deadline_s": 3}\n')
+    assert main(["simulate", "--trace", str(path), "--coarse"]) == 2
+    assert "has deadline_s: leave out --coarse" in capsys.readouterr().err
+
+
 def test_plots_are_written(tmp_path: Path) -> None:
     assert simulate("--load", "0.4,0.8", "--tenants", "a:1:1,b:1:4", "--plots", str(tmp_path / "plots")) == 0
     for name in ("throughput_ttft", "classes", "fairness", "queue"):
@@ -146,6 +153,7 @@ def test_a_decision_that_differs_is_told_and_exits_with_1(tmp_path: Path, capsys
         ([*SCALED, "--scale", "utilisation=1.5"], "utilisation is 1.5: it must be above 0 and at most 1"),
         ([*SCALED, "--history", "days.jsonl"], "--history goes with --scaling predictive"),
         (["--scaling", "predictive", "--replicas", "1:2", "--history", "no.jsonl"], "cannot read the trace no.jsonl"),
+        (["--coarse", "--policy", "sjf"], "--policy is sjf: --coarse simulates only priority"),
         (["--coarse", "--record", "."], "--record needs every step: leave out --coarse"),
         (["--prompt", "normal:3"], "--prompt is 'normal:3'"),
         (["--output", "constant:0"], "--output: the mean is 0"),

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from tidewheel.bench.figure_columns import COLUMNS, Column, headings
 from tidewheel.bench.text_tables import Table
 from tidewheel.cli.scaling_options import scaling_options
@@ -57,8 +59,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     if "scheduling_policy" in settings:
         raise UsageError("--set scheduling_policy: use --policy")
     scaling = scaling_options(args)
-    if args.coarse and args.record is not None:
-        raise UsageError("--record needs every step: leave out --coarse")
+    if args.coarse:
+        _check_coarse(args, trace)
     scenario = Scenario(
         arrivals=args.trace,
         recorded_trace=trace,
@@ -86,6 +88,16 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     for policy in scenario.policies:
         check_record_folder(scenario.config(policy))
     return scenario
+
+
+def _check_coarse(args: argparse.Namespace, trace: Trace | None) -> None:
+    """Refuse what coarse replicas do not simulate."""
+    if args.record is not None:
+        raise UsageError("--record needs every step: leave out --coarse")
+    if args.policy != "priority":
+        raise UsageError(f"--policy is {args.policy}: --coarse simulates only priority")
+    if trace is not None and np.isfinite(trace.deadlines).any():
+        raise UsageError(f"--trace {args.trace} has deadline_s: leave out --coarse")
 
 
 def print_results(scenario: Scenario, results: Sequence[Result]) -> None:

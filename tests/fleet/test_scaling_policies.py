@@ -165,6 +165,18 @@ def test_a_burst_beyond_the_capacity_is_answered_by_one_decision(name: str) -> N
     assert fleet.run(100, 60)[-1] >= 14  # 70 % of 1,000 tokens/s each
 
 
+def test_arrivals_count_before_they_are_computed() -> None:
+    """Sixty requests a second for 15 s, which no report of waiting requests or tokens tells yet."""
+    scaling = policy(**KNOWN)
+    calm = (ReplicaReport(name="a", running=1, tokens_per_s=500.0),)
+    for step in range(20):
+        state = FleetState(now=step * STEP_S, ready=calm, num_arrivals=step * 75)
+        assert scaling.decide(state).num_replicas == 1
+    decided = scaling.decide(FleetState(now=20 * STEP_S, ready=calm, num_arrivals=19 * 75 + 900))
+    assert decided.num_replicas == 3
+    assert "tokens/s are asked for" in decided.reason
+
+
 def test_an_old_request_of_a_class_calls_for_a_replica_though_few_wait() -> None:
     scaling = policy(**KNOWN)
     calm = ReplicaReport(name="a", waiting=1, running=1, queue_s={Priority.LOW: 50.0, Priority.CRITICAL: 0.1})

@@ -29,12 +29,12 @@ class CountingRouter(Generic[T]):
     def chosen(self, request: RouteRequest, replica: T) -> Flight[T]:
         return self.loads.add(request, replica, request.num_tokens)
 
-    def started(self, flight: Flight[T], num_cached_tokens: int) -> None:  # noqa: ARG002 - for those that know caches
+    def started(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
         if not flight.has_started and not flight.has_ended:
             self.loads.start(flight)
             flight.has_started = True
 
-    def ended(self, flight: Flight[T]) -> None:
+    def ended(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
         if not flight.has_ended:
             self.loads.remove(flight)
             flight.has_ended = True

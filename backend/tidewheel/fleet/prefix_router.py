@@ -100,27 +100,33 @@ class PrefixAware(CountingRouter[T]):
             self._remember(session_key(request), replica)
         return flight
 
-    def started(self, flight: Flight[T], num_cached_tokens: int) -> None:
+    def started(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:
         if flight.has_started or flight.has_ended:
             return
-        super().started(flight, num_cached_tokens)
+        super().started(flight)
         if (slot := self.loads.slot_of(flight)) is not None:
             self._unstarted[slot].discard(flight.stamp)
             self._correct(flight, slot, num_cached_tokens)
 
-    def ended(self, flight: Flight[T]) -> None:
+    def ended(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:
         slot = None if flight.has_ended else self.loads.slot_of(flight)
         super().ended(flight)
-        if slot is not None and not flight.has_started:
+        if slot is None:
+            return
+        if flight.has_started:
+            self._correct(flight, slot, num_cached_tokens)
+        else:
             self._unstarted[slot].discard(flight.stamp)
             self.knowledge.forget(slot, flight.request.chunks, flight.stamp)
 
-    def _correct(self, flight: Flight[T], slot: int, num_cached_tokens: int) -> None:
+    def _correct(self, flight: Flight[T], slot: int, num_cached_tokens: int | None) -> None:
         """Forget what the replica's cache must have evicted, if it had less of the prompt than it seemed.
 
         A chunk less is no sign: blocks and chunks end at different places. Nor is a chunk that another request
         was still computing.
         """
+        if num_cached_tokens is None:
+            return
         num_found = num_cached_tokens // flight.request.chunk_tokens
         if num_found + 1 >= len(flight.known):
             return

@@ -4,7 +4,7 @@
     replica = choose(request)         a decision, which changes nothing
     flight = chosen(request, replica) counts the request
     started(flight, cached tokens)    its first token came
-    ended(flight)                     it ended, well or not
+    ended(flight, cached tokens)      it ended, well or not
 
 Names of replicas are values that can be hashed: numbers, or addresses.
 """
@@ -66,11 +66,11 @@ class Router(Protocol[T]):
     def chosen(self, request: RouteRequest, replica: T) -> Flight[T]:
         """Count a request that goes to a replica, which must have joined."""
 
-    def started(self, flight: Flight[T], num_cached_tokens: int) -> None:
-        """Note the first token, and how much of the prompt the replica had in its cache."""
+    def started(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:
+        """Note the first token, and how much of the prompt the replica had in its cache. Later calls do nothing."""
 
-    def ended(self, flight: Flight[T]) -> None:
-        """Count it no more. A second call does nothing."""
+    def ended(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:
+        """Count it no more. Tell what was cached here, if that was unknown before. Later calls do nothing."""
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
         """Correct the load of a replica, which others may send requests too. Unknown replicas are ignored."""

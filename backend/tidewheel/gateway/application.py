@@ -15,12 +15,14 @@ import msgspec
 from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
+from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway import bodies, embeddings, openai_errors, playground_pages, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
+from tidewheel.gateway.routing import route_request
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
@@ -264,11 +266,11 @@ class Gateway:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
 
-        def encode() -> list[pb.ModelInferRequest]:
-            return [_encode(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
+        def encode() -> list[tuple[pb.ModelInferRequest, RouteRequest]]:
+            pairs = zip(ids, ask.prompts, strict=True)
+            return [(_encode(ask, one_id, prompt), route_request(ask, prompt)) for one_id, prompt in pairs]
 
-        requests = await self._beside(ask.size, encode)
-        streams = [self._upstreams.stream(request, ask.session) for request in requests]
+        streams = [self._upstreams.stream(*pair) for pair in await self._beside(ask.size, encode)]
         if len(streams) == 1:
             async with contextlib.aclosing(streams[0]) as responses:
                 async for news in responses:

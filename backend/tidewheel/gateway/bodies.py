@@ -244,8 +244,9 @@ def conversation(
 ) -> dict[str, object]:
     """Return the prompt that the backend takes."""
     messages = [_message(message) for message in messages]
-    parts = {"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs}
-    given = {name: part for name, part in parts.items() if part}
+    parts = {"tools": tools, "chat_template_kwargs": template_kwargs}
+    # Messages come last, so that the text of a later turn begins with that of the turn before: see `routing.py`.
+    given = {name: part for name, part in parts.items() if part} | {"messages": messages}
     return {"messages": msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()}
 
 

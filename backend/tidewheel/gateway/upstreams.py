@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.fleet.hash_ring import HashRing
+from tidewheel.fleet.prefix_router import PrefixAware
+from tidewheel.fleet.router import RouteRequest
+from tidewheel.gateway.routing import cached_tokens
 from tidewheel.gateway.upstream import LOOK_S, Address, Upstream, watch
 from tidewheel_client import Chunk
 from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavailable
@@ -27,7 +29,7 @@ class Upstreams:
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
-        self._ring = HashRing[str]()
+        self._router = PrefixAware[str]()
         self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
         self.num_moved = 0  # requests that a server refused and another one got
 
@@ -79,14 +81,14 @@ class Upstreams:
             raise NotFound(f"model is {name!r}: served {'are' if len(models) > 1 else 'is'} {', '.join(models)}")
         return models[0]
 
-    async def stream(self, request: pb.ModelInferRequest, session: str) -> AsyncGenerator[list[Chunk]]:
+    async def stream(self, request: pb.ModelInferRequest, route: RouteRequest) -> AsyncGenerator[list[Chunk]]:
         """Yield the news of each response, of the first server that does not refuse. Raise `RequestError`."""
         refused: list[Upstream] = []
         while True:
-            one = self._choose(request.model_name, session, refused)
+            one = self._choose(request.model_name, route, refused)
             has_begun = False
             try:
-                async with contextlib.aclosing(one.stream(request)) as responses:
+                async with contextlib.aclosing(self._counted(one, request, route)) as responses:
                     async for chunks in responses:
                         has_begun = True
                         yield chunks
@@ -99,13 +101,29 @@ class Upstreams:
                     raise
                 self.num_moved += 1
 
-    def _choose(self, model: str, session: str, refused: Sequence[Upstream]) -> Upstream:
-        """Return the server of the session, or the least loaded one. Raise `ServerUnavailable`."""
-        ready = {one.address.grpc: one for one in self._ready(model, refused)}
-        if not ready:
+    async def _counted(
+        self, one: Upstream, request: pb.ModelInferRequest, route: RouteRequest
+    ) -> AsyncGenerator[list[Chunk]]:
+        """Yield the news of one server, and tell the router how the request fares."""
+        flight = self._router.chosen(route, one.address.grpc)
+        num_cached: int | None = None
+        try:
+            async with contextlib.aclosing(one.stream(request)) as responses:
+                async for chunks in responses:
+                    self._router.started(flight)
+                    if (found := cached_tokens(chunks, route)) is not None:
+                        num_cached = found
+                    yield chunks
+        finally:
+            self._router.ended(flight, num_cached)
+
+    def _choose(self, model: str, route: RouteRequest, refused: Sequence[Upstream]) -> Upstream:
+        """Return the server that the router chooses of those that are ready. Raise `ServerUnavailable`."""
+        ready = {one.address.grpc for one in self._ready(model, refused)}
+        chosen = self._router.choose(route, excluded=self._members.keys() - ready)
+        if chosen is None:
             raise ServerUnavailable(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
-        own = self._ring.first(session, lambda authority: authority in ready) if session else None
-        return min(ready.values(), key=lambda one: one.num_open) if own is None else ready[own]
+        return self._members[chosen].upstream
 
     def _ready(self, model: str, refused: Sequence[Upstream]) -> list[Upstream]:
         return [one for one in self.each if not one.not_ready and model in one.models and one not in refused]
@@ -135,11 +153,11 @@ class Upstreams:
         upstream = Upstream(address)
         await upstream.open()
         self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(watch(upstream)))
-        self._ring.join(address.grpc)
+        self._router.join(address.grpc)
 
     def _remove(self, authority: str) -> None:
         member = self._members.pop(authority)
-        self._ring.leave(authority)
+        self._router.leave(authority)
         member.watch.cancel()
         self._start(_close_when_idle(member.upstream))
 

@@ -1,0 +1,142 @@
+"""Requests as the router sees them, and servers chosen by what they have in their caches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.gateway.running_gateway import RunningGateway, gateway_to, say
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
+from support.triton.serving import wait_for
+from tidewheel.fleet.router import RouteRequest
+from tidewheel.gateway import bodies
+from tidewheel.gateway.routing import cached_tokens, route_request
+from tidewheel.request import Priority
+from tidewheel_client import Chunk
+from tidewheel_client.answers import PerfMetrics
+
+SYSTEM = "".join(f"Rule {number}: be brief. " for number in range(300))  # more than four chunks
+
+
+def chat(*texts: str, **fields: object) -> RouteRequest:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+    ask = bodies.read_chat({"messages": messages, **fields})
+    return route_request(ask, ask.prompts[0])
+
+
+def shared(one: RouteRequest, other: RouteRequest) -> int:
+    return sum(a == b for a, b in zip(one.chunks, other.chunks, strict=False))
+
+
+def test_a_later_turn_shares_the_chunks_of_the_turn_before() -> None:
+    first, second = chat(SYSTEM), chat(SYSTEM, "yes", "and now? " * 300)
+    assert len(first.chunks) >= 4
+    assert second.chunks[: len(first.chunks)] == first.chunks
+    assert len(second.chunks) > len(first.chunks)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    called = [chat(SYSTEM, tools=tools), chat(SYSTEM, "yes", "go on", tools=tools)]
+    assert shared(*called) == len(called[0].chunks)
+    assert shared(first, called[0]) == 0  # templates put tools before messages
+
+
+def test_tenants_and_salts_share_nothing() -> None:
+    plain = chat(SYSTEM)
+    assert shared(plain, chat(SYSTEM, tenant="acme")) == 0
+    assert shared(plain, chat(SYSTEM, cache_salt="s")) == 0
+    assert shared(chat(SYSTEM, tenant="a", cache_salt="bc"), chat(SYSTEM, tenant="ab", cache_salt="c")) == 0
+    assert chat(SYSTEM, session_id="s", tenant="acme")[:2] == ("s", "acme")
+
+
+def test_a_text_and_token_ids() -> None:
+    text, ids = "word " * 600, list(range(700))
+    ask = bodies.read_completion({"prompt": text})
+    route = route_request(ask, ask.prompts[0])
+    assert (route.num_tokens, len(route.chunks)) == (750, 2)
+    ask = bodies.read_completion({"prompt": ids})
+    assert (route_request(ask, ask.prompts[0]).num_tokens, len(route_request(ask, ask.prompts[0]).chunks)) == (700, 2)
+
+
+def test_a_huge_prompt_is_hashed_in_part() -> None:
+    ask = bodies.read_completion({"prompt": "x" * 4_000_000})
+    assert len(route_request(ask, ask.prompts[0]).chunks) == 512
+
+
+@pytest.mark.parametrize("prompt", [{"input_ids": [2**40]}, {"text_input": "\ud800" * 2000}, {"input_ids": []}])
+def test_what_the_backend_refuses_does_no_harm(prompt: dict[str, object]) -> None:
+    ask = bodies.read_completion({"prompt": "x", "priority": 9})
+    route = route_request(ask, prompt)
+    assert route.priority == Priority.NORMAL and route.num_tokens >= 1
+
+
+def test_classes() -> None:
+    assert chat("a", priority=1).priority == Priority.CRITICAL
+    assert chat("a", priority=0).priority == chat("a").priority == Priority.NORMAL
+
+
+def test_cached_tokens_are_told_in_the_units_of_the_route() -> None:
+    fields = dict.fromkeys(PerfMetrics.__dataclass_fields__, 1)
+    perf = PerfMetrics(**fields | {"num_cached_tokens": 300})
+    route = RouteRequest(num_tokens=1000)
+    assert cached_tokens([Chunk(text="a"), Chunk(text="", num_input_tokens=400, perf=perf)], route) == 750
+    assert cached_tokens([Chunk(text="a", num_input_tokens=400)], route) is None
+    assert cached_tokens([Chunk(text="a", num_input_tokens=400, index=1, perf=perf)], route) is None
+
+
+@pytest.fixture
+def tritons() -> Iterator[tuple[FakeTriton, FakeTriton]]:
+    with running(FakeTriton(answer=say)) as one, running(FakeTriton(answer=say)) as other:
+        yield one, other
+
+
+@pytest.fixture
+def gateway(tritons: tuple[FakeTriton, FakeTriton]) -> Iterator[RunningGateway]:
+    with gateway_to(*(triton.port for triton in tritons)) as both:
+        yield both
+
+
+def counts(tritons: tuple[FakeTriton, FakeTriton]) -> list[int]:
+    return [len(triton.asked) for triton in tritons]
+
+
+def test_prompts_that_share_their_beginning_go_to_one_server(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    for number in range(4):
+        assert gateway.complete(f"{SYSTEM} question {number}").ok
+    assert sorted(counts(tritons)) == [0, 4]
+
+
+def test_a_busy_server_keeps_no_session_from_being_answered(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    """Two streams of a session are at home. A third goes to the other server: the bound is 1.25 of the mean."""
+    release = threading.Event()
+
+    def wait(asked: Asked) -> Answer:
+        release.wait(30)
+        yield from say(asked)
+
+    for triton in tritons:
+        triton.answer = wait
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            answers = []
+            for number in range(3):
+                answers.append(pool.submit(gateway.complete, session_id="chat-7"))
+                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 10, "request")
+            assert sorted(counts(tritons)) == [1, 2]
+        finally:
+            release.set()
+        assert all(answer.result().ok for answer in answers)
+
+
+def test_an_ended_request_counts_no_more(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+    for number in range(3):
+        assert gateway.complete(f"{number}").ok
+    loads = gateway.upstreams._router.loads
+    assert len(loads) == 2 and loads.total_open == 0
+    assert not loads.waiting.any() and not loads.running.any()

@@ -22,7 +22,16 @@ import requests
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from support.triton.serving import WEIGHTS, Server, free_ports, wait_for
+from support.triton.serving import (
+    REPOSITORY,
+    WEIGHTS,
+    Server,
+    free_ports,
+    start_server,
+    stop_server,
+    wait_for,
+    wait_ready,
+)
 from tidewheel.server import processes
 from tidewheel_client import Client, Completion
 
@@ -338,6 +347,49 @@ def test_a_gateway_of_its_own(server: Server, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_two_servers_and_what_they_have_cached(server: Server, tmp_path: Path) -> None:
+    """Prompts that share their beginning, and turns of a session, find it in the cache of one of two servers."""
+    arguments = ("--model-repository", str(REPOSITORY), "--models", "demo")
+    other = wait_ready(start_server(*arguments, log=tmp_path / "other.log"))
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", "--port", str(port)]
+    command += ["--url", server.grpc, "--url", other.grpc]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    servers = (server, other)
+
+    def asked() -> list[float]:
+        return [one.metric("vllm:prompt_tokens_total") for one in servers]
+
+    def cached(client: openai.OpenAI, prompt: str, **extra: object) -> int:
+        answer = client.completions.create(model="demo", prompt=prompt, max_tokens=2, extra_body=extra)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return int(answer.usage.prompt_tokens_details.cached_tokens or 0)
+
+    try:
+        wait_for(lambda: is_ok(f"http://127.0.0.1:{port}/health"), 30, "gateway")
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            shared = " ".join(f"a{number}" for number in range(230))  # more than a chunk of 1024 bytes
+            found = [cached(client, f"{shared} {number}") for number in range(4)]
+            assert found[0] == 0 and all(found[1:])
+            text = "b0"
+            turns = []
+            for turn in range(3):
+                text += " ".join(f" c{turn}{number}" for number in range(40))
+                turns.append(cached(client, text, session_id="chat-7", session_ttl_s=60))
+            assert turns[0] < turns[1] < turns[2]
+            before = asked()
+            with client.completions.create(model="demo", prompt=PROMPT, stream=True, **LONG) as stream:
+                next(iter(stream))
+                cached(client, "four apples")
+            wait_for(lambda: all(now > then for now, then in zip(asked(), before, strict=True)), 10, "both servers")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert stop_server(other) == 0
 
 
 def is_ok(url: str) -> bool:

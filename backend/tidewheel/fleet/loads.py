@@ -8,7 +8,7 @@ from typing import Generic
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Float64Array
+from tidewheel.batch import Float64Array
 from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest, T
 from tidewheel.request import Priority
 
@@ -31,7 +31,7 @@ class Loads(Generic[T]):
         self.slots: dict[T, int] = {}  # in the order of joining
         self.names: list[T | None] = []
         self.num_open: Float64Array = np.zeros(0)  # requests without an end
-        self.waiting: Float64Array = np.zeros((len(Priority), 0))  # prompt tokens to compute, by class
+        self.waiting: Float64Array = np.zeros((len(Priority), 0))  # prompt tokens of a class and those above it
         self.running: Float64Array = np.zeros(0)  # tokens of started requests
         self.total_open = 0.0
         self._epochs: list[int] = []
@@ -69,23 +69,26 @@ class Loads(Generic[T]):
     def open_of(self, replica: T) -> float:
         return float(self.num_open[self.slots[replica]])
 
-    def allowed(self, excluded: Collection[T]) -> BoolArray:
-        allowed: BoolArray = np.isfinite(self.num_open)
+    def open_without(self, excluded: Collection[T]) -> Float64Array:
+        """Return the open requests by slot, infinite where a request must not go."""
+        if not excluded:
+            return self.num_open
+        num_open = self.num_open.copy()
         for replica in excluded:
             if (slot := self.slots.get(replica)) is not None:
-                allowed[slot] = False
-        return allowed
+                num_open[slot] = math.inf
+        return num_open
 
     def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return the prompt tokens of its class and of the classes above, by slot."""
-        waiting: Float64Array = self.waiting[:priority].sum(axis=0)
-        return waiting
+        """Return the prompt tokens, by slot, that are computed before those of a new request of the class."""
+        ahead: Float64Array = self.waiting[priority - 1]
+        return ahead
 
     def add(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> Flight[T]:
         slot = self.slots[replica]
         self.num_open[slot] += 1
         self.total_open += 1
-        self.waiting[request.priority - 1, slot] += num_uncached_tokens
+        self.waiting[request.priority - 1 :, slot] += num_uncached_tokens
         return Flight(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, flight: Flight[T]) -> int | None:
@@ -96,7 +99,7 @@ class Loads(Generic[T]):
     def start(self, flight: Flight[T]) -> None:
         """Count the prompt as running from now on."""
         if (slot := self.slot_of(flight)) is not None:
-            self.waiting[flight.request.priority - 1, slot] -= flight.waiting_tokens
+            self.waiting[flight.request.priority - 1 :, slot] -= flight.waiting_tokens
             self.running[slot] += flight.request.num_tokens
 
     def remove(self, flight: Flight[T]) -> None:
@@ -107,7 +110,7 @@ class Loads(Generic[T]):
         if flight.has_started:
             self.running[slot] -= flight.request.num_tokens
         else:
-            self.waiting[flight.request.priority - 1, slot] -= flight.waiting_tokens
+            self.waiting[flight.request.priority - 1 :, slot] -= flight.waiting_tokens
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
         """Count what the replica has beyond the own requests, until its next report."""
@@ -115,7 +118,7 @@ class Loads(Generic[T]):
             return
         before = self._reported.get(slot, ReplicaLoad())
         own_open = self.num_open[slot] - before.num_requests
-        own_waiting = self.waiting[:, slot].sum() - before.waiting_tokens
+        own_waiting = self.waiting[-1, slot] - before.waiting_tokens
         own_running = self.running[slot] - before.running_tokens
         others = ReplicaLoad(
             max(load.num_requests - int(own_open), 0),
@@ -125,7 +128,7 @@ class Loads(Generic[T]):
         self._reported[slot] = others
         self.num_open[slot] = own_open + others.num_requests
         self.total_open += others.num_requests - before.num_requests
-        self.waiting[Priority.NORMAL - 1, slot] += others.waiting_tokens - before.waiting_tokens
+        self.waiting[Priority.NORMAL - 1 :, slot] += others.waiting_tokens - before.waiting_tokens
         self.running[slot] = own_running + others.running_tokens
 
     def _grow(self) -> None:

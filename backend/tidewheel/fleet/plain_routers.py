@@ -104,6 +104,6 @@ def session_key(request: RouteRequest) -> str:
 def least_open(loads: Loads[T], excluded: Collection[T]) -> T | None:
     if not len(loads):
         return None
-    num_open = np.where(loads.allowed(excluded), loads.num_open, np.inf) if excluded else loads.num_open
+    num_open = loads.open_without(excluded)
     slot = int(num_open.argmin())
     return loads.names[slot] if np.isfinite(num_open[slot]) else None

@@ -8,7 +8,7 @@ import numpy as np
 
 from tidewheel.batch import Float64Array
 
-MAX_KNOWN = 1 << 19  # chunks of all replicas together
+MAX_KNOWN = 1 << 20  # chunks of all replicas together
 MAX_KNOWN_OF_ONE = 1 << 14
 _MAX_STAIRS = 8  # different depths that a look tells apart
 
@@ -19,7 +19,8 @@ class PrefixKnowledge:
     The slots of a chunk are the bits of a number, so a prompt that a thousand replicas share is no slower to find.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_known: int = MAX_KNOWN) -> None:
+        self._max_known = max_known
         self._holders: dict[int, int] = {}  # chunk → bits of slots
         self._stamps: dict[int, dict[int, int]] = {}  # slot → chunk → time of last use
         self._now = 0
@@ -29,6 +30,8 @@ class PrefixKnowledge:
 
     def join(self, slot: int) -> None:
         self._stamps[slot] = {}
+        for other in self._stamps:
+            self._trim(other)  # each has less room now
 
     def leave(self, slot: int) -> None:
         for chunk in self._stamps.pop(slot):
@@ -75,9 +78,7 @@ class PrefixKnowledge:
             if stamps.pop(chunk, None) is None:
                 holders[chunk] = holders.get(chunk, 0) | bit
             stamps[chunk] = self._now
-        limit = min(MAX_KNOWN_OF_ONE, MAX_KNOWN // len(self._stamps))
-        while len(stamps) > limit:
-            self._drop_oldest(slot)
+        self._trim(slot)
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
@@ -94,11 +95,26 @@ class PrefixKnowledge:
         while stamps and next(iter(stamps.values())) <= stamp:
             self._drop_oldest(slot)
 
+    def _trim(self, slot: int) -> None:
+        limit = min(MAX_KNOWN_OF_ONE, self._max_known // len(self._stamps))
+        while len(self._stamps[slot]) > limit:
+            self._drop_oldest(slot)
+
     def _drop_oldest(self, slot: int) -> None:
         stamps = self._stamps[slot]
         chunk = next(iter(stamps))
         del stamps[chunk]
         self._drop_holder(chunk, slot)
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the two views of what is known differ, or are too large."""
+        pairs = {(chunk, slot) for slot, stamps in self._stamps.items() for chunk in stamps}
+        held = {(chunk, slot) for chunk, bits in self._holders.items() for slot in self._stamps if bits >> slot & 1}
+        assert pairs == held
+        assert sum(bits.bit_count() for bits in self._holders.values()) == len(pairs)
+        assert len(pairs) <= self._max_known
+        for stamps in self._stamps.values():
+            assert list(stamps.values()) == sorted(stamps.values())
 
     def _drop_holder(self, chunk: int, slot: int) -> None:
         left = self._holders[chunk] & ~(1 << slot)

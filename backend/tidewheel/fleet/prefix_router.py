@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Float64Array
+from tidewheel.batch import Float64Array
 from tidewheel.fleet.hash_ring import HashRing
 from tidewheel.fleet.loads import load_bound
 from tidewheel.fleet.plain_routers import CountingRouter, session_key
-from tidewheel.fleet.prefix_knowledge import PrefixKnowledge
+from tidewheel.fleet.prefix_knowledge import MAX_KNOWN, PrefixKnowledge
 from tidewheel.fleet.router import Flight, RouteRequest, T
 from tidewheel.request import Priority
 
@@ -26,9 +26,10 @@ class PrefixAware(CountingRouter[T]):
     fewest prompt tokens are computed before its first token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
         super().__init__()
-        self.knowledge = PrefixKnowledge()
+        self.knowledge = PrefixKnowledge(max_known)
+        self._max_sessions = max_sessions
         self._ring = HashRing[T]()
         self._homes: dict[str, T] = {}  # session → its last replica, least recently used first
         self._unstarted: dict[int, set[int]] = {}  # slot → stamps of flights whose prompts are not computed yet
@@ -53,33 +54,40 @@ class PrefixAware(CountingRouter[T]):
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
         loads = self.loads
-        allowed = loads.allowed(excluded)
-        num_allowed = int(np.count_nonzero(allowed))
-        if not num_allowed:
-            return None
+        num_open = loads.open_without(excluded)
         if request.priority == Priority.CRITICAL:
-            return self._earliest(request, allowed)
-        total = loads.total_open if num_allowed == len(loads) else float(loads.num_open[allowed].sum())
-        within = allowed & (loads.num_open < load_bound(total, num_allowed))
-        if request.session and (home := self._home(request, within)) is not None:
+            return self._earliest(request, num_open)
+        num_replicas, total = len(loads), loads.total_open
+        if excluded:
+            present = num_open[np.isfinite(num_open)]
+            num_replicas, total = len(present), float(present.sum())
+        if not num_replicas:
+            return None
+        bound = load_bound(total, num_replicas)
+        if request.session and (home := self._home(request, num_open, bound)) is not None:
             return home
-        cost = loads.waiting_ahead(request.priority) + self._uncached(request) + RUNNING_WEIGHT * loads.running
-        return loads.names[int(np.where(within, cost, np.inf).argmin())]
+        cost = loads.waiting_ahead(request.priority) + RUNNING_WEIGHT * loads.running
+        cost += self._uncached(request)
+        cost[num_open >= bound] = np.inf
+        return loads.names[int(cost.argmin())]
 
-    def _earliest(self, request: RouteRequest, allowed: BoolArray) -> T | None:
-        """Return the replica with the fewest prompt tokens before its first token, then the fewest running ones."""
+    def _earliest(self, request: RouteRequest, num_open: Float64Array) -> T | None:
+        """Return the replica with the fewest prompt tokens before its first token, then with the least to do."""
         ahead = self.loads.waiting_ahead(request.priority) + self._uncached(request)
-        ahead = np.where(allowed, ahead, np.inf)
-        running = np.where(ahead == ahead.min(), self.loads.running, np.inf)
-        return self.loads.names[int(running.argmin())]
+        ahead[np.isinf(num_open)] = np.inf
+        if not len(ahead):
+            return None
+        to_do = self.loads.waiting_ahead(Priority.LOW) + self.loads.running
+        slot = int(np.where(ahead == ahead.min(), to_do, np.inf).argmin())
+        return self.loads.names[slot] if np.isfinite(num_open[slot]) else None
 
-    def _home(self, request: RouteRequest, within: BoolArray) -> T | None:
+    def _home(self, request: RouteRequest, num_open: Float64Array, bound: int) -> T | None:
         """Return the last replica of the session; of a new session, or if that is gone, one by the ring."""
         slots, key = self.loads.slots, session_key(request)
         slot = slots.get(self._homes[key]) if key in self._homes else None
         if slot is None:
-            return self._ring.first(key, lambda replica: bool(within[slots[replica]]))
-        return self.loads.names[slot] if within[slot] else None
+            return self._ring.first(key, lambda replica: bool(num_open[slots[replica]] < bound))
+        return self.loads.names[slot] if num_open[slot] < bound else None
 
     def _uncached(self, request: RouteRequest) -> Float64Array | float:
         depths = self.knowledge.depths(request.chunks, len(self.loads.names))
@@ -137,5 +145,5 @@ class PrefixAware(CountingRouter[T]):
     def _remember(self, key: str, replica: T) -> None:
         self._homes.pop(key, None)
         self._homes[key] = replica
-        if len(self._homes) > MAX_SESSIONS:
+        if len(self._homes) > self._max_sessions:
             del self._homes[next(iter(self._homes))]

@@ -1,0 +1,224 @@
+"""The router that knows sessions and caches: homes, bounds, classes, and what replicas report of their caches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidewheel.fleet import prefix_knowledge
+from tidewheel.fleet.chunk_hashes import chunk_hashes
+from tidewheel.fleet.prefix_knowledge import PrefixKnowledge
+from tidewheel.fleet.prefix_router import PrefixAware
+from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest
+from tidewheel.request import Priority
+
+CHUNK = 100
+
+
+def router_of(num_replicas: int) -> PrefixAware[int]:
+    router = PrefixAware[int]()
+    for replica in range(num_replicas):
+        router.join(replica)
+    return router
+
+
+def prompt(*chunks: int, **others: object) -> RouteRequest:
+    return RouteRequest(num_tokens=CHUNK * len(chunks) + 1, chunks=chunks, chunk_tokens=CHUNK, **others)  # type: ignore[arg-type]
+
+
+def send(router: PrefixAware[int], request: RouteRequest) -> Flight[int]:
+    replica = router.choose(request)
+    assert replica is not None
+    return router.chosen(request, replica)
+
+
+def serve(router: PrefixAware[int], request: RouteRequest, cached: int | None = None) -> int:
+    flight = send(router, request)
+    router.started(flight)
+    router.ended(flight, cached)
+    return flight.replica
+
+
+def test_a_prompt_goes_where_the_most_of_it_is_cached() -> None:
+    router = router_of(4)
+    router.ended(router.chosen(prompt(1, 2), 1))  # never started: knows nothing
+    for replica, chunks in ((2, (1, 2)), (3, (1, 2, 3)), (0, (9,))):
+        flight = router.chosen(prompt(*chunks), replica)
+        router.started(flight)
+        router.ended(flight)
+    assert router.choose(prompt(1, 2, 3, 4)) == 3
+    assert router.choose(prompt(1, 2, 7)) == 2  # both have two chunks
+    assert router.choose(prompt(9, 2)) == 0
+
+
+def test_a_cached_prefix_is_left_where_others_wait_for_longer() -> None:
+    router = router_of(2)
+    serve(router, prompt(1, 2))  # on 0
+    router.chosen(prompt(*range(10, 15)), 0)
+    assert router.choose(prompt(1, 2)) == 1
+    router.chosen(prompt(*range(20, 30)), 1)
+    assert router.choose(prompt(1, 2)) == 0
+
+
+def test_a_session_stays_at_home_until_its_replica_leaves() -> None:
+    router = router_of(8)
+    homes = {name: serve(router, RouteRequest(session=name)) for name in map(str, range(200))}
+    router.join(8)
+    assert {name: serve(router, RouteRequest(session=name)) for name in homes} == homes
+    router.leave(3)
+    moved = {name for name in homes if serve(router, RouteRequest(session=name)) != homes[name]}
+    assert moved == {name for name, home in homes.items() if home == 3}
+    assert min(Counter(homes.values()).values()) > 5
+
+
+def test_two_routers_that_share_nothing_agree_on_new_sessions() -> None:
+    one, other = router_of(8), router_of(8)
+    names = [str(number) for number in range(300)]
+    homes = {name: serve(one, RouteRequest(session=name)) for name in names}
+    assert homes == {name: serve(other, RouteRequest(session=name)) for name in reversed(names)}
+    one.leave(2)
+    other.leave(2)
+    other.join(9)
+    fresh = [f"new {number}" for number in range(300)]
+    moved = sum(serve(one, RouteRequest(session=n)) != serve(other, RouteRequest(session=n)) for n in fresh)
+    assert 0 < moved < 2 * len(fresh) / 8
+
+
+def test_tenants_have_sessions_of_their_own() -> None:
+    router = router_of(50)
+    homes = {serve(router, RouteRequest(session="s", tenant=f"t{number}")) for number in range(20)}
+    assert len(homes) > 5
+
+
+def test_a_full_home_overflows_and_the_session_moves_there() -> None:
+    router = router_of(2)
+    home = serve(router, RouteRequest(session="s"))
+    busy = [router.chosen(prompt(), home) for _ in range(6)]
+    away = send(router, RouteRequest(session="s"))
+    assert away.replica == 1 - home
+    for flight in (*busy, away):
+        router.ended(flight)
+    assert serve(router, RouteRequest(session="s")) == 1 - home
+
+
+def test_a_critical_request_goes_where_it_starts_first() -> None:
+    router, critical = router_of(3), Priority.CRITICAL
+    home = serve(router, prompt(1, 2, 3, session="s"))
+    others = [replica for replica in range(3) if replica != home]
+    assert router.choose(prompt(1, 2, 3, session="s", priority=critical)) == home  # cached and idle
+    queued = [router.chosen(prompt(*range(9), priority=critical), replica) for replica in (home, others[0])]
+    assert router.choose(prompt(1, 2, 3, session="s", priority=critical)) == others[1]
+    for flight in queued:
+        router.ended(flight)
+    for _ in range(5):
+        router.chosen(prompt(*range(9), priority=Priority.LOW), home)  # it does not wait for those
+    assert router.choose(prompt(1, 2, 3, session="s", priority=critical)) == home
+    assert router.choose(prompt(1, 2, 3, session="s")) != home  # others do not pass the bound
+
+
+def test_a_class_waits_only_for_itself_and_those_above() -> None:
+    router = router_of(2)
+    router.chosen(prompt(1, priority=Priority.HIGH), 0)
+    router.chosen(prompt(2, 3, 4, priority=Priority.LOW), 1)
+    assert router.choose(prompt(priority=Priority.HIGH)) == 1
+    assert router.choose(prompt(priority=Priority.LOW)) == 0
+
+
+def test_a_replica_that_found_less_is_believed() -> None:
+    """What was used before the chunk that it lost is lost too; what was used since is not."""
+    router = router_of(2)
+    for chunks in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)):
+        flight = router.chosen(prompt(*chunks), 0)
+        router.started(flight)
+        router.ended(flight)
+    assert len(router.knowledge) == 12
+    flight = router.chosen(prompt(5, 6, 7, 8), 0)
+    router.started(flight)
+    router.ended(flight, 0)
+    slot = router.loads.slots[0]
+    known = [len(router.knowledge.known(slot, chunks)) for chunks in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))]
+    assert known == [0, 4, 4]
+
+
+@pytest.mark.parametrize("cached", [None, 300, 400, 1000])
+def test_nearly_all_that_was_expected_is_no_sign_of_a_loss(cached: int | None) -> None:
+    router = router_of(1)
+    serve(router, prompt(1))
+    serve(router, prompt(5, 6, 7, 8))
+    serve(router, prompt(5, 6, 7, 8), cached)
+    assert len(router.knowledge.known(0, (1,))) == 1
+
+
+def test_chunks_that_are_being_computed_are_no_loss() -> None:
+    router = router_of(1)
+    serve(router, prompt(1))
+    first = router.chosen(prompt(5, 6, 7, 8), 0)
+    second = router.chosen(prompt(5, 6, 7, 8), 0)
+    router.started(second, 0)
+    assert len(router.knowledge.known(0, (1,))) == 1
+    router.started(first, 0)
+
+
+def test_a_request_that_never_started_cached_nothing() -> None:
+    router = router_of(2)
+    router.ended(router.chosen(prompt(1, 2, 3), 0))
+    assert len(router.knowledge) == 0
+
+
+def test_reported_load_of_others_moves_requests() -> None:
+    router = router_of(2)
+    router.report(0, ReplicaLoad(num_requests=3, waiting_tokens=500))
+    assert router.choose(prompt()) == 1
+    router.report(1, ReplicaLoad(num_requests=3, waiting_tokens=600, running_tokens=10))
+    assert router.choose(prompt()) == 0
+    router.report(0, ReplicaLoad(num_requests=3, waiting_tokens=500, running_tokens=1000))
+    assert router.choose(prompt()) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 6)), max_size=60))
+def test_depths_are_those_of_each_replica(touches: list[tuple[int, int, int]]) -> None:
+    """Against one set for each replica, with more replicas than bits in a byte."""
+    knowledge, sets = PrefixKnowledge(), [set[int]() for _ in range(10)]
+    for slot in range(10):
+        knowledge.join(slot)
+    for slot, family, length in touches:
+        chunks = [10 * family + depth for depth in range(length)]
+        knowledge.touch(slot, chunks)
+        sets[slot].update(chunks)
+    for family in range(3):
+        chunks = [10 * family + depth for depth in range(7)]
+        expected = [next((d for d, chunk in enumerate(chunks) if chunk not in own), len(chunks)) for own in sets]
+        depths = knowledge.depths(chunks, 10)
+        assert (depths is None and not any(expected)) or (depths is not None and depths.tolist() == expected)
+
+
+def test_of_many_depths_the_largest_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_knowledge, "_MAX_STAIRS", 2)
+    knowledge = PrefixKnowledge()
+    for slot in range(4):
+        knowledge.join(slot)
+        knowledge.touch(slot, range(slot + 1))
+    depths = knowledge.depths(range(9), 4)
+    assert depths is not None and depths.tolist() == [0, 0, 3, 4]
+
+
+def test_the_beginning_of_prompts_is_forgotten_last() -> None:
+    knowledge = PrefixKnowledge(max_known=6)
+    knowledge.join(0)
+    knowledge.touch(0, [1, 2, 3])
+    knowledge.touch(0, [1, 7, 8])
+    knowledge.touch(0, [5, 6])
+    assert knowledge.known(0, [1, 2, 3]) == (2, 1)  # 3 went first
+    knowledge.join(1)
+    knowledge.check_invariants()
+
+
+def test_hashes_are_chained() -> None:
+    one, other = chunk_hashes(b"aabbcc", 2), chunk_hashes(b"xxbbcc", 2)
+    assert len(one) == 3 and not set(one) & set(other)
+    assert chunk_hashes(b"aabbc", 2) == one[:2]
+    assert chunk_hashes(b"", 2) == chunk_hashes(b"a", 2) == ()
+    assert chunk_hashes(memoryview(b"aabbcc"), 2) == one

@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         where.add_argument(f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s")
     where.add_argument(
+        "--ports-file",
+        type=Path,
+        metavar="FILE",
+        help="write address and ports to FILE as JSON once they are chosen, and remove it at the end",
+    )
+    where.add_argument(
         "--openai-port", type=_port, metavar="N", help="answer in OpenAI's API there too (default: do not)"
     )
     where.add_argument("--openai-workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
@@ -52,6 +58,11 @@ def _add_manner(how: argparse._ArgumentGroup) -> None:
         default=30.0,
         metavar="S",
         help="seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
+    )
+    how.add_argument(
+        "--end-with-stdin",
+        action="store_true",
+        help="stop, as after SIGTERM, when standard input ends: give it a pipe, and the server ends with its parent",
     )
     how.add_argument(
         "--no-restart",
@@ -166,6 +177,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         tritonserver=args.tritonserver,
         triton_arguments=tuple(args.triton_arg),
         log_file=args.log_file,
+        ports_file=args.ports_file,
+        end_with_stdin=args.end_with_stdin,
         allow_faults=args.allow_faults,
         verbose=args.verbose,
     )

@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -59,6 +61,21 @@ class Lifeline:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
+
+
+def stop_with_parent(stdin: int, stop: Callable[[], None]) -> None:
+    """Call `stop` once the other end of a pipe is closed, which the kernel does however its owner ends.
+
+    So it is told once. A parent-death signal comes for every thread of a parent that dies.
+    """
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(stdin, 4096):
+                pass
+        stop()
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def main() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from tidewheel.engine.folder import CURRENT
 from tidewheel.private_dir import run_dir_path
+from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.workdir import RUN_DIR, WorkDir, work_dirs
 
@@ -20,6 +23,34 @@ _decoder = msgspec.json.Decoder(Endpoints)
 
 def announce(work: WorkDir, endpoints: Endpoints) -> None:
     (work.root / ENDPOINTS).write_bytes(msgspec.json.encode(dataclasses.asdict(endpoints)))
+
+
+@contextlib.contextmanager
+def reported(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
+    """Keep a file of the ports as long as the block lasts. A reader sees all of it or none."""
+    if path is None:
+        yield
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(msgspec.json.encode(dataclasses.asdict(endpoints)))
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ServeError(f"--ports-file {str(path)!r} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def read_report(path: Path) -> Endpoints | None:
+    """Return what `reported` wrote, or None if there is no such file yet."""
+    try:
+        return _decoder.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 def current_engines_of(metrics_port: int) -> list[Path]:

@@ -182,6 +182,13 @@ class StopSignals:
     def fileno(self) -> int:
         return self._reader.fileno()
 
+    def stop(self) -> None:
+        """Ask to stop, as the first signal does. Later calls, from any thread, change nothing."""
+        if not self.count:
+            self.count = 1
+            with contextlib.suppress(OSError):  # full, or closed: it is stopping anyway
+                self._writer.send(b"\0")
+
     def clear(self) -> None:
         try:
             while self._reader.recv(64):

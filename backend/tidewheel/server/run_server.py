@@ -17,7 +17,7 @@ from tidewheel.server.console import Console, LoadProgress, describe_endpoints, 
 from tidewheel.server.endpoints import Endpoints, check_keys, is_loopback
 from tidewheel.server.gateway_process import GatewayProcess
 from tidewheel.server.health import Health
-from tidewheel.server.lifeline import Lifeline
+from tidewheel.server.lifeline import Lifeline, stop_with_parent
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
@@ -26,6 +26,7 @@ from tidewheel.server.triton_http import DeployedModel, TritonHttp
 from tidewheel.server.workdir import WorkDir, work_dir
 
 _POLL_S = 1
+_STDIN = 0
 _OWN_CONTROL = ("--model-control", "--model-repo", "--model-store", "--load-model", "--repository-poll")
 FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
@@ -50,6 +51,8 @@ class ServeOptions:
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
     log_file: Path | None = None
+    ports_file: Path | None = None  # reports the endpoints
+    end_with_stdin: bool = False
     allow_faults: bool = False
     verbose: bool = False
 
@@ -80,6 +83,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         Lifeline(work) as lifeline,
         _server_log(options.log_file) as log,
     ):
+        if options.end_with_stdin:
+            stop_with_parent(_STDIN, signals.stop)
         try:
             plan = _prepare(options, install, work)
         except OSError as error:
@@ -89,6 +94,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         console.note(f"starting tritonserver ({install.origin})")
         triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
         with (
+            own_servers.reported(options.ports_file, plan.endpoints),
             Health(plan.endpoints, triton.is_live) as health,
             Supervisor(
                 plan.command,

@@ -22,11 +22,12 @@ from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
+from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import route_request
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
-from tidewheel_client import Chunk, codec
+from tidewheel_client import Chunk
 from tidewheel_client.request_errors import (
     InternalError,
     InvalidRequest,
@@ -266,11 +267,13 @@ class Gateway:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
 
-        def encode() -> list[tuple[pb.ModelInferRequest, RouteRequest]]:
-            pairs = zip(ids, ask.prompts, strict=True)
-            return [(_encode(ask, one_id, prompt), route_request(ask, prompt)) for one_id, prompt in pairs]
+        orders = [Order(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
 
-        streams = [self._upstreams.stream(*pair) for pair in await self._beside(ask.size, encode)]
+        def prepare() -> list[tuple[RouteRequest, pb.ModelInferRequest]]:
+            return [(route_request(ask, order.prompt), order.encode()) for order in orders]
+
+        prepared = await self._beside(ask.size, prepare)
+        streams = [self._upstreams.stream(order, *each) for order, each in zip(orders, prepared, strict=True)]
         if len(streams) == 1:
             async with contextlib.aclosing(streams[0]) as responses:
                 async for news in responses:
@@ -279,13 +282,6 @@ class Gateway:
         async with contextlib.aclosing(_merged(streams)) as merged:
             async for item in merged:
                 yield item
-
-
-def _encode(ask: Ask, request_id: str, prompt: dict[str, object]) -> pb.ModelInferRequest:
-    request = codec.encode(ask.model, request_id, prompt, ask.params, stream=ask.stream)
-    if ask.traceparent:
-        request.parameters["traceparent"].string_param = ask.traceparent
-    return request
 
 
 async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenerator[tuple[int, list[Chunk]]]:

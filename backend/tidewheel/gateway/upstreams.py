@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.prefix_router import PrefixAware
-from tidewheel.fleet.router import RouteRequest
+from tidewheel.fleet.router import Flight, Router, RouteRequest
+from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import cached_tokens
 from tidewheel.gateway.upstream import LOOK_S, Address, Upstream, watch
 from tidewheel_client import Chunk
-from tidewheel_client.request_errors import NotFound, RequestError, ServerUnavailable
+from tidewheel_client.request_errors import EngineDead, NotFound, RequestError, ServerUnavailable
 
 RESOLVE_S = 2.0  # between two questions for the servers of a name
 
@@ -29,7 +31,7 @@ class Upstreams:
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
-        self._router = PrefixAware[str]()
+        self._router: Router[str] = PrefixAware()
         self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
         self.num_moved = 0  # requests that a server refused and another one got
 
@@ -37,7 +39,7 @@ class Upstreams:
         for address in self._addresses:
             if address.is_name_of_many:
                 await self._resolve(address)
-                self._start(self._follow(address))
+                self._run(self._follow(address))
             else:
                 await self._add(address, name="")
         return self
@@ -81,52 +83,67 @@ class Upstreams:
             raise NotFound(f"model is {name!r}: served {'are' if len(models) > 1 else 'is'} {', '.join(models)}")
         return models[0]
 
-    async def stream(self, request: pb.ModelInferRequest, route: RouteRequest) -> AsyncGenerator[list[Chunk]]:
-        """Yield the news of each response, of the first server that does not refuse. Raise `RequestError`."""
+    async def stream(
+        self, order: Order, route: RouteRequest, request: pb.ModelInferRequest
+    ) -> AsyncGenerator[list[Chunk]]:
+        """Yield the news of each response, of the first server that does not refuse. Raise `RequestError`.
+
+        What has brought no news goes to another server, in its class and with the time that its deadline leaves.
+        """
         refused: list[Upstream] = []
         while True:
-            one = self._choose(request.model_name, route, refused)
-            has_begun = False
-            try:
-                async with contextlib.aclosing(self._counted(one, request, route)) as responses:
-                    async for chunks in responses:
-                        has_begun = True
-                        yield chunks
-                return
-            except RequestError as error:
-                if isinstance(error, ServerUnavailable):
-                    one.not_ready = str(error)  # until the next look
-                refused.append(one)
-                if has_begun or not error.retryable or not self._ready(request.model_name, refused):
-                    raise
-                self.num_moved += 1
+            async with self._held(order, route, refused) as place:
+                try:
+                    async with contextlib.aclosing(place.upstream.stream(request)) as responses:
+                        async for chunks in responses:
+                            self._note(place, chunks)
+                            yield chunks
+                    return
+                except RequestError as error:
+                    if isinstance(error, ServerUnavailable):
+                        place.upstream.not_ready = str(error)  # until the next look
+                    refused.append(place.upstream)
+                    if place.flight.has_started:
+                        raise _cut(error) from None
+                    if not error.retryable or not self._may_move(request.model_name, refused, error):
+                        raise
+            self.num_moved += 1
+            request = order.encode_again()
 
-    async def _counted(
-        self, one: Upstream, request: pb.ModelInferRequest, route: RouteRequest
-    ) -> AsyncGenerator[list[Chunk]]:
-        """Yield the news of one server, and tell the router how the request fares."""
-        flight = self._router.chosen(route, one.address.grpc)
-        num_cached: int | None = None
+    @contextlib.asynccontextmanager
+    async def _held(self, order: Order, route: RouteRequest, refused: Sequence[Upstream]) -> AsyncIterator[Place]:
+        """Hold a place at the server for the request. Raise `ServerUnavailable`."""
+        authority = self._router.choose(route, self._unfit(order.ask.model, refused))
+        if authority is None:
+            raise self._no_server(order.ask.model)
+        place = Place(self._members[authority].upstream, self._router.chosen(route, authority))
         try:
-            async with contextlib.aclosing(one.stream(request)) as responses:
-                async for chunks in responses:
-                    self._router.started(flight)
-                    if (found := cached_tokens(chunks, route)) is not None:
-                        num_cached = found
-                    yield chunks
+            yield place
         finally:
-            self._router.ended(flight, num_cached)
+            self._router.ended(place.flight, place.num_cached)
 
-    def _choose(self, model: str, route: RouteRequest, refused: Sequence[Upstream]) -> Upstream:
-        """Return the server that the router chooses of those that are ready. Raise `ServerUnavailable`."""
-        ready = {one.address.grpc for one in self._ready(model, refused)}
-        chosen = self._router.choose(route, excluded=self._members.keys() - ready)
-        if chosen is None:
-            raise ServerUnavailable(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
-        return self._members[chosen].upstream
+    def _note(self, place: Place, chunks: Sequence[Chunk]) -> None:
+        if not place.flight.has_started:
+            self._note_start(place.flight)
+        if (found := cached_tokens(chunks, place.flight.request)) is not None:
+            place.num_cached = found
 
-    def _ready(self, model: str, refused: Sequence[Upstream]) -> list[Upstream]:
-        return [one for one in self.each if not one.not_ready and model in one.models and one not in refused]
+    def _note_start(self, flight: Flight[str]) -> None:
+        self._router.started(flight)
+
+    def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:  # noqa: ARG002
+        """Return whether another server may take what one has refused with the error."""
+        return len(self._unfit(model, refused)) < len(self._members)
+
+    def _unfit(self, model: str, refused: Sequence[Upstream]) -> set[str]:
+        """Return the servers that cannot take a request."""
+        each = list(self._members.items())  # other threads may ask
+        return {
+            authority for authority, (one, *_) in each if one.not_ready or model not in one.models or one in refused
+        }
+
+    def _no_server(self, model: str) -> ServerUnavailable:
+        return ServerUnavailable(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
     # --- members ----------------------------------------------------------------------------------------------
 
@@ -159,18 +176,34 @@ class Upstreams:
         member = self._members.pop(authority)
         self._router.leave(authority)
         member.watch.cancel()
-        self._start(_close_when_idle(member.upstream))
+        self._run(_close_when_idle(member.upstream))
 
-    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _run(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+@dataclass(slots=True)
+class Place:
+    """What a request holds while it is answered."""
+
+    upstream: Upstream
+    flight: Flight[str]
+    num_cached: int | None = None  # of the prompt's tokens, as the server says
 
 
 class _Member(NamedTuple):
     upstream: Upstream
     name: str  # that it was found by; empty: it was given itself
     watch: asyncio.Task[None]
+
+
+def _cut(error: RequestError) -> RequestError:
+    """Return the error of a request that has brought news. It has a tag."""
+    if isinstance(error, ServerUnavailable):
+        return EngineDead(f"the server was lost while it answered: {error.message}")
+    return error
 
 
 async def _close_when_idle(upstream: Upstream) -> None:

@@ -1,0 +1,50 @@
+"""What the gateway sends for one prompt of a request, also when it has to be sent again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tritonclient.grpc import service_pb2 as pb
+
+from tidewheel.gateway.bodies import Ask
+from tidewheel_client import codec
+from tidewheel_client.request_errors import DeadlineExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One prompt. Its deadline counts from the making of the order."""
+
+    ask: Ask
+    request_id: str
+    prompt: Mapping[str, object]
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_ms(self) -> float | None:
+        """Return the time until the deadline. None: there is none that counts; the backend refuses a wrong one."""
+        deadline_ms = self.ask.params.get("deadline_ms")
+        if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float) or not deadline_ms > 0:
+            return None
+        return deadline_ms - 1000 * (time.monotonic() - self.begun)
+
+    def encode(self) -> pb.ModelInferRequest:
+        return self._encode(self.ask.params)
+
+    def encode_again(self) -> pb.ModelInferRequest:
+        """Encode it with the time that is left. Raise `DeadlineExceeded` if that is none."""
+        left_ms = self.left_ms
+        if left_ms is None:
+            return self.encode()
+        if left_ms < 1:
+            raise DeadlineExceeded(f"deadline_ms is {self.ask.params['deadline_ms']}: it passed as a server was lost")
+        return self._encode(self.ask.params | {"deadline_ms": int(left_ms)})
+
+    def _encode(self, params: Mapping[str, object]) -> pb.ModelInferRequest:
+        ask = self.ask
+        request = codec.encode(ask.model, self.request_id, self.prompt, params, stream=ask.stream)
+        if ask.traceparent:
+            request.parameters["traceparent"].string_param = ask.traceparent
+        return request

@@ -60,6 +60,7 @@ LAYERS = {
     "tidewheel.server": 6,
     "tidewheel.entries": 6,
     "tidewheel.gateway": 6,
+    "tidewheel.cluster": 6,
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
     "tidewheel.workload": 7,

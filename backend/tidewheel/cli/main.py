@@ -17,6 +17,7 @@ from tidewheel.version import __version__
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "gateway": "answer in OpenAI's API for one server or several",
+    "cluster": "run replicas on Ray Serve behind one gateway",
     "doctor": "say what this machine can run, and why not",
     "check": "say what is wrong with a model repository before it is deployed",
     "migrate": "turn entries of Triton's vLLM or TensorRT-LLM backend into ours",
@@ -69,6 +70,7 @@ def _exit_code(error: Exception) -> int | None:
     for module, name, code in (
         ("tidewheel.server", "ServeError", 1),
         ("tidewheel.errors", "ConfigError", 1),
+        ("tidewheel.cluster", "ClusterError", 2),
         ("tidewheel.cli.usage", "UsageError", 2),
         ("tidewheel_client.request_errors", "RequestError", 2),
     ):

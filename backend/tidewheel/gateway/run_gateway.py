@@ -54,21 +54,8 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
     loop = asyncio.get_running_loop()
     for number in _STOP:
         loop.add_signal_handler(number, stopped.set)
-    runner = web.AppRunner(
-        gateway.application(),
-        access_log=None,
-        auto_decompress=False,
-        handler_cancellation=True,
-        keepalive_timeout=_KEEPALIVE_S,
-        shutdown_timeout=options.drain_s,
-    )
-    await runner.setup()
+    runner = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
     try:
-        site = web.TCPSite(runner, options.host, options.port, reuse_port=shares_port or None)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ServeError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from None
         if not shares_port:
             announce(*runner.addresses[0][:2])
         gateway.publish()
@@ -77,6 +64,27 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
         # A second signal ends the wait for open requests.
         with contextlib.suppress(asyncio.CancelledError):
             await _clean_up(runner, loop)
+
+
+async def listen(
+    gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
+) -> web.AppRunner:
+    """Return what answers at the port until its `cleanup`. Raise `ServeError` if the port cannot be had."""
+    runner = web.AppRunner(
+        gateway.application(),
+        access_log=None,
+        auto_decompress=False,
+        handler_cancellation=True,
+        keepalive_timeout=_KEEPALIVE_S,
+        shutdown_timeout=drain_s,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, reuse_port=shares_port or None).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return runner
 
 
 async def _clean_up(runner: web.AppRunner, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,0 +1,123 @@
+"""`tidewheel cluster`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidewheel.cli.gateway import MAX_BODY_MB, add_shared_options
+from tidewheel.cli.serve import DEFAULT_REPOSITORY
+from tidewheel.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from tidewheel.cluster.cluster_settings import ClusterSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+    _add_up(actions.add_parser("up", help="start replicas on Ray Serve, and a gateway in front of them"))
+    actions.add_parser("status", help="say how many replicas serve")
+    scale = actions.add_parser("scale", help="change the number of replicas; one that goes lets its streams end")
+    scale.add_argument("replicas", type=int, metavar="N")
+    actions.add_parser("down", help="end it; nothing is left")
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        metavar="DIR",
+        help="a Triton model repository (default: the folder model_repository)",
+    )
+    parser.add_argument(
+        "--models", default="", metavar="NAME[,NAME...]", help="entries of the repository to serve (default: all)"
+    )
+    parser.add_argument("--model", default="", metavar="PATH_OR_HF_ID", help="a model in place of a repository")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the gateway (default: %(default)s)")
+    parser.add_argument(
+        "--openai-port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
+    )
+    add_shared_options(parser)
+    parser.add_argument(
+        "--replica-cpus", type=float, default=1.0, metavar="X", help="cores of each replica (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--replica-gpus", type=float, metavar="X", help="GPUs of each (default: 1 if its entry runs on one, else 0)"
+    )
+    parser.add_argument(
+        "--serve-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more option of tidewheel serve, as --serve-arg=--no-restart (repeatable)",
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that open requests may go on after tidewheel cluster down (default: %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from tidewheel.cluster import control
+    from tidewheel.cluster.cluster_place import ClusterPlace
+
+    place = ClusterPlace.here()
+    match args.action:
+        case "up":
+            port = control.up(_settings(args), _note)
+            print(f"OpenAI API at http://{args.host}:{port}/v1\ntidewheel cluster status | scale N | down")
+        case "status":
+            _show(control.status(place))
+        case "scale":
+            _show(control.scale(place, args.replicas))
+        case "down":
+            control.down(place)
+            print("the cluster is down")
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> ClusterSettings:
+    from tidewheel.cluster.cluster_settings import ClusterSettings
+
+    repository = args.model_repository
+    if not args.model and repository is None:
+        if not DEFAULT_REPOSITORY.is_dir():
+            raise UsageError(f"nothing to serve: give --model or --model-repository (no {DEFAULT_REPOSITORY} here)")
+        repository = DEFAULT_REPOSITORY
+    settings = ClusterSettings(
+        model_repository="" if repository is None else str(repository.resolve()),
+        models=[name for name in args.models.split(",") if name],
+        model=str(Path(args.model).resolve()) if args.model and Path(args.model).is_dir() else args.model,
+        replicas=args.replicas,
+        replica_cpus=args.replica_cpus,
+        replica_gpus=args.replica_gpus,
+        serve_arguments=args.serve_arg,
+        host=args.host,
+        openai_port=args.openai_port,
+        api_keys="" if args.api_keys is None else str(args.api_keys.resolve()),
+        reasoning=args.reasoning or "tagged",
+        max_body_mb=args.max_body_mb or MAX_BODY_MB,
+        open_metrics=args.open_metrics,
+        playground=args.playground,
+        drain_s=args.drain_s,
+    )
+    settings.check()
+    return settings
+
+
+def _show(status: dict[str, Any]) -> None:
+    states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(status["replicas"].items()) if count)
+    print(f"{status['state'].lower()}: {status['wanted']} replicas wanted, {states or 'none yet'}")
+    if status["message"]:
+        print(status["message"])
+    print(f"OpenAI API at port {status['port']}")
+
+
+def _note(text: str) -> None:
+    print(f"tidewheel: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""Where a cluster of this user lives on this machine: a private folder, locked by the process that runs it.
+
+All of Ray's files are in it, and every process below has its path in the environment, so that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel.cluster import ClusterError
+from tidewheel.private_dir import private_dir, run_dir_path
+from tidewheel.server import workdir
+from tidewheel.server.workdir import LOCK, RUN_DIR, WorkDir
+
+_NAME = "cluster"
+_MAX_RAY_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.")  # of a socket's name
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlace:
+    root: Path
+
+    @classmethod
+    def here(cls) -> ClusterPlace:
+        return cls(run_dir_path() / _NAME)
+
+    @property
+    def ray(self) -> Path:
+        return self.root / "r"  # short: sockets below it have long names
+
+    @property
+    def token(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    def is_up(self) -> bool:
+        """Return whether a process runs it, ready or not."""
+        return self.root.exists() and not workdir.is_left_over(self.root)
+
+    def remove(self) -> None:
+        """End what is left of a cluster whose process is gone, and remove its files."""
+        workdir.remove(self.root)
+
+    def check_path(self) -> None:
+        """Raise `ClusterError` if Ray could not make its sockets there."""
+        if (size := len(os.fsencode(self.ray))) > _MAX_RAY_PATH:
+            raise ClusterError(
+                f"the folder {self.root} has too long a path for Ray's sockets, by {size - _MAX_RAY_PATH} bytes: set "
+                "TIDEWHEEL_RUN_DIR to a shorter one"
+            )
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[WorkDir]:
+        """Make the folder, and hold its lock inside the block. Raise `ClusterError` if another process has it."""
+        private_dir(self.root.parent)
+        if not self.is_up():
+            self.remove()
+        try:
+            self.root.mkdir(mode=0o700)
+        except FileExistsError:
+            raise ClusterError(in_use(self)) from None
+        with (self.root / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            work = WorkDir(self.root)
+            work.run.mkdir(mode=0o700)
+            os.environ[RUN_DIR] = str(work.run)
+            yield work
+
+
+def in_use(place: ClusterPlace) -> str:
+    return f"a cluster of yours is up in {place.root}: end it with tidewheel cluster down, or set TIDEWHEEL_RUN_DIR"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ClusterError` if a port of this machine is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ClusterError(f"cannot listen on {host} port {port} (--openai-port): {error.strerror}") from None

@@ -1,0 +1,74 @@
+"""Commands to the process that runs a cluster: a line of JSON each way, on a socket in its private folder."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidewheel.cluster import ClusterError
+
+MAX_LINE = 1 << 16
+ASK_S = 60.0
+
+Handle = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class ControlSocket(socketserver.ThreadingUnixStreamServer):
+    """Server as long as the `with` block lasts. `handle` is called for one command at a time."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, path: Path, handle: Handle) -> None:
+        self._handle = handle
+        self._turn = threading.Lock()
+        super().__init__(str(path), _Command)
+        path.chmod(0o600)
+
+    def answer(self, line: bytes) -> bytes:
+        try:
+            with self._turn:
+                told = self._handle(msgspec.json.decode(line, type=dict[str, Any]))
+        except (ClusterError, msgspec.DecodeError) as error:
+            told = {"error": str(error)}
+        except Exception as error:  # Ray's are many, and the asker has to hear of it
+            told = {"error": f"{type(error).__name__}: {error}"}
+        return msgspec.json.encode(told)
+
+    def __enter__(self) -> ControlSocket:
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="control", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Command(socketserver.StreamRequestHandler):
+    server: ControlSocket
+    timeout = ASK_S
+
+    def handle(self) -> None:
+        self.wfile.write(self.server.answer(self.rfile.readline(MAX_LINE)) + b"\n")
+
+
+def ask(path: Path, command: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer. Raise `ClusterError` if there is none, or if it is an error."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ASK_S)
+            connection.connect(str(path))
+            connection.sendall(msgspec.json.encode(command) + b"\n")
+            with connection.makefile("rb") as answer:
+                told = msgspec.json.decode(answer.readline(MAX_LINE), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ClusterError(f"the cluster does not answer at {path}: {error}") from None
+    if "error" in told:
+        raise ClusterError(str(told["error"]))
+    return told

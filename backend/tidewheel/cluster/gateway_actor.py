@@ -1,0 +1,78 @@
+"""The gateway as an actor of Ray Serve, which listens by itself: Serve's proxies carry nothing.
+
+Ray starts it again when it dies. In a replica it has a handle, and with it Ray's news of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tidewheel.cluster import ClusterError
+from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
+from tidewheel.cluster.replica_board import board_of
+from tidewheel.cluster.replica_upstreams import ReplicaUpstreams
+from tidewheel.gateway.api_keys import ApiKeys
+from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.run_gateway import listen
+from tidewheel.server import ServeError, processes
+from tidewheel.server.endpoints import check_keys
+
+_REBIND_S = 10.0  # for the port of a gateway that died to be free again
+_PAUSE_S = 0.2
+
+
+class GatewayActor:
+    async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        """Raise `ClusterError` if it cannot listen."""
+        settings = read_settings(arguments)
+        processes.raise_descriptor_limit()
+        keys = Path(settings.api_keys) if settings.api_keys else None
+        try:
+            check_keys(settings.host, keys)
+            self._runner = await _started(_gateway(settings, handle, keys), settings)
+        except ServeError as error:
+            raise ClusterError(str(error)) from None
+
+    async def check_health(self) -> None:
+        if not self._runner.addresses:
+            raise ClusterError("the gateway does not listen")
+
+    async def port(self) -> int:
+        """Return the port that it listens on."""
+        return int(self._runner.addresses[0][1])
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_runner"):
+            await self._runner.cleanup()
+
+
+def _gateway(settings: ClusterSettings, handle: Any, keys: Path | None) -> Gateway:
+    # `options` starts Ray's router, so that replicas are known before the first request.
+    upstreams = ReplicaUpstreams(
+        handle.options(), board_of(handle.deployment_name, settings.router), settings.patience_s
+    )
+    return Gateway(
+        upstreams,
+        ApiKeys(keys),
+        max_body_bytes=settings.max_body_mb << 20,
+        reasoning=settings.reasoning,
+        open_metrics=settings.open_metrics,
+        playground=settings.playground,
+    )
+
+
+async def _started(gateway: Gateway, settings: ClusterSettings) -> web.AppRunner:
+    """Listen, also on the port of a gateway that has just died. Raise `ServeError`."""
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + _REBIND_S
+    while True:
+        try:
+            return await listen(gateway, settings.host, settings.openai_port, settings.drain_s)
+        except ServeError:
+            if loop.time() > limit:
+                raise
+            await asyncio.sleep(_PAUSE_S)

@@ -1,0 +1,109 @@
+"""Process that runs a cluster on this machine: Ray is below it, and ends with it.
+
+Its standard output tells the one who started it how the start goes, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+from typing import Any
+
+import msgspec
+
+from tidewheel.cluster import ClusterError, ray_start
+from tidewheel.cluster.cluster_place import ClusterPlace
+from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
+from tidewheel.cluster.control_socket import ControlSocket
+from tidewheel.errors import ConfigError
+from tidewheel.server import processes
+from tidewheel.server.lifeline import Lifeline
+from tidewheel.server.workdir import RUN_DIR, WorkDir
+
+_LOOK_S = 0.2
+_END_S = 8.0  # for servers to end after Ray
+
+
+def main() -> int:
+    settings, place = read_settings(msgspec.json.decode(sys.argv[1])), ClusterPlace.here()
+    try:
+        with place.held() as work, place.log.open("wb") as log, Lifeline(work):
+            os.dup2(log.fileno(), sys.stderr.fileno())
+            return _run(settings, place, work)
+    except (ClusterError, ConfigError) as error:
+        _tell({"error": str(error)})
+    except Exception as error:
+        _tell({"error": f"{type(error).__name__}: {ray_start.first_line(error)}"})
+        raise
+    return 2
+
+
+def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir) -> int:
+    _tell({"stage": "starting Ray"})
+    ray_start.prepare(place)
+    ray_start.start(place, len(os.sched_getaffinity(0)))
+    # Ray is imported here for the first time: it reads the environment at its import.
+    from tidewheel.cluster.served_cluster import ServedCluster
+
+    try:
+        with processes.StopSignals() as signals:  # in place of Ray's own
+            cluster = ServedCluster(settings)
+            _tell({"stage": f"starting {settings.replicas} replica{'s' * (settings.replicas > 1)} and the gateway"})
+            cluster.deploy()
+            while not signals.count and not cluster.is_ready():
+                _wait(signals)
+            with ControlSocket(place.control, lambda command: _handle(cluster, command)):
+                if not signals.count:
+                    _tell({"ready": cluster.status().port})
+                    _close_output()
+                while not signals.count:
+                    _wait(signals)
+            cluster.end()
+    finally:
+        _end_ray(work)
+    return 0
+
+
+def _handle(cluster: Any, command: dict[str, Any]) -> dict[str, Any]:
+    from tidewheel.cluster.served_cluster import told
+
+    match command:
+        case {"do": "status"}:
+            return told(cluster.status())
+        case {"do": "scale", "replicas": int(replicas)}:
+            cluster.scale(replicas)
+            return told(cluster.status())
+    raise ClusterError(f"unknown command {command!r}")
+
+
+def _end_ray(work: WorkDir) -> None:
+    """End Ray, and wait for the servers, which end when their replicas do. The guard ends what is left."""
+    import ray
+
+    ray.shutdown()
+    own = os.getpid()
+    processes.wait_until(
+        lambda: all(one.pid == own for one in processes.with_variable(RUN_DIR, str(work.run))), _END_S
+    )
+
+
+def _wait(signals: processes.StopSignals) -> None:
+    select.select([signals], [], [], _LOOK_S)
+    signals.clear()
+
+
+def _tell(news: dict[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _close_output() -> None:
+    """Let the reader go. What Ray prints goes where the errors go."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

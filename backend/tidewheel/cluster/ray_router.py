@@ -1,0 +1,40 @@
+"""Choice of a replica in Ray Serve, by the project's own routers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from tidewheel.cluster.replica_board import board_of
+from tidewheel.fleet.router import ReplicaLoad
+
+
+class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Ray Serve makes one in every process that has a handle. A request names its ticket."""
+
+    def initialize_state(self, deployment: str, router: str) -> None:
+        self._board = board_of(deployment, router)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._board.update({one.replica_id.unique_id: one.replica_metadata for one in replicas})
+        for one in replicas:
+            if stats := one.routing_stats:
+                load = ReplicaLoad(num_requests=int(stats["running"] + stats["waiting"]))
+                self._board.report(one.replica_id.unique_id, load)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._board.drop(replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the one replica of the request, or none: Ray asks again after a pause."""
+        if pending_request is None:
+            return []
+        pending_request.routing_context.should_backoff = True  # without it, Ray asks again at once
+        ticket: Any = pending_request.args[0]
+        name = self._board.place(ticket)
+        return [[one] for one in candidate_replicas if one.replica_id.unique_id == name]

@@ -1,0 +1,104 @@
+"""Replicas of Ray Serve as the servers behind the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from tidewheel.cluster.replica_board import ReplicaBoard
+from tidewheel.fleet.router import Flight, RouteRequest
+from tidewheel.gateway.order import Order
+from tidewheel.gateway.upstream import Address, Upstream
+from tidewheel.gateway.upstreams import Place, Upstreams
+from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable
+
+
+class ReplicaUpstreams(Upstreams):
+    """Servers as Ray's router knows them. Each request reserves a slot of its replica for as long as it streams.
+
+    Ray Serve waits for reserved slots before it ends a replica, and would cut streams that it does not know.
+    """
+
+    def __init__(self, handle: Any, board: ReplicaBoard, patience_s: float) -> None:
+        super().__init__(())
+        self._handle = handle
+        self._board = board
+        self._patience_s = patience_s
+        self._known: list[str] = []  # models, as seen last
+
+    async def __aenter__(self) -> ReplicaUpstreams:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self._board.on_change = lambda: loop.call_soon_threadsafe(changed.set)
+        changed.set()
+        self._run(self._follow_board(changed))
+        return self
+
+    @property
+    def models(self) -> list[str]:
+        """Return those of the last replicas while there is none, because others come."""
+        self._known = super().models or self._known
+        return self._known
+
+    @property
+    def not_ready(self) -> str:
+        return super().not_ready if self._members else "no replica has started"
+
+    async def _follow_board(self, changed: asyncio.Event) -> None:
+        while True:
+            await changed.wait()
+            changed.clear()
+            addresses = {address.grpc: address for address in self._board.addresses}
+            for authority in addresses.keys() - self._members.keys():
+                await self._add(addresses[authority], "replica")
+            for authority in self._members.keys() - addresses.keys():
+                self._remove(authority)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, order: Order, route: RouteRequest, refused: Sequence[Upstream]) -> AsyncIterator[Place]:
+        """Reserve a slot of a replica. Raise `ServerUnavailable` if none can be had within the patience."""
+        model = order.ask.model
+        with self._board.ticket(route, lambda: self._unfit(model, refused)) as ticket:
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(self._patience(order)):
+                        selection = await held.enter_async_context(self._handle.choose_replica(ticket.number))
+                except TimeoutError:
+                    raise self._no_server(model) from None
+                except _ray_errors() as error:
+                    raise ServerUnavailable(f"Ray Serve has no replica: {error}") from None
+                assert ticket.flight is not None
+                place = Place(await self._upstream(Address(**selection.replica_metadata)), ticket.flight)
+                try:
+                    yield place
+                finally:
+                    ticket.num_cached = place.num_cached
+
+    def _patience(self, order: Order) -> float:
+        left_ms = order.left_ms
+        return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
+
+    async def _upstream(self, address: Address) -> Upstream:
+        if address.grpc not in self._members:  # Ray's router heard of it first
+            await self._add(address, "replica")
+        return self._members[address.grpc].upstream
+
+    def _note_start(self, flight: Flight[str]) -> None:
+        self._board.started(flight)
+
+    def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:
+        """Wait for a replica if those that there are were lost; not if all are busy."""
+        if super()._may_move(model, refused, error):
+            return True
+        if isinstance(error, Busy):
+            return False
+        refused.clear()  # a server that was started again may take it
+        return True
+
+
+def _ray_errors() -> tuple[type[Exception], ...]:
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    return RayError, RayServeException

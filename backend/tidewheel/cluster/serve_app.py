@@ -1,0 +1,75 @@
+"""The application for Ray Serve: replicas, and the gateway in front of them. `serve deploy` calls `build`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
+from tidewheel.cluster.entry_devices import gpus_of
+from tidewheel.cluster.gateway_actor import GatewayActor
+from tidewheel.cluster.replica import Replica
+
+APPLICATION = "tidewheel"
+REPLICA, GATEWAY = "replica", "gateway"
+HEAD = "node:__internal_head__"  # Ray's name for the head node: clients know where the gateway is
+LOOK_S = 1.0  # between two looks at the health and the state of a replica
+_MAX_OPEN = 1 << 16  # requests of a replica, beyond what its admission takes
+_STARTS = 3  # of a replica that cannot start, before Ray gives up
+_VERSION = "1"  # the same for every `scale`, so that running replicas stay
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """Raise `ClusterError` for wrong arguments."""
+    return application(read_settings(arguments))
+
+
+def application(settings: ClusterSettings) -> serve.Application:
+    arguments = msgspec.to_builtins(settings)
+    replicas = _replicas(settings).bind(arguments)
+    return _gateway(settings).bind(arguments, replicas)
+
+
+def has_gpus() -> bool:
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+def _replicas(settings: ClusterSettings) -> serve.Deployment:
+    return serve.deployment(Replica).options(
+        name=REPLICA,
+        num_replicas=settings.replicas,
+        ray_actor_options={
+            "num_cpus": settings.replica_cpus,
+            "num_gpus": gpus_of(settings, has_gpus=has_gpus()),
+        },
+        max_ongoing_requests=_MAX_OPEN,
+        health_check_period_s=LOOK_S,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=settings.stream_limit_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=_STARTS,
+        request_router_config=RequestRouterConfig(
+            request_router_class="tidewheel.cluster.ray_router:RayRouter",
+            request_router_kwargs={"deployment": REPLICA, "router": settings.router},
+            request_routing_stats_period_s=LOOK_S,
+        ),
+        version=_VERSION,
+        _internal=True,
+    )
+
+
+def _gateway(settings: ClusterSettings) -> serve.Deployment:
+    return serve.deployment(GatewayActor).options(
+        name=GATEWAY,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
+        health_check_period_s=LOOK_S,
+        graceful_shutdown_timeout_s=settings.drain_s + 5.0,
+        max_constructor_retry_count=_STARTS,
+        version=_VERSION,
+        _internal=True,
+    )

@@ -9,7 +9,10 @@ import contextlib
 import os
 import select
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -22,26 +25,37 @@ from tidewheel.server import processes
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.workdir import RUN_DIR, WorkDir
 
+Tell = Callable[[dict[str, object]], None]
 _LOOK_S = 0.2
 _END_S = 8.0  # for servers to end after Ray
 
 
 def main() -> int:
     settings, place = read_settings(msgspec.json.decode(sys.argv[1])), ClusterPlace.here()
-    try:
-        with place.held() as work, place.log.open("wb") as log, Lifeline(work):
-            os.dup2(log.fileno(), sys.stderr.fileno())
-            return _run(settings, place, work)
-    except (ClusterError, ConfigError) as error:
-        _tell({"error": str(error)})
-    except Exception as error:
-        _tell({"error": f"{type(error).__name__}: {ray_start.first_line(error)}"})
-        raise
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as news:
+        tell = partial(_tell, news)
+        try:
+            with place.held() as work, _output_to(place.log), Lifeline(work):
+                return _run(settings, place, work, tell)
+        except (ClusterError, ConfigError) as error:
+            tell({"error": str(error)})
+        except Exception as error:
+            tell({"error": f"{type(error).__name__}: {ray_start.first_line(error)}"})
+            raise
     return 2
 
 
-def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir) -> int:
-    _tell({"stage": "starting Ray"})
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Let this process and all below it write there, so that none keeps what the starter waits for."""
+    with path.open("wb") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+    yield
+
+
+def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Tell) -> int:
+    tell({"stage": "starting Ray"})
     ray_start.prepare(place)
     ray_start.start(place, len(os.sched_getaffinity(0)))
     # Ray is imported here for the first time: it reads the environment at its import.
@@ -50,14 +64,13 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir) -> int:
     try:
         with processes.StopSignals() as signals:  # in place of Ray's own
             cluster = ServedCluster(settings)
-            _tell({"stage": f"starting {settings.replicas} replica{'s' * (settings.replicas > 1)} and the gateway"})
+            tell({"stage": f"starting {settings.replicas} replica{'s' * (settings.replicas > 1)} and the gateway"})
             cluster.deploy()
             while not signals.count and not cluster.is_ready():
                 _wait(signals)
             with ControlSocket(place.control, lambda command: _handle(cluster, command)):
                 if not signals.count:
-                    _tell({"ready": cluster.status().port})
-                    _close_output()
+                    tell({"ready": cluster.status().port})
                 while not signals.count:
                     _wait(signals)
             cluster.end()
@@ -94,15 +107,10 @@ def _wait(signals: processes.StopSignals) -> None:
     signals.clear()
 
 
-def _tell(news: dict[str, object]) -> None:
+def _tell(output: BinaryIO, news: dict[str, object]) -> None:
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-def _close_output() -> None:
-    """Let the reader go. What Ray prints goes where the errors go."""
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        output.write(msgspec.json.encode(news) + b"\n")
+        output.flush()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tidewheel.private_dir import private_dir, run_dir
 from tidewheel.server import own_servers, processes
 from tidewheel.server.endpoints import Endpoints
 
-DRAIN_S = 1.0  # a replica that is stopped has no streams left; one that dies has a successor which needs the device
+DRAIN_S = 0.5  # a replica that is stopped has no streams left; one that dies has a successor which needs the device
 _END_S = 15.0  # for a server to end after its drain
 _ASK_S = 2.0
 _FOLDER = "replicas"

@@ -1,0 +1,69 @@
+"""Replicas on Ray Serve: one endpoint, deaths under streams, another number of replicas, and nothing left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from support.cluster.running_cluster import RunningCluster, Streamed
+from support.triton.serving import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+NUM_STREAMS = 8
+LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+def test_two_replicas_answer_behind_one_endpoint(cluster: RunningCluster) -> None:
+    answers = [cluster.chat("A tuple is", max_tokens=8, temperature=0).json() for _ in range(4)]
+    assert len({one["choices"][0]["message"]["content"] for one in answers}) == 1
+    assert len(cluster.tritons()) == 2
+    status = cluster.command("status")
+    assert status.stdout.startswith("running: 2 replicas wanted, 2 running\n")
+
+
+def test_a_second_cluster_is_refused_in_one_line(cluster: RunningCluster) -> None:
+    done = cluster.command("up", "--models", "demo")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "a cluster of yours is up" in line
+    assert cluster.is_ready(2)
+
+
+@contextmanager
+def streams(cluster: RunningCluster) -> Iterator[tuple[list[Streamed], list[Future[Streamed]]]]:
+    """Begin streams that go on for seconds, on both replicas."""
+    each = [Streamed() for _ in range(NUM_STREAMS)]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        yield each, [pool.submit(one.read, cluster, f"{number} is", **LONG) for number, one in enumerate(each)]
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [RunningCluster.replicas, RunningCluster.tritons],
+    ids=["actor", "tritonserver"],
+)
+def test_a_death_under_streams(
+    cluster: RunningCluster, victims: Callable[[RunningCluster], list[psutil.Process]]
+) -> None:
+    """Its streams are told, the others end well, and what has not begun is answered."""
+    cluster.wait_ready(2)
+    with streams(cluster) as (each, futures):
+        wait_for(lambda: all(one.text for one in each), 60, "first tokens of all streams")
+        victims(cluster)[0].kill()
+        killed_s = time.monotonic()
+        new = [cluster.chat(f"{number} was", max_tokens=4) for number in range(4)]
+        assert [one.status_code for one in new] == [200] * 4, [one.text for one in new]
+        ends = [future.result() for future in futures]
+    lost = [one for one in ends if one.errors]
+    assert 0 < len(lost) < NUM_STREAMS
+    for one in lost:
+        assert one.errors[0]["error"]["tag"] in ("TW-ENGINE-DEAD", "TW-DRAINING"), one.errors
+        print("told after", one.last_news_s - killed_s)
+    assert all(one.is_done for one in ends if not one.errors)
+    cluster.wait_ready(2)
+    assert cluster.chat("A tuple is", max_tokens=4).ok

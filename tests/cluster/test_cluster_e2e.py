@@ -9,19 +9,27 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+import requests
 
 from support.cluster.running_cluster import RunningCluster, Streamed
 from support.triton.serving import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NUM_STREAMS = 8
-LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
 def test_two_replicas_answer_behind_one_endpoint(cluster: RunningCluster) -> None:
     answers = [cluster.chat("A tuple is", max_tokens=8, temperature=0).json() for _ in range(4)]
     assert len({one["choices"][0]["message"]["content"] for one in answers}) == 1
     assert len(cluster.tritons()) == 2
+    url = f"{cluster.url}/v2/models/demo/generate"
+    body = {"text_input": "A tuple is", "max_tokens": 8, "temperature": 0}
+    assert set(requests.post(url, json=body, timeout=60).json()) == {"model_name", "model_version", "text_output"}
+    with requests.post(f"{url}_stream", json={**body, "stream": True}, timeout=60, stream=True) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert len(lines) > 1
+    assert all(line.startswith(b'data: {"model_name":"demo"') for line in lines), lines
     status = cluster.command("status")
     assert status.stdout.startswith("running: 2 replicas wanted, 2 running\n")
 
@@ -67,3 +75,33 @@ def test_a_death_under_streams(
     assert all(one.is_done for one in ends if not one.errors)
     cluster.wait_ready(2)
     assert cluster.chat("A tuple is", max_tokens=4).ok
+
+
+def test_another_number_of_replicas_cuts_nothing(cluster: RunningCluster) -> None:
+    """A replica that goes ends its streams first."""
+    with streams(cluster) as (each, futures):
+        wait_for(lambda: all(one.text for one in each), 60, "first tokens of all streams")
+        done = cluster.command("scale", "1")
+        assert done.returncode == 0, done.stderr
+        ends = [future.result() for future in futures]
+    assert all(one.is_done and not one.errors for one in ends), [one.errors for one in ends]
+    cluster.wait_ready(1)
+    wait_for(lambda: len(cluster.tritons()) == 1, 60, "end of a replica")
+    done = cluster.command("scale", "9")
+    assert done.returncode == 2
+    assert "9 replicas need 4.5 CPUs" in done.stderr
+    assert cluster.is_ready(1)
+
+
+def test_down_leaves_nothing(cluster: RunningCluster) -> None:
+    """Last: it ends the cluster of all tests."""
+    ports = cluster.listening()
+    assert len(ports) > 5
+    done = cluster.command("down")
+    assert done.returncode == 0, done.stderr
+    assert cluster.processes() == []
+    assert not set(ports) & {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
+    assert list(cluster.run_dir.iterdir()) == []
+    done = cluster.command("down")
+    assert done.returncode == 2
+    assert "no cluster of yours is up" in done.stderr

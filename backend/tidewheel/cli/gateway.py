@@ -10,10 +10,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         action="append",
-        metavar="[dns:]HOST:PORT[,metrics=PORT][,health=PORT]",
-        help="gRPC endpoint of a server, and its ports of metrics and readiness; several are balanced; with dns:, "
+        metavar="[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]",
+        help="gRPC endpoint of a server, and its ports of metrics, readiness and HTTP (for /v2/models/…/generate); "
+        "several are balanced; with dns:, "
         "every address that the name has is a server, asked for again every 2 s "
-        "(default: 127.0.0.1:8001,metrics=8002,health=8003)",
+        "(default: 127.0.0.1:8001,metrics=8002,health=8003,http=8000)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536 or not 0 <= args.drain_s <= 86_400:
         raise UsageError("--port must be 0 to 65535, and --drain-s 0 to 86400")
     try:
-        upstreams = [Address.parse(url) for url in args.url or ["127.0.0.1:8001,metrics=8002,health=8003"]]
+        upstreams = [Address.parse(url) for url in args.url or ["127.0.0.1:8001,metrics=8002,health=8003,http=8000"]]
     except ValueError as error:
         raise UsageError(f"--url {error}") from None
     return serve_gateway(

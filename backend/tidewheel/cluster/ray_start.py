@@ -1,4 +1,4 @@
-"""Ray on this machine alone: on loopback, with a token, its files in a folder of ours, and nothing sent elsewhere."""
+"""Ray on this machine alone: on loopback, with a token, its files in a private folder, and nothing sent elsewhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace
 
-OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least: no tokens and no weights go through it
 
 
 def prepare(place: ClusterPlace) -> None:
-    """Set what Ray reads at its import, and make its token, which is nobody else's and in no home folder."""
+    """Set what Ray reads at its import, and make its token, which no other cluster has, in no home folder."""
     descriptor = os.open(place.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
@@ -48,9 +48,7 @@ def start(place: ClusterPlace, num_cpus: int) -> None:
             _temp_dir=str(place.ray),
         )
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        raise ClusterError(
-            f"Ray does not start: {first_line(error)}; its files are gone, its reason is above"
-        ) from None
+        raise ClusterError(f"Ray does not start: {first_line(error)}") from None
 
 
 def first_line(error: Any) -> str:

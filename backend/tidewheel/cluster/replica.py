@@ -58,7 +58,12 @@ class Replica:
         """Return where the server listens, for the gateway."""
         endpoints = self._process.endpoints
         assert endpoints is not None
-        ports = {"grpc": endpoints.grpc, "metrics": endpoints.metrics, "health": endpoints.health}
+        ports = {
+            "grpc": endpoints.grpc,
+            "metrics": endpoints.metrics,
+            "health": endpoints.health,
+            "http": endpoints.http,
+        }
         return {name: endpoints.authority(port) for name, port in ports.items()}
 
     async def record_routing_stats(self) -> dict[str, float]:

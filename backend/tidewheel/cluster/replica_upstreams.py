@@ -56,7 +56,9 @@ class ReplicaUpstreams(Upstreams):
                 self._remove(authority)
 
     @contextlib.asynccontextmanager
-    async def _held(self, order: Order, route: RouteRequest, refused: Sequence[Upstream]) -> AsyncIterator[Place]:
+    async def _held(
+        self, order: Order[object], route: RouteRequest, refused: Sequence[Upstream]
+    ) -> AsyncIterator[Place]:
         """Reserve a slot of a replica. Raise `ServerUnavailable` if none can be had within the patience."""
         model = order.ask.model
         with self._board.ticket(route, lambda: self._unfit(model, refused)) as ticket:
@@ -75,7 +77,7 @@ class ReplicaUpstreams(Upstreams):
                 finally:
                     ticket.num_cached = place.num_cached
 
-    def _patience(self, order: Order) -> float:
+    def _patience(self, order: Order[object]) -> float:
         left_ms = order.left_ms
         return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 

@@ -16,13 +16,13 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.router import RouteRequest
-from tidewheel.gateway import bodies, embeddings, openai_errors, playground_pages, tokenizing
+from tidewheel.gateway import bodies, embeddings, openai_errors, passing, playground_pages, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
-from tidewheel.gateway.order import Order
+from tidewheel.gateway.order import GrpcOrder, HttpOrder
 from tidewheel.gateway.routing import route_request
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
@@ -43,6 +43,7 @@ _ALIKE_S = 1.0  # for its others, when one has failed
 _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_JSON_HEADERS = {"Content-Type": "application/json"}
 _OPEN_PATHS = ("/health",)
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -89,6 +90,8 @@ class Gateway:
                 web.post("/v1/chat/completions", self._answering(bodies.read_chat, self._generate)),
                 web.post("/v1/completions", self._answering(bodies.read_completion, self._generate)),
                 web.post("/v1/embeddings", self._answering(embeddings.read_embeddings, self._embed)),
+                web.post("/v2/models/{model}/generate", self._answering(passing.read_generate, self._pass)),
+                web.post("/v2/models/{model}/generate_stream", self._answering(passing.read_stream, self._pass)),
                 web.post("/tokenize", self._answering(tokenizing.read_tokenize, self._tokenize)),
                 web.post("/detokenize", self._answering(tokenizing.read_detokenize, self._detokenize)),
             ]
@@ -199,7 +202,7 @@ class Gateway:
 
                 ask = await self._beside(len(body), understand)
                 request["schema_name"] = ask.schema_name
-                model = self._upstreams.model(ask.model)
+                model = self._upstreams.model(request.match_info.get("model", ask.model))
                 return await answer(request, ask._replace(model=model, traceparent=_traceparent(request)))
 
         return handle
@@ -263,11 +266,32 @@ class Gateway:
         await response.write_eof()
         return response
 
+    async def _pass(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        """Answer as Triton does, from the first byte on. An error before it is an answer of its own."""
+        order = HttpOrder(ask, "", ask.prompts[0])
+        prepared = await self._beside(ask.size, lambda: (route_request(ask, order.prompt), order.encode()))
+        response = web.StreamResponse(headers=_STREAM_HEADERS if ask.stream else _JSON_HEADERS)
+        try:
+            async with contextlib.aclosing(self._upstreams.generate(order, *prepared)) as parts:
+                async for part in parts:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(part)
+        except RequestError as error:
+            if not response.prepared:
+                raise
+            self._counters.count_error(error)
+            await response.write(b"data: " + passing.error_body(error) + b"\n\n")
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write_eof()
+        return response
+
     async def _ask(self, ask: Ask, request_id: str) -> AsyncGenerator[tuple[int, list[Chunk]]]:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
 
-        orders = [Order(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
+        orders = [GrpcOrder(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
 
         def prepare() -> list[tuple[RouteRequest, pb.ModelInferRequest]]:
             return [(route_request(ask, order.prompt), order.encode()) for order in orders]
@@ -352,7 +376,10 @@ def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = No
 
 
 def _refusal(request: web.Request, error: RequestError) -> web.Response:
-    body = openai_errors.body_of(error, request.get("fields", ()), request.get("schema_name", ""))
+    if request.path.startswith(passing.PATH):
+        body = passing.error_body(error)
+    else:
+        body = openai_errors.body_of(error, request.get("fields", ()), request.get("schema_name", ""))
     return _json(body, status=openai_errors.status_of(error), headers=openai_errors.headers_of(error))
 
 

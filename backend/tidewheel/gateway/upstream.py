@@ -9,17 +9,20 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel_client import Chunk
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
-from tidewheel_client.request_errors import RequestError, ServerUnavailable
+from tidewheel_client.request_errors import RequestError, ServerUnavailable, Unsupported, from_http
 from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between two looks at a server
 FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
 PROBE_S = 3.0
 DNS = "dns:"
+_NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
+_JSON = {"Content-Type": "application/json"}
 
 
 class Address(NamedTuple):
@@ -28,26 +31,37 @@ class Address(NamedTuple):
     grpc: str
     metrics: str = ""
     health: str = ""  # of `tidewheel serve`, or of an entry's `health_port`
+    http: str = ""  # of Triton, for requests that are passed on as they are
     is_name_of_many: bool = False  # the host's addresses are a server each, as those of a headless service are
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `[dns:]HOST:PORT[,metrics=PORT][,health=PORT]`. Raise ValueError."""
+        """Read `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
         authority, *others = text.removeprefix(DNS).split(",")
         host, _, port = authority.rpartition(":")
         pairs = (other.partition("=") for other in others)
         ports = {name: number for name, _, number in pairs}
         is_number = all(one.isdecimal() and 0 < int(one) < 65536 for one in (port, *ports.values()))
-        if not host or not is_number or len(ports) < len(others) or ports.keys() - {"metrics", "health"}:
-            raise ValueError(f"{text!r} is no address: write [dns:]HOST:PORT[,metrics=PORT][,health=PORT]")
+        if not host or not is_number or len(ports) < len(others) or ports.keys() - {"metrics", "health", "http"}:
+            raise ValueError(
+                f"{text!r} is no address: write [dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]"
+            )
         authorities = {name: f"{host}:{port}" for name, port in ports.items()}
         return cls(authority, **authorities, is_name_of_many=text.startswith(DNS))
 
     def at(self, host: str) -> Address:
         """Return that of one server of many."""
         host = f"[{host}]" if ":" in host else host
-        grpc, metrics, health = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:3])
-        return Address(grpc, metrics, health)
+        grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
+        return Address(grpc, metrics, health, http)
+
+
+class Passed(NamedTuple):
+    """A request by HTTP that is passed on."""
+
+    model_name: str
+    path: str
+    body: bytes
 
 
 class Upstream:
@@ -114,6 +128,24 @@ class Upstream:
             self.num_open -= 1
             responses.cancel()
 
+    async def generate(self, request: Passed) -> AsyncGenerator[bytes]:
+        """Yield Triton's answer as it comes. Raise `RequestError`. Leaving it early closes the connection."""
+        if not self.address.http or self._http is None:
+            raise Unsupported(f"the HTTP port of {self.address.grpc} is not known here: name it, with http=PORT")
+        self.num_open += 1
+        try:
+            async with self._http.post(
+                f"http://{self.address.http}{request.path}", data=request.body, timeout=_NO_LIMIT, headers=_JSON
+            ) as answer:
+                if not answer.ok:
+                    raise from_http(answer.status, _reason(await answer.read()))
+                async for data in answer.content.iter_any():
+                    yield data
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailable(f"the connection to {self.address.http} was lost ({error})") from None
+        finally:
+            self.num_open -= 1
+
     async def metrics(self) -> str:
         """Return the text of its `/metrics`, empty if it cannot be had."""
         if not self.address.metrics or self._http is None:
@@ -151,6 +183,14 @@ class Upstream:
 
     async def _ask(self, method: str, request: Any) -> Any:
         return await self._triton.call(method, request, PROBE_S)
+
+
+def _reason(body: bytes) -> str:
+    """Return the message of Triton's error."""
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""
 
 
 async def watch(upstream: Upstream) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tritonclient.grpc import service_pb2 as pb
 
@@ -15,10 +15,12 @@ from tidewheel.fleet.prefix_router import PrefixAware
 from tidewheel.fleet.router import Flight, Router, RouteRequest
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import cached_tokens
-from tidewheel.gateway.upstream import LOOK_S, Address, Upstream, watch
+from tidewheel.gateway.upstream import LOOK_S, Address, Passed, Upstream, watch
 from tidewheel_client import Chunk
 from tidewheel_client.request_errors import EngineDead, NotFound, RequestError, ServerUnavailable
 
+R = TypeVar("R")  # a request as it is sent
+N = TypeVar("N")  # news of its answer
 RESOLVE_S = 2.0  # between two questions for the servers of a name
 
 
@@ -83,10 +85,25 @@ class Upstreams:
             raise NotFound(f"model is {name!r}: served {'are' if len(models) > 1 else 'is'} {', '.join(models)}")
         return models[0]
 
-    async def stream(
-        self, order: Order, route: RouteRequest, request: pb.ModelInferRequest
+    def stream(
+        self, order: Order[pb.ModelInferRequest], route: RouteRequest, request: pb.ModelInferRequest
     ) -> AsyncGenerator[list[Chunk]]:
-        """Yield the news of each response, of the first server that does not refuse. Raise `RequestError`.
+        """Return the news of each response. See `_deliver`."""
+        return self._deliver(order, route, request, Upstream.stream, cached_tokens)
+
+    def generate(self, order: Order[Passed], route: RouteRequest, request: Passed) -> AsyncGenerator[bytes]:
+        """Return what Triton answers by HTTP. See `_deliver`."""
+        return self._deliver(order, route, request, Upstream.generate, lambda *_: None)
+
+    async def _deliver(
+        self,
+        order: Order[R],
+        route: RouteRequest,
+        request: R,
+        send: Callable[[Upstream, R], AsyncGenerator[N]],
+        cached: Callable[[N, RouteRequest], int | None],
+    ) -> AsyncGenerator[N]:
+        """Yield what the first server sends that does not refuse. Raise `RequestError`.
 
         What has brought no news goes to another server, in its class and with the time that its deadline leaves.
         """
@@ -94,10 +111,13 @@ class Upstreams:
         while True:
             async with self._held(order, route, refused) as place:
                 try:
-                    async with contextlib.aclosing(place.upstream.stream(request)) as responses:
-                        async for chunks in responses:
-                            self._note(place, chunks)
-                            yield chunks
+                    async with contextlib.aclosing(send(place.upstream, request)) as responses:
+                        async for news in responses:
+                            if not place.flight.has_started:
+                                self._note_start(place.flight)
+                            if (found := cached(news, route)) is not None:
+                                place.num_cached = found
+                            yield news
                     return
                 except RequestError as error:
                     if isinstance(error, ServerUnavailable):
@@ -105,13 +125,15 @@ class Upstreams:
                     refused.append(place.upstream)
                     if place.flight.has_started:
                         raise _cut(error) from None
-                    if not error.retryable or not self._may_move(request.model_name, refused, error):
+                    if not error.retryable or not self._may_move(order.ask.model, refused, error):
                         raise
             self.num_moved += 1
             request = order.encode_again()
 
     @contextlib.asynccontextmanager
-    async def _held(self, order: Order, route: RouteRequest, refused: Sequence[Upstream]) -> AsyncIterator[Place]:
+    async def _held(
+        self, order: Order[object], route: RouteRequest, refused: Sequence[Upstream]
+    ) -> AsyncIterator[Place]:
         """Hold a place at the server for the request. Raise `ServerUnavailable`."""
         authority = self._router.choose(route, self._unfit(order.ask.model, refused))
         if authority is None:
@@ -121,12 +143,6 @@ class Upstreams:
             yield place
         finally:
             self._router.ended(place.flight, place.num_cached)
-
-    def _note(self, place: Place, chunks: Sequence[Chunk]) -> None:
-        if not place.flight.has_started:
-            self._note_start(place.flight)
-        if (found := cached_tokens(chunks, place.flight.request)) is not None:
-            place.num_cached = found
 
     def _note_start(self, flight: Flight[str]) -> None:
         self._router.started(flight)

@@ -24,6 +24,7 @@ class GatewayProcess:
     ) -> None:
         """`arguments` are options of `tidewheel gateway`; `pids` holds the process's id."""
         url = f"{endpoints.authority(endpoints.grpc)},metrics={endpoints.metrics},health={endpoints.health}"
+        url += f",http={endpoints.http}"
         self._command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "gateway", f"--host={endpoints.host}"]
         self._command += [f"--port={endpoints.openai}", f"--url={url}", f"--drain-s={_DRAIN_S}"]
         self._command += arguments

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.engine.folder import CURRENT
-from tidewheel.server import own_servers
+from tidewheel.server import ServeError, own_servers
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.own_servers import ENDPOINTS, announce, current_engines_of
 from tidewheel.server.workdir import LOCK, RUN_DIR, WorkDir, work_dir
@@ -81,3 +81,13 @@ def test_folders_are_closed_to_others_and_theirs_are_not_read(
         assert seen_from(base, 8002) == []
     add_engine(base)
     assert current_engines_of(8002) == []
+
+
+def test_ports_are_reported_while_the_server_lives(tmp_path: Path) -> None:
+    path, endpoints = tmp_path / "ports.json", Endpoints(http=8000, grpc=8001)
+    assert own_servers.read_report(path) is None
+    with own_servers.reported(path, endpoints):
+        assert own_servers.read_report(path) == endpoints
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ServeError, match=r"--ports-file .* cannot be written"):
+        own_servers.reported(tmp_path / "none" / "ports", endpoints).__enter__()

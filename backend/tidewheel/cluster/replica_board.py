@@ -1,4 +1,4 @@
-"""What Ray's router and the gateway tell each other in one process: replicas, and which one gets a request.
+"""Board on which Ray's router and the gateway of a process tell each other of replicas and requests.
 
 Ray makes its router by itself, on a thread of its own, and gives it nothing but JSON. So they meet by a name.
 """

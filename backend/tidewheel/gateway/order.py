@@ -1,4 +1,4 @@
-"""What the gateway sends for one prompt of a request, also when it has to be sent again."""
+"""Requests to a server, one for each prompt, which may have to be sent again."""
 
 from __future__ import annotations
 

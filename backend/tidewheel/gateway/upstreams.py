@@ -202,7 +202,7 @@ class Upstreams:
 
 @dataclass(slots=True)
 class Place:
-    """What a request holds while it is answered."""
+    """Place of a request at a server while it is answered."""
 
     upstream: Upstream
     flight: Flight[str]

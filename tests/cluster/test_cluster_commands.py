@@ -1,0 +1,119 @@
+"""`tidewheel cluster` where nothing can start: one line, exit code 2, and nothing is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.triton.serving import REPOSITORY
+from tidewheel.cli.main import main
+from tidewheel.cluster import ClusterError
+from tidewheel.cluster.cluster_place import ClusterPlace
+from tidewheel.cluster.control_socket import MAX_LINE, ControlSocket, ask
+from tidewheel.cluster.replica import figures_of
+
+UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Ray is there
+    monkeypatch.setattr(ClusterPlace, "check_path", lambda place: None)  # of pytest, whose folders have long names
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        yield int(one.getsockname()[1])
+
+
+def line_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("tidewheel: error: ")
+
+
+def test_a_port_in_use(run_dir: Path, capsys: pytest.CaptureFixture[str], taken: int) -> None:
+    line = line_of(capsys, *UP, "--openai-port", str(taken))
+    assert f"port {taken} (--openai-port): Address already in use" in line
+    assert not run_dir.exists()
+
+
+def test_a_network_needs_keys(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no --api-keys" in line_of(capsys, *UP, "--host", "0.0.0.0")
+
+
+def test_ray_is_an_extra(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert line_of(capsys, *UP) == "Ray is not installed: pip install 'tidewheel[ray]'"
+
+
+def test_wrong_numbers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert line_of(capsys, *UP, "--replicas", "0") == "replicas is 0: it must be 1 to 1024"
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["scale", "2"], ["down"]], ids=lambda one: one[0])
+def test_no_cluster(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert line_of(capsys, "cluster", *arguments).startswith("no cluster of yours is up")
+    assert not run_dir.exists()
+
+
+def test_down_removes_what_a_killed_one_left(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ClusterPlace.here()
+    place.root.mkdir(parents=True)
+    (place.root / "lock").touch()
+    place.token.write_text("secret")
+    assert main(("cluster", "down")) == 0
+    assert list(run_dir.iterdir()) == []
+
+
+def test_one_process_holds_a_place(run_dir: Path) -> None:
+    place = ClusterPlace.here()
+    with place.held():
+        assert place.is_up()
+        with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterPlace.here().held():
+            pass
+    assert not place.is_up()
+
+
+def test_a_long_path_is_refused() -> None:
+    with pytest.raises(ClusterError, match="by 12 bytes"):
+        ClusterPlace(Path("/" + "a" * 51)).check_path()
+    ClusterPlace(Path("/tmp/tidewheel-1000/cluster")).check_path()
+
+
+def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
+    def handle(command: dict[str, object]) -> dict[str, object]:
+        if command["do"] == "fail":
+            raise ClusterError("it cannot")
+        return {"did": command["do"]} if command["do"] != "crash" else {"did": 1 // 0}
+
+    path = tmp_path / "c"
+    with ControlSocket(path, handle):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert ask(path, {"do": "this"}) == {"did": "this"}
+        with pytest.raises(ClusterError, match="it cannot"):
+            ask(path, {"do": "fail"})
+        with pytest.raises(ClusterError, match="ZeroDivisionError"):
+            ask(path, {"do": "crash"})
+        with pytest.raises(ClusterError):
+            ask(path, {"do": "x" * MAX_LINE})
+    with pytest.raises(ClusterError, match="does not answer"):
+        ask(path, {"do": "this"})
+
+
+def test_figures_of_all_models_are_added() -> None:
+    page = (
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{model="a"} 2\nvllm:num_requests_running{model="b"} 3\n'
+        'vllm:num_requests_waiting{model="a"} 1\nother 7\nvllm:num_requests_running_other 9\n'
+    )
+    assert figures_of(page) == {"running": 5.0, "waiting": 1.0, "kv_use": 0.0}

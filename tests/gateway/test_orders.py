@@ -1,0 +1,56 @@
+"""Requests that are sent again keep their class, and have the time that their deadline leaves."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import grpc
+import pytest
+
+from support.gateway.running_gateway import gateway_to, say
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
+from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.order import GrpcOrder, HttpOrder
+from tidewheel_client.request_errors import DeadlineExceeded
+
+
+def order(deadline_ms: object, age_s: float) -> HttpOrder:
+    params = {"priority": 2, "deadline_ms": deadline_ms}
+    return HttpOrder(Ask("demo", [], params), "", {"text_input": "a"}, time.monotonic() - age_s)
+
+
+def test_a_deadline_counts_from_the_first_try() -> None:
+    late = order(60_000, age_s=20)
+    assert json.loads(late.encode().body)["deadline_ms"] == 60_000
+    again = json.loads(late.encode_again().body)
+    assert 30_000 < again["deadline_ms"] <= 40_000
+    assert again["priority"] == 2
+    with pytest.raises(DeadlineExceeded, match="deadline_ms is 1000"):
+        order(1000, age_s=2).encode_again()
+
+
+@pytest.mark.parametrize("deadline_ms", [None, "soon", True, -1, float("nan")])
+def test_a_deadline_that_the_backend_refuses_is_sent_as_it_is(deadline_ms: object) -> None:
+    late = order(deadline_ms, age_s=20)
+    assert late.left_ms is None
+    assert late.encode_again() == late.encode()
+
+
+def test_both_kinds_of_requests_carry_it() -> None:
+    ask = Ask("demo", [], {"deadline_ms": 60_000})
+    again = GrpcOrder(ask, "id", {"text_input": "a"}, time.monotonic() - 20).encode_again()
+    assert 30_000_000 < again.parameters["timeout"].int64_param <= 40_000_000
+
+
+def test_what_a_server_has_refused_too_late_is_not_sent_again() -> None:
+    def refuse_late(asked: Asked) -> Answer:
+        time.sleep(0.05)  # longer than the deadline, however fast the machine is
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "[TW-ENGINE-DEAD] the engine died")
+        yield
+
+    with running(FakeTriton(answer=refuse_late)) as one, running(FakeTriton(answer=say)) as other:
+        with gateway_to(one.port, other.port) as gateway:
+            answers = [gateway.complete(deadline_ms=40) for _ in range(2)]
+        assert sorted(answer.status_code for answer in answers) in ([200, 504], [504, 504])
+        assert len(one.asked) + len(other.asked) == 2

@@ -56,9 +56,9 @@ test-kernels: venv
 test-e2e: venv
 	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e tests/deploy
 
-# What breaks a running server, and the processes of `serve`.
+# What breaks a running server or a cluster, and the processes of `serve`.
 test-faults: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' tests/faults tests/server
+	$(BIN)/pytest -q -m 'e2e and not slow' tests/faults tests/server tests/cluster
 
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1

@@ -79,7 +79,7 @@ def test_one_process_holds_a_place(run_dir: Path) -> None:
     place = ClusterPlace.here()
     with place.held():
         assert place.is_up()
-        with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterPlace.here().held():
+        with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterPlace(place.root).held():
             pass
     assert not place.is_up()
 

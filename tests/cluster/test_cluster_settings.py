@@ -31,7 +31,7 @@ from tidewheel.errors import ConfigError
     ],
 )
 def test_wrong_ones_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ClusterError, match=".*") as caught:
+    with pytest.raises(ClusterError) as caught:
         read_settings(arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

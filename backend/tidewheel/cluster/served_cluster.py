@@ -96,7 +96,7 @@ class ServedCluster:
 
 
 def _reason(messages: list[str]) -> str:
-    """Return one line: the own error in Ray's tracebacks, else the first line."""
+    """Return one line: an error of a replica in Ray's tracebacks, else the first line."""
     for message in messages:
         if found := _REASON.findall(message):
             return str(found[-1])

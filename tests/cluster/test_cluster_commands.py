@@ -116,4 +116,4 @@ def test_figures_of_all_models_are_added() -> None:
         'vllm:num_requests_running{model="a"} 2\nvllm:num_requests_running{model="b"} 3\n'
         'vllm:num_requests_waiting{model="a"} 1\nother 7\nvllm:num_requests_running_other 9\n'
     )
-    assert figures_of(page) == {"running": 5.0, "waiting": 1.0, "kv_use": 0.0}
+    assert figures_of(page) == {"running": 5, "waiting": 1, "kv_use": 0, "arrivals": 0, "tokens": 0}

@@ -25,7 +25,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--replicas",
+        type=_numbers,
+        default=(1, 0),
+        metavar="N[:M]",
+        help="number of replicas; N:M lets it follow the load between both (default: 1)",
+    )
+    parser.add_argument(
+        "--scaling",
+        default="reactive",
+        metavar="NAME",
+        help="policy for N:M: reactive, predictive, queue-depth, ongoing or constant (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--scaling-set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="KEY=NUMBER",
+        help="a setting of the policy, as scale_down_after_s=300 (repeatable)",
+    )
     parser.add_argument(
         "--model-repository",
         type=Path,
@@ -94,7 +114,10 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         model_repository="" if repository is None else str(repository.resolve()),
         models=[name for name in args.models.split(",") if name],
         model=str(Path(args.model).resolve()) if args.model and Path(args.model).is_dir() else args.model,
-        replicas=args.replicas,
+        replicas=args.replicas[0],
+        max_replicas=args.replicas[1],
+        scaling=args.scaling,
+        scaling_settings=dict(args.scaling_set),
         replica_cpus=args.replica_cpus,
         replica_gpus=args.replica_gpus,
         serve_arguments=args.serve_arg,
@@ -109,6 +132,21 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
     )
     settings.check()
     return settings
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas: write N or N:M")
+    return int(least), int(most or 0)
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value) if "." in value else int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting: write KEY=NUMBER") from None
 
 
 def _show(status: dict[str, Any]) -> None:

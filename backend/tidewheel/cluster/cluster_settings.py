@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from tidewheel.cluster import ClusterError
+from tidewheel.cluster.ray_scaling import RayScaling
+from tidewheel.errors import ConfigError
 from tidewheel.fleet.named_routers import ROUTERS
 
 MAX_REPLICAS = 1024
@@ -19,7 +21,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model_repository: str = ""  # a Triton model repository
     models: list[str] = []  # entries of it; empty: all
     model: str = ""  # in place of a repository: a folder in Hugging Face's format, or an id
-    replicas: int = 1
+    replicas: int = 1  # the least, where there may be more
+    max_replicas: int = 0  # above `replicas`: as many as `scaling` wants. 0: always `replicas`
+    scaling: str = "reactive"
+    scaling_settings: dict[str, float] = {}  # fields of `ScalingSettings`
     replica_cpus: float = 1.0
     replica_gpus: float | None = None  # null: 1 if the entry's device is cuda, or auto on a cluster with GPUs
     replica_host: Literal["loopback", "node"] = "loopback"  # where it listens; node: at the node's address
@@ -45,14 +50,33 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ClusterError("models chooses entries of a model_repository: it does not go with model")
         if self.router not in ROUTERS:
             raise ClusterError(f"router is {self.router!r}: choose one of {', '.join(ROUTERS)}")
+        if self.max_replicas and self.max_replicas < self.replicas:
+            raise ClusterError(f"max_replicas is {self.max_replicas}: it must be replicas, {self.replicas}, or more")
         for name, least, most in _RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ClusterError(f"{name} is {value}: it must be {least} to {most}")
+        self._check_scaling()
+
+    @property
+    def most_replicas(self) -> int:
+        return max(self.replicas, self.max_replicas)
+
+    def scaling_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `RayScaling`."""
+        bounds = {"min_replicas": self.replicas, "max_replicas": self.most_replicas}
+        return {"policy": self.scaling, "settings": {**self.scaling_settings, **bounds}}
+
+    def _check_scaling(self) -> None:
+        try:
+            RayScaling(**self.scaling_arguments())
+        except (ConfigError, TypeError) as error:
+            raise ClusterError(f"scaling: {error}") from None
 
 
 _RANGES = (
     ("replicas", 1, MAX_REPLICAS),
+    ("max_replicas", 0, MAX_REPLICAS),
     ("replica_cpus", 0, 1024),
     ("replica_gpus", 0, 64),
     ("openai_port", 0, 65535),

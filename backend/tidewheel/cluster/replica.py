@@ -20,6 +20,8 @@ _FIGURES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "kv_use",
+    "tidewheel_tenant_requests_total": "arrivals",
+    "tidewheel_scheduled_tokens_total": "tokens",
 }
 
 

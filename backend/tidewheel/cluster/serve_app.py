@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.entry_devices import gpus_of
@@ -41,7 +41,7 @@ def has_gpus() -> bool:
 def _replicas(settings: ClusterSettings) -> serve.Deployment:
     return serve.deployment(Replica).options(
         name=REPLICA,
-        num_replicas=settings.replicas,
+        **_number(settings),
         ray_actor_options={
             "num_cpus": settings.replica_cpus,
             "num_gpus": gpus_of(settings, has_gpus=has_gpus()),
@@ -60,6 +60,26 @@ def _replicas(settings: ClusterSettings) -> serve.Deployment:
         version=_VERSION,
         _internal=True,
     )
+
+
+def _number(settings: ClusterSettings) -> dict[str, Any]:
+    if settings.most_replicas == settings.replicas:
+        return {"num_replicas": settings.replicas}
+    policy = AutoscalingPolicy(
+        policy_function="tidewheel.cluster.ray_scaling:RayScaling", policy_kwargs=settings.scaling_arguments()
+    )
+    # The policy has delays of its own.
+    config = AutoscalingConfig(
+        min_replicas=settings.replicas,
+        initial_replicas=settings.replicas,
+        max_replicas=settings.most_replicas,
+        metrics_interval_s=LOOK_S,
+        look_back_period_s=5 * LOOK_S,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=policy,
+    )
+    return {"autoscaling_config": config}
 
 
 def _gateway(settings: ClusterSettings) -> serve.Deployment:

@@ -34,7 +34,7 @@ class ServedCluster:
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._port = 0
-        self._check_room(settings.replicas)
+        self._check_room(settings.most_replicas)
 
     def deploy(self) -> None:
         serve.start(proxy_location="Disabled")
@@ -63,6 +63,8 @@ class ServedCluster:
 
     def scale(self, replicas: int) -> None:
         """Change the number of replicas. One that goes lets its streams end. Raise `ClusterError`."""
+        if (most := self._settings.most_replicas) > self._settings.replicas:
+            raise ClusterError(f"the load decides between {self._settings.replicas} and {most} replicas")
         if not 1 <= replicas <= MAX_REPLICAS:
             raise ClusterError(f"replicas is {replicas}: it must be 1 to {MAX_REPLICAS}")
         self._check_room(replicas)

@@ -23,7 +23,7 @@ _REASON = re.compile(r"^(?:\w+\.)*(?:ClusterError|ConfigError): (.*)$", re.MULTI
 class ClusterStatus:
     state: str  # Ray Serve's word
     message: str
-    wanted: int  # replicas
+    wanted: str  # replicas, or their bounds
     replicas: dict[str, int]  # by state
     port: int  # of the gateway
 
@@ -43,11 +43,16 @@ class ServedCluster:
     def status(self) -> ClusterStatus:
         found = serve.status().applications.get(APPLICATION)
         if found is None:
-            return ClusterStatus("NOT_STARTED", "", self._settings.replicas, {}, self._port)
+            return ClusterStatus("NOT_STARTED", "", self._wanted, {}, self._port)
         replicas = found.deployments.get(REPLICA)
         states = {} if replicas is None else {str(state): count for state, count in replicas.replica_states.items()}
         messages = [found.message, *(one.message for one in found.deployments.values())]
-        return ClusterStatus(str(found.status.value), _reason(messages), self._settings.replicas, states, self._port)
+        return ClusterStatus(str(found.status.value), _reason(messages), self._wanted, states, self._port)
+
+    @property
+    def _wanted(self) -> str:
+        least, most = self._settings.replicas, self._settings.most_replicas
+        return f"{least} to {most}" if most > least else str(least)
 
     def is_ready(self) -> bool:
         """Return whether all replicas and the gateway serve. Raise `ClusterError` if they cannot."""

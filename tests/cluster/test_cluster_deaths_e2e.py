@@ -1,0 +1,81 @@
+"""Rarer deaths, and starts that fail: each has a cluster of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.cluster.running_cluster import RunningCluster, up
+from support.triton.serving import has_ended, wait_for
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'tidewheel[ray]'"),
+]
+ONE = ("--replicas", "1", "--replica-cpus", "0.5", "--models", "demo")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="tw-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_killed_head_leaves_nothing(folder: Path) -> None:
+    with up(folder, *ONE) as cluster:
+        cluster.wait_ready(1)
+        below = cluster.processes()
+        ports = cluster.listening()
+        (head,) = (one for one in psutil.process_iter() if "tidewheel.cluster.head" in " ".join(one.cmdline())
+                   and folder.name in one.environ().get("TIDEWHEEL_RUN_DIR", ""))  # fmt: skip
+        head.kill()
+        wait_for(lambda: all(map(has_ended, below)), 30, "end of all")
+        wait_for(lambda: list(folder.iterdir()) == [], 30, "removal of all files")
+        assert not set(ports) & {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
+
+
+def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
+    with up(folder, *ONE) as cluster:
+        cluster.wait_ready(1)
+        (gateway,) = cluster.processes("ray::ServeReplica:tidewheel:gateway")
+        gateway.kill()
+        gateway.wait(10)
+        cluster.wait_ready(1)
+        assert cluster.chat("A tuple is", max_tokens=4).ok
+
+
+def test_requests_wait_for_the_only_replica(folder: Path) -> None:
+    with up(folder, *ONE) as cluster:
+        cluster.wait_ready(1)
+        cluster.replicas()[0].kill()
+        assert cluster.chat("A tuple is", max_tokens=4).ok
+        late = cluster.chat("A tuple is", max_tokens=4, deadline_ms=60_000)
+        assert late.ok
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--replicas", "1000"), "1000 replicas need 1000 CPUs, and there are"),
+        (("--replica-gpus", "1"), "1 replicas need 1 GPUs, and there are 0"),
+        (("--model", "/no/such/folder"), "no such folder"),
+    ],
+    ids=["cpus", "gpus", "model"],
+)
+def test_what_cannot_start_is_one_line(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    cluster = RunningCluster(folder)
+    done = cluster.command("up", "--openai-port", "0", *arguments)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("tidewheel: starting"))
+    assert words in line
+    assert cluster.processes() == []
+    assert list(folder.iterdir()) == []

@@ -35,8 +35,8 @@ def test_a_killed_head_leaves_nothing(folder: Path) -> None:
         cluster.wait_ready(1)
         below = cluster.processes()
         ports = cluster.listening()
-        (head,) = (one for one in psutil.process_iter() if "tidewheel.cluster.head" in " ".join(one.cmdline())
-                   and folder.name in one.environ().get("TIDEWHEEL_RUN_DIR", ""))  # fmt: skip
+        (store,) = cluster.processes("gcs_server")
+        (head,) = store.parents()[:1]
         head.kill()
         wait_for(lambda: all(map(has_ended, below)), 30, "end of all")
         wait_for(lambda: list(folder.iterdir()) == [], 30, "removal of all files")
@@ -48,7 +48,7 @@ def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
         cluster.wait_ready(1)
         (gateway,) = cluster.processes("ray::ServeReplica:tidewheel:gateway")
         gateway.kill()
-        gateway.wait(10)
+        wait_for(lambda: has_ended(gateway), 10, "its end")
         cluster.wait_ready(1)
         assert cluster.chat("A tuple is", max_tokens=4).ok
 

@@ -84,12 +84,13 @@ def in_use(place: ClusterPlace) -> str:
     return f"a cluster of yours is up in {place.root}: end it with tidewheel cluster down, or set TIDEWHEEL_RUN_DIR"
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise `ClusterError` if a port of this machine is taken."""
+def free_port(host: str, port: int) -> int:
+    """Return the port, or a free one for 0. Raise `ClusterError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
+            return int(probe.getsockname()[1])
     except OSError as error:
         raise ClusterError(f"cannot listen on {host} port {port} (--openai-port): {error.strerror}") from None

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_place import ClusterPlace, check_port, in_use
+from tidewheel.cluster.cluster_place import ClusterPlace, free_port, in_use
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.control_socket import ask
 from tidewheel.server import ServeError, processes
@@ -79,7 +79,7 @@ def _checked(settings: ClusterSettings) -> ClusterPlace:
     place.check_path()
     if place.is_up():
         raise ClusterError(in_use(place))
-    check_port(settings.host, settings.openai_port)
+    free_port(settings.host, settings.openai_port)
     return place
 
 

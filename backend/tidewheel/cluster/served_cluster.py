@@ -11,6 +11,7 @@ import ray
 from ray import serve
 
 from tidewheel.cluster import ClusterError
+from tidewheel.cluster.cluster_place import free_port
 from tidewheel.cluster.cluster_settings import MAX_REPLICAS, ClusterSettings
 from tidewheel.cluster.entry_devices import gpus_of
 from tidewheel.cluster.serve_app import APPLICATION, GATEWAY, REPLICA, application, has_gpus
@@ -32,7 +33,9 @@ class ServedCluster:
     """Owner of the application. Ray must have been started."""
 
     def __init__(self, settings: ClusterSettings) -> None:
-        self._settings = settings
+        # A gateway that is started again listens on the same port.
+        port = free_port(settings.host, settings.openai_port)
+        self._settings = msgspec.structs.replace(settings, openai_port=port)
         self._port = 0
         self._check_room(settings.most_replicas)
 

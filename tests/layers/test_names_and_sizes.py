@@ -19,6 +19,7 @@ SHARED_NAMES = {
     "reference": EACH_OPERATION,
     "triton_kernels": EACH_OPERATION,
     "results": "the module of a command has the command's name",
+    "cluster": "a command, and the study of what it starts",
 }
 
 

@@ -28,7 +28,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def counts(self) -> Counter[str]:
         return Counter(
-            {name: 0 for name in self.present}
+            dict.fromkeys(self.present, 0)
             | Counter(flight.replica for flight, stay in self.open if self.is_there(flight, stay))
         )
 

@@ -16,12 +16,12 @@ LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
 _FIRST_SLOTS = 8
 
 
-def load_bound(num_requests: float, num_replicas: int) -> int:
+def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
     """Return the most requests of a replica, the new one included; `num_requests` are there without it.
 
     Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
-    return math.ceil(LOAD_FACTOR * (num_requests + 1) / num_replicas)
+    return math.ceil(factor * (num_requests + 1) / num_replicas)
 
 
 class Loads(Generic[T]):

@@ -10,7 +10,7 @@ from tidewheel.batch import Float64Array
 
 MAX_KNOWN = 1 << 20  # chunks of all replicas together
 MAX_KNOWN_OF_ONE = 1 << 14
-_MAX_STAIRS = 8  # different depths that a look tells apart
+_MAX_STAIRS = 4  # different depths that a look tells apart
 
 
 class PrefixKnowledge:

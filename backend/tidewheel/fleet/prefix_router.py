@@ -14,12 +14,15 @@ from tidewheel.fleet.prefix_knowledge import MAX_KNOWN, PrefixKnowledge
 from tidewheel.fleet.router import Flight, RouteRequest, T
 from tidewheel.request import Priority
 
-RUNNING_WEIGHT = 1.0  # cost of a running token, in prompt tokens to compute
+# Largest load relative to the mean, less for requests that lose less elsewhere: the rest is left to sessions at home.
+NEW_FACTOR = 1.0  # for new sessions
+COST_FACTOR = 1.1  # for requests by cost
+RUNNING_WEIGHT = 0.2  # cost of a running token, in prompt tokens to compute
 MAX_SESSIONS = 1 << 17  # whose last replica is remembered
 
 
 class PrefixAware(CountingRouter[T]):
-    """Sessions by where they were last, else by a ring; other requests by cost. Both within the bound of load.
+    """Sessions by where they were last, else by a ring; other requests by cost. All within a bound of load.
 
     The cost of a replica for a request: prompt tokens that wait there in its class or above, its own that are not
     cached there, and tokens of running requests. A CRITICAL request ignores session and bound: it goes where the
@@ -63,9 +66,9 @@ class PrefixAware(CountingRouter[T]):
             num_replicas, total = len(present), float(present.sum())
         if not num_replicas:
             return None
-        bound = load_bound(total, num_replicas)
-        if request.session and (home := self._home(request, num_open, bound)) is not None:
+        if request.session and (home := self._home(request, num_open, total, num_replicas)) is not None:
             return home
+        bound = load_bound(total, num_replicas, COST_FACTOR)
         cost = loads.waiting_ahead(request.priority) + RUNNING_WEIGHT * loads.running
         cost += self._uncached(request)
         cost[num_open >= bound] = np.inf
@@ -81,13 +84,14 @@ class PrefixAware(CountingRouter[T]):
         slot = int(np.where(ahead == ahead.min(), to_do, np.inf).argmin())
         return self.loads.names[slot] if np.isfinite(num_open[slot]) else None
 
-    def _home(self, request: RouteRequest, num_open: Float64Array, bound: int) -> T | None:
-        """Return the last replica of the session; of a new session, or if that is gone, one by the ring."""
+    def _home(self, request: RouteRequest, num_open: Float64Array, total: float, num_replicas: int) -> T | None:
+        """Return the last replica of the session if it is within the bound. A new session gets one by the ring."""
         slots, key = self.loads.slots, session_key(request)
         slot = slots.get(self._homes[key]) if key in self._homes else None
-        if slot is None:
-            return self._ring.first(key, lambda replica: bool(num_open[slots[replica]] < bound))
-        return self.loads.names[slot] if num_open[slot] < bound else None
+        if slot is not None:
+            return self.loads.names[slot] if num_open[slot] < load_bound(total, num_replicas) else None
+        bound = load_bound(total, num_replicas, NEW_FACTOR)
+        return self._ring.first(key, lambda replica: bool(num_open[slots[replica]] < bound))
 
     def _uncached(self, request: RouteRequest) -> Float64Array | float:
         depths = self.knowledge.depths(request.chunks, len(self.loads.names))

@@ -1,0 +1,141 @@
+"""Routers on the same traces, in the simulator, with the published defaults of others: `peer_routers.py` names them.
+
+    python benchmarks/router_comparison.py --save
+
+Eight replicas of an 8B model on an H200, by its data sheet, step by step with the real scheduler and cache. Traces:
+sessions of six turns on average, single requests with one of 64 system prompts by Zipf's law, both mixed with 5 %
+CRITICAL requests, and that with a replica that joins or leaves every 30 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from changing_fleet import Change, ChangingFleet, open_requests, presence
+from peer_routers import CacheAware, LeastBlocks, PowerOfTwo, PrefixCacheAffinity
+from session_traces import KINDS, make_trace
+from study import Study, show
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.fleet.named_routers import ROUTERS
+from tidewheel.fleet.router import Router
+from tidewheel.request import Priority
+from tidewheel.simulate.cost_model import H200_8B
+from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.scenario import UNBOUNDED, simulated_info
+from tidewheel.workload.traces import NOBODY, Trace
+
+PEERS: dict[str, Callable[[], Router[int]]] = {
+    "power of two": PowerOfTwo,
+    "SGLang cache_aware": CacheAware,
+    "Dynamo KV": LeastBlocks,
+    "Ray prefix affinity": PrefixCacheAffinity,
+}
+COMPARED: dict[str, Callable[[], Router[int]]] = {
+    "round-robin": ROUTERS["round-robin"],
+    **PEERS,
+    "session-affinity": ROUTERS["session-affinity"],
+    "prefix-aware": ROUTERS["prefix-aware"],
+}
+TRACES = (*KINDS, "churn")
+TTFT_S, TPOT_S = 0.5, 0.04  # promised
+WARM_UP_S = 30.0
+WINDOW_S = 10.0
+CHURN_S = 30.0
+
+
+def changes(seconds: float) -> list[Change]:
+    """Return leaves and joins in turn."""
+    times = np.arange(WARM_UP_S, seconds, CHURN_S)
+    return [Change(float(time), joins=bool(number % 2)) for number, time in enumerate(times)]
+
+
+def simulate(name: str, trace: Trace, options: argparse.Namespace, is_churning: bool) -> dict[str, Any]:
+    config = EngineConfig.from_settings({"model": "simulated", "max_waiting_requests": str(UNBOUNDED),
+                                         "max_waiting_tokens": str(UNBOUNDED)})  # fmt: skip
+    info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
+    fleet = ChangingFleet(
+        trace,
+        COMPARED[name](),
+        changes(options.seconds) if is_churning else [],
+        make_scheduler=lambda _: build_scheduler(config, info),
+        cost=H200_8B,
+        num_rows=info.max_num_seqs,
+        max_model_len=info.max_model_len,
+        session_ttl_s=0.0,
+        num_replicas=options.replicas,
+    )
+    outcomes = fleet.run()
+    return figures(fleet, outcomes, options.seconds)
+
+
+def figures(fleet: ChangingFleet, outcomes: Outcomes, seconds: float) -> dict[str, Any]:
+    trace = outcomes.trace
+    counted = (trace.arrivals >= WARM_UP_S) & outcomes.finished
+    ttft, tpot = outcomes.ttft[counted], np.nan_to_num(outcomes.tpot[counted])
+    critical = outcomes.ttft[counted & (trace.priorities == Priority.CRITICAL)]
+    edges = np.arange(WARM_UP_S, seconds + 0.1, WINDOW_S)
+    loads = np.where(presence(fleet, edges), open_requests(fleet, outcomes, edges), np.nan)
+    ratio = np.nanmax(loads, axis=0) / np.nanmean(loads, axis=0)
+    loads = loads[~np.isnan(loads).all(axis=1)]
+    whole = np.nanmean(loads, axis=1)
+    return {
+        "requests": int(counted.sum()),
+        "ttft_p50_ms": 1e3 * float(np.quantile(ttft, 0.5)),
+        "ttft_p99_ms": 1e3 * float(np.quantile(ttft, 0.99)),
+        "tpot_p99_ms": 1e3 * float(np.quantile(tpot, 0.99)),
+        "critical_ttft_p99_ms": 1e3 * float(np.quantile(critical, 0.99)) if len(critical) else None,
+        "missed": float(((ttft > TTFT_S) | (tpot > TPOT_S)).mean()),
+        "cached": float(outcomes.cached_tokens[counted].sum() / trace.prompt_tokens[counted].sum()),
+        "max_over_mean": float(np.nanmax(whole) / np.nanmean(whole)),
+        "max_over_mean_10s": float(np.median(ratio)),
+        "turns_at_home": _turns_at_home(outcomes, counted),
+        "mean_open": float(np.nanmean(loads)),
+    }
+
+
+def _turns_at_home(outcomes: Outcomes, counted: np.ndarray) -> float | None:
+    """Return the share of turns after the first that went where the turn before went, which may have left."""
+    sessions = outcomes.trace.sessions
+    order = np.argsort(sessions, kind="stable")
+    order = order[sessions[order] != NOBODY]
+    later = sessions[order][1:] == sessions[order][:-1]
+    at_home = outcomes.replicas[order][1:] == outcomes.replicas[order][:-1]
+    later &= counted[order][1:]
+    return float(at_home[later].mean()) if later.any() else None
+
+
+def run(case: tuple[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    kind, name = case
+    trace = make_trace(KINDS["mixed" if kind == "churn" else kind], options.rate, options.seconds, options.seed)
+    result = simulate(name, trace, options, kind == "churn")
+    show([{"trace": kind, "router": name, **{key: value for key, value in result.items() if value is not None}}])
+    return {"trace": kind, "router": name, **result}
+
+
+def main() -> None:
+    study = Study("router_comparison", __doc__, "numpy")
+    study.add_argument("--replicas", type=int, default=8)
+    study.add_argument("--rate", type=float, default=110.0, help="requests/s of all (default: %(default)g)")
+    study.add_argument("--seconds", type=float, default=120.0, help="simulated (default: %(default)g)")
+    study.add_argument("--seed", type=int, default=1)
+    study.add_argument("--traces", nargs="+", default=TRACES, choices=TRACES)
+    study.add_argument("--routers", nargs="+", default=list(COMPARED), choices=list(COMPARED))
+    study.add_argument("--processes", type=int, default=1)
+    options = study.begin()
+    cases = list(itertools.product(options.traces, options.routers))
+    with ProcessPoolExecutor(options.processes) as pool:
+        results = list(pool.map(functools.partial(run, options=options), cases))
+    show(results)
+    study.save({"options": vars(options), "promised": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}, "runs": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,10 @@ import numpy as np
 from peer_routers import LeastBlocks
 from tidewheel.fleet.chunk_hashes import chunk_hashes
 from tidewheel.fleet.router import Router, RouteRequest
+from tidewheel.request import Request
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.simulator import Replica, Simulator
+from tidewheel.simulate.trace_requests import TraceRequests
 from tidewheel.workload.traces import Trace
 
 
@@ -24,39 +26,61 @@ class Change(NamedTuple):
 class ChangingFleet(Simulator):
     def __init__(self, trace: Trace, router: Router[int], changes: Sequence[Change], **others: Any) -> None:
         super().__init__(trace, router=router, **others)
+        fine = FineRequests(
+            trace,
+            max_model_len=others["max_model_len"],
+            session_ttl_s=others["session_ttl_s"],
+            max_tokens=None,
+            has_contents=True,
+        )
+        fine.chunk_tokens = getattr(router, "chunk_tokens", 0)
+        self._requests = fine
         self._changes = deque(sorted(changes))
         self.joined = dict.fromkeys(range(len(self.replicas)), 0.0)  # replica → time
         self.left: dict[int, float] = {}
 
-    def _arrive(self, turns: list[tuple[float, int]], index: int, now: float) -> None:
+    def _arrive(self, index: int, now: float) -> None:
         while self._changes and self._changes[0].time <= now:
-            self._change(self._changes.popleft())
-        super()._arrive(turns, index, now)
+            self._change(self._changes.popleft(), now)
+        super()._arrive(index, now)
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: Change, now: float) -> None:
+        fleet = self.fleet
         if change.joins:
-            number = len(self.replicas)
-            self.replicas.append(self._make_replica(number))
-            self._router.join(number)
-            self.joined[number] = change.time
-        else:
-            number = next(number for number in self.joined if number not in self.left)
-            self._router.leave(number)
-            self.left[number] = change.time
+            number = fleet._add(now)
+            fleet._join(number)
+            self.joined[number] = now
+            return
+        number = next(number for number in self.joined if number not in self.left)
+        del fleet._ready[number]
+        fleet._draining.add(number)
+        fleet._go_if_empty(number, now)
+        self._router.leave(number)
+        self.left[number] = now
 
-    def _route_request(self, index: int) -> RouteRequest:
-        route = super()._route_request(index)
+    def _send(self, index: int, now: float) -> None:
         if isinstance(self._router, LeastBlocks):
-            request = self._request(index, 0.0)
-            self._router.cached_tokens = lambda number: self._cached(self.replicas[number], request)
-        chunk_tokens = getattr(self._router, "chunk_tokens", 0)
-        if not chunk_tokens:
-            return route
-        data = self._contents.prompt(index).tobytes()
-        return route._replace(chunks=chunk_hashes(data, 4 * chunk_tokens), chunk_tokens=chunk_tokens)
+            request = self._requests.request(index, now)
+            self._router.cached_tokens = lambda number: self._cached(number, request)
+        super()._send(index, now)
 
-    def _cached(self, replica: Replica, request: Any) -> int:
+    def _cached(self, number: int, request: Request) -> int:
+        replica = self.replicas[number]
+        assert isinstance(replica, Replica)
         return int(replica.scheduler._state.kv.prefixes.estimate(request))
+
+
+class FineRequests(TraceRequests):
+    """Requests whose chunks are as long as the router wants them."""
+
+    chunk_tokens = 0  # 0: as the simulator makes them
+
+    def route(self, index: int) -> RouteRequest:
+        route = super().route(index)
+        if not self.chunk_tokens:
+            return route
+        chunks = chunk_hashes(self.contents.prompt(index).tobytes(), 4 * self.chunk_tokens, route.tenant)
+        return route._replace(chunks=chunks, chunk_tokens=self.chunk_tokens)
 
 
 def presence(fleet: ChangingFleet, edges: np.ndarray) -> np.ndarray:

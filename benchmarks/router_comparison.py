@@ -124,7 +124,7 @@ def main() -> None:
     study = Study("router_comparison", __doc__, "numpy")
     study.add_argument("--replicas", type=int, default=8)
     study.add_argument("--rate", type=float, default=110.0, help="requests/s of all (default: %(default)g)")
-    study.add_argument("--seconds", type=float, default=120.0, help="simulated (default: %(default)g)")
+    study.add_argument("--seconds", type=float, default=90.0, help="simulated (default: %(default)g)")
     study.add_argument("--seed", type=int, default=1)
     study.add_argument("--traces", nargs="+", default=TRACES, choices=TRACES)
     study.add_argument("--routers", nargs="+", default=list(COMPARED), choices=list(COMPARED))

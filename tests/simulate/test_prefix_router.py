@@ -174,7 +174,7 @@ def test_reported_load_of_others_moves_requests() -> None:
     assert router.choose(prompt()) == 1
     router.report(1, ReplicaLoad(num_requests=3, waiting_tokens=600, running_tokens=10))
     assert router.choose(prompt()) == 0
-    router.report(0, ReplicaLoad(num_requests=3, waiting_tokens=500, running_tokens=1000))
+    router.report(0, ReplicaLoad(num_requests=3, waiting_tokens=500, running_tokens=10_000))
     assert router.choose(prompt()) == 1
 
 

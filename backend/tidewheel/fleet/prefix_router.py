@@ -8,16 +8,14 @@ import numpy as np
 
 from tidewheel.batch import Float64Array
 from tidewheel.fleet.hash_ring import HashRing
-from tidewheel.fleet.loads import load_bound
+from tidewheel.fleet.loads import LOAD_FACTOR, load_bound
 from tidewheel.fleet.plain_routers import CountingRouter, session_key
 from tidewheel.fleet.prefix_knowledge import MAX_KNOWN, PrefixKnowledge
 from tidewheel.fleet.router import Flight, RouteRequest, T
 from tidewheel.request import Priority
 
-# Largest load relative to the mean, less for requests that lose less elsewhere: the rest is left to sessions at home.
-NEW_FACTOR = 1.0  # for new sessions
-COST_FACTOR = 1.1  # for requests by cost
-RUNNING_WEIGHT = 0.2  # cost of a running token, in prompt tokens to compute
+NEW_FACTOR = 1.0  # largest load where a new session begins: what is above it is left to sessions at home
+RUNNING_WEIGHT = 0.03  # cost of a running token, in prompt tokens to compute: about its share of a step
 MAX_SESSIONS = 1 << 17  # whose last replica is remembered
 
 
@@ -68,7 +66,7 @@ class PrefixAware(CountingRouter[T]):
             return None
         if request.session and (home := self._home(request, num_open, total, num_replicas)) is not None:
             return home
-        bound = load_bound(total, num_replicas, COST_FACTOR)
+        bound = load_bound(total, num_replicas)
         cost = loads.waiting_ahead(request.priority) + RUNNING_WEIGHT * loads.running
         cost += self._uncached(request)
         cost[num_open >= bound] = np.inf
@@ -85,13 +83,22 @@ class PrefixAware(CountingRouter[T]):
         return self.loads.names[slot] if np.isfinite(num_open[slot]) else None
 
     def _home(self, request: RouteRequest, num_open: Float64Array, total: float, num_replicas: int) -> T | None:
-        """Return the last replica of the session if it is within the bound. A new session gets one by the ring."""
+        """Return the last replica of the session if it is within the bound. A new session gets one by the ring.
+
+        None: it is chosen by cost. The ring passes replicas with a queue, as a cold one that all are sent to has.
+        """
         slots, key = self.loads.slots, session_key(request)
         slot = slots.get(self._homes[key]) if key in self._homes else None
         if slot is not None:
             return self.loads.names[slot] if num_open[slot] < load_bound(total, num_replicas) else None
-        bound = load_bound(total, num_replicas, NEW_FACTOR)
-        return self._ring.first(key, lambda replica: bool(num_open[slots[replica]] < bound))
+        bound, waiting = load_bound(total, num_replicas, NEW_FACTOR), self.loads.waiting_ahead(request.priority)
+        most = max(LOAD_FACTOR * float(waiting.sum()) / num_replicas, request.num_tokens)
+
+        def accepts(replica: T) -> bool:
+            slot = slots[replica]
+            return bool(num_open[slot] < bound and waiting[slot] <= most)
+
+        return self._ring.first(key, accepts)
 
     def _uncached(self, request: RouteRequest) -> Float64Array | float:
         depths = self.knowledge.depths(request.chunks, len(self.loads.names))

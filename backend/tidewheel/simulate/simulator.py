@@ -188,7 +188,7 @@ class Simulator:
         enable_prefix_caching: bool = True,
         session_ttl_s: float = 300.0,
         num_replicas: int = 1,
-        router: str = "round-robin",
+        router: str | Router[int] = "round-robin",
         max_tokens: int | None = None,
         scaling: ScalingPlan | None = None,
         coarse: CoarseLimits | None = None,
@@ -202,7 +202,7 @@ class Simulator:
             max_tokens=max_tokens,
             has_contents=coarse is None,
         )
-        self._router: Router[int] = make_router(router)
+        self._router: Router[int] = make_router(router) if isinstance(router, str) else router
         self._flights: dict[int, Flight[int]] = {}  # by request
         self._turns: list[tuple[float, int]] = []  # heap of (time, replica), one of each replica is not stale
         self._next_turns: dict[int, float] = {}  # by replica

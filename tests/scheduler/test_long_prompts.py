@@ -10,6 +10,7 @@ from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler.policy import POLICIES
+from tidewheel.scheduler.step_plan import StepLimits, StepPlan
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 BUDGET = 32
@@ -212,3 +213,11 @@ def test_sharing_takes_no_more_steps() -> None:
     assert steps == [BUDGET] * (num_tokens // BUDGET) + [num_tokens % BUDGET]
     assert all(request.is_finished for request in requests)
     driver.run()
+
+
+def test_two_that_are_cut_share_with_what_both_would() -> None:
+    """A prompt that was lifted to HIGH lets requests of its requested class share, but not in the share of another."""
+    plan = StepPlan(StepLimits(BUDGET, BUDGET, max_running=8, max_joins=8, max_scores=8, keep_free=0))
+    plan.add_chunk(0, 0, 4 * BUDGET, (HIGH,))
+    plan.add_chunk(1, 0, BUDGET, (NORMAL,))
+    assert plan.may_share((HIGH,)) and not plan.may_share((NORMAL,))

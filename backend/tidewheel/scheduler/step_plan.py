@@ -102,6 +102,7 @@ class StepPlan:
         num_tokens = min(end - start, most)
         if end - start > self.token_budget <= most:
             num_tokens = (self.token_budget + 1) // 2
+            level = level if self._cut is None else min(level, self._cut.level)
             self._cut = Cut(len(self._chunks), end - start, level, most)
         if scores:
             self._num_scores_left -= min(end - start, most)  # the rest of a cut chunk may be given back

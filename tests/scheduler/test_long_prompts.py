@@ -216,7 +216,7 @@ def test_sharing_takes_no_more_steps() -> None:
 
 
 def test_two_that_are_cut_share_with_what_both_would() -> None:
-    """A prompt that was lifted to HIGH lets requests of its requested class share, but not in the share of another."""
+    """A prompt lifted to HIGH lets its requested class share, but not with a prompt that is HIGH itself."""
     plan = StepPlan(StepLimits(BUDGET, BUDGET, max_running=8, max_joins=8, max_scores=8, keep_free=0))
     plan.add_chunk(0, 0, 4 * BUDGET, (HIGH,))
     plan.add_chunk(1, 0, BUDGET, (NORMAL,))

@@ -16,7 +16,7 @@ from support.triton.serving import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NUM_STREAMS = 8
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 800, "ignore_eos": True, "temperature": 0}
 
 
 def test_two_replicas_answer_behind_one_endpoint(cluster: RunningCluster) -> None:

@@ -51,15 +51,16 @@ class RunningCluster:
         return self.processes("ray::ServeReplica:tidewheel:replica")
 
     def tritons(self) -> list[psutil.Process]:
-        return [one for one in self.processes("/tritonserver --") if str(self.run_dir) in " ".join(one.cmdline())]
+        return self.processes("/tritonserver --", str(self.run_dir))
 
-    def processes(self, word: str = "") -> list[psutil.Process]:
-        """Return those that were started below this cluster's folder, with the word in their command."""
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Return those that were started below this cluster's folder, with the words in their command."""
         found = []
         for one in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):  # it may end at any moment
                 is_ours = one.environ().get("TIDEWHEEL_RUN_DIR", "").startswith(str(self.run_dir / "cluster"))
-                if is_ours and one.status() != psutil.STATUS_ZOMBIE and word in " ".join(one.cmdline()):
+                command = " ".join(one.cmdline())
+                if is_ours and one.status() != psutil.STATUS_ZOMBIE and all(word in command for word in words):
                     found.append(one)
         return found
 

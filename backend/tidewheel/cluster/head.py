@@ -97,9 +97,7 @@ def _end_ray(work: WorkDir) -> None:
 
     ray.shutdown()
     own = os.getpid()
-    processes.wait_until(
-        lambda: all(one.pid == own for one in processes.with_variable(RUN_DIR, str(work.run))), _END_S
-    )
+    processes.wait_until(lambda: all(one.pid == own for one in processes.with_folder(RUN_DIR, str(work.run))), _END_S)
 
 
 def _wait(signals: processes.StopSignals) -> None:

@@ -71,10 +71,15 @@ def descendants(pid: int) -> list[Process]:
     return found
 
 
-def with_variable(name: str, value: str) -> list[Process]:
-    """Return the living processes that were started with the environment variable, of those that may be asked."""
-    wanted = f"{name}={value}".encode()
-    return [process for process in snapshot() if process.state != "Z" and wanted in _environment(process.pid)]
+def with_folder(name: str, folder: str) -> list[Process]:
+    """Return the living processes, of those that may be asked, whose variable named the folder or one below it."""
+    same = f"{name}={folder}".encode()
+    below = same + b"/"
+
+    def has_it(pid: int) -> bool:
+        return any(one == same or one.startswith(below) for one in _environment(pid))
+
+    return [process for process in snapshot() if process.state != "Z" and has_it(process.pid)]
 
 
 def arguments(pid: int) -> list[str]:

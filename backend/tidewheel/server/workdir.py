@@ -150,9 +150,12 @@ def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
 
 
 def _end_processes(run_dir: str) -> None:
-    """End what was started with this run folder, by SIGTERM and then by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        started = [one for one in processes.with_variable(RUN_DIR, run_dir) if one.pid != os.getpid()]
+    """End what was started with this run folder, or one below it: by SIGTERM, then by SIGKILL.
+
+    What lived on would make the folder again. The second SIGKILL is for what was started just before the first.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        started = [one for one in processes.with_folder(RUN_DIR, run_dir) if one.pid != os.getpid()]
         processes.signal_all(started, number)
         processes.wait_until(functools.partial(_have_ended, started), _END_GRACE_S)
 

@@ -79,9 +79,8 @@ class RayServers:
             raise RuntimeError(f"tidewheel cluster {arguments[0]} ended with status {done.returncode}")
 
     def _ours(self) -> list[processes.Process]:
-        """Return the processes of the cluster but those of its servers, which have folders of their own."""
-        folders = (str(self._place), str(self._place / "cluster" / "run"))
-        return [one for folder in folders for one in processes.with_variable(_RUN_DIR, folder)]
+        """Return the processes of the cluster, those of its servers included."""
+        return processes.with_folder(_RUN_DIR, str(self._place))
 
     def _actors(self, title: str) -> list[processes.Process]:
         return [one for one in self._ours() if processes.arguments(one.pid)[:1][0].startswith(title)]

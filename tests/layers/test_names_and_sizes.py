@@ -18,6 +18,7 @@ SHARED_NAMES = {
     "cpu": EACH_OPERATION,
     "reference": EACH_OPERATION,
     "triton_kernels": EACH_OPERATION,
+    "cluster": "the benchmark of a command has the command's name",
     "results": "the module of a command has the command's name",
     "cluster": "a command, and the study of what it starts",
 }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.cli.gateway import MAX_BODY_MB, add_shared_options
+from tidewheel.cli.gateway import MAX_BODY_MB, add_continue_greedy, add_shared_options
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 
@@ -61,6 +61,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--openai-port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
     add_shared_options(parser)
+    add_continue_greedy(parser)
     parser.add_argument(
         "--replica-cpus", type=float, default=1.0, metavar="X", help="cores of each replica (default: %(default)g)"
     )
@@ -128,6 +129,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         max_body_mb=args.max_body_mb or MAX_BODY_MB,
         open_metrics=args.open_metrics,
         playground=args.playground,
+        continue_greedy=args.continue_greedy,
         drain_s=args.drain_s,
     )
     settings.check()

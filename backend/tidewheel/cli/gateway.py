@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
     add_shared_options(parser)
+    add_continue_greedy(parser)
     parser.add_argument(
         "--drain-s",
         type=float,
@@ -74,6 +75,16 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_continue_greedy(group: argparse._ActionsContainer) -> None:
+    """Add an option of gateways to several servers."""
+    group.add_argument(
+        "--continue-greedy",
+        action="store_true",
+        help="a stream with temperature 0 whose server is lost goes on at another one, unless a parameter forbids it "
+        "(docs/openai.md); otherwise it ends with an error",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cli.usage import UsageError
     from tidewheel.gateway.gateway_options import GatewayOptions
@@ -98,5 +109,6 @@ def run(args: argparse.Namespace) -> int:
             workers=args.workers,
             open_metrics=args.open_metrics,
             playground=args.playground,
+            continue_greedy=args.continue_greedy,
         )
     )

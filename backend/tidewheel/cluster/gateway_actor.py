@@ -62,6 +62,7 @@ def _gateway(settings: ClusterSettings, handle: Any, keys: Path | None) -> Gatew
         reasoning=settings.reasoning,
         open_metrics=settings.open_metrics,
         playground=settings.playground,
+        continue_greedy=settings.continue_greedy,
     )
 
 

@@ -11,8 +11,8 @@ from tidewheel.cluster.replica_board import ReplicaBoard
 from tidewheel.fleet.router import Flight, RouteRequest
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.upstream import Address, Upstream
-from tidewheel.gateway.upstreams import Place, Upstreams
-from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable
+from tidewheel.gateway.upstreams import NoServer, Place, Upstreams
+from tidewheel_client.request_errors import Busy, RequestError
 
 
 class ReplicaUpstreams(Upstreams):
@@ -69,7 +69,7 @@ class ReplicaUpstreams(Upstreams):
                 except TimeoutError:
                     raise self._no_server(model) from None
                 except _ray_errors() as error:
-                    raise ServerUnavailable(f"Ray Serve has no replica: {error}") from None
+                    raise NoServer(f"Ray Serve has no replica: {error}") from None
                 assert ticket.flight is not None
                 place = Place(await self._upstream(Address(**selection.replica_metadata)), ticket.flight)
                 try:

@@ -16,10 +16,11 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.router import RouteRequest
-from tidewheel.gateway import bodies, embeddings, openai_errors, passing, playground_pages, tokenizing
+from tidewheel.gateway import bodies, continuing, embeddings, openai_errors, passing, playground_pages, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.continuing import GreedyOrder
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
 from tidewheel.gateway.order import GrpcOrder, HttpOrder
@@ -65,12 +66,14 @@ class Gateway:
         place: WorkerPlace | None = None,
         open_metrics: bool = False,
         playground: bool = False,
+        continue_greedy: bool = False,
     ) -> None:
         self._upstreams = upstreams
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._reasoning = reasoning
         self._playground = playground
+        self._continue_greedy = continue_greedy
         self._open_paths = (*_OPEN_PATHS, "/metrics") if open_metrics else _OPEN_PATHS
         self._place = place or WorkerPlace()
         self._counters = self._place.before()
@@ -290,8 +293,8 @@ class Gateway:
     async def _ask(self, ask: Ask, request_id: str) -> AsyncGenerator[tuple[int, list[Chunk]]]:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
-
-        orders = [GrpcOrder(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
+        kind = GreedyOrder if self._continue_greedy and continuing.may_go_on(ask) else GrpcOrder
+        orders = [kind(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
 
         def prepare() -> list[tuple[RouteRequest, pb.ModelInferRequest]]:
             return [(route_request(ask, order.prompt), order.encode()) for order in orders]

@@ -19,6 +19,7 @@ class GatewayOptions:
     reasoning: Reasoning = "tagged"
     workers: int = 1
     open_metrics: bool = False  # /metrics needs no key, for scrapers that cannot send one
+    continue_greedy: bool = False  # streams whose server is lost go on at another one, where that is possible
     playground: bool = False  # a page for people, which an API for programs does not need
 
 

@@ -41,12 +41,16 @@ class Order(ABC, Generic[R_co]):
 
     def encode_again(self) -> R_co:
         """Encode it with the time that is left. Raise `DeadlineExceeded` if that is none."""
+        return self._encode(self.params_left())
+
+    def params_left(self) -> Mapping[str, object]:
+        """Return the parameters with the time that is left. Raise `DeadlineExceeded` if that is none."""
         left_ms = self.left_ms
         if left_ms is None:
-            return self.encode()
+            return self.ask.params
         if left_ms < 1:
             raise DeadlineExceeded(f"deadline_ms is {self.ask.params['deadline_ms']}: it passed as a server was lost")
-        return self._encode(self.ask.params | {"deadline_ms": int(left_ms)})
+        return self.ask.params | {"deadline_ms": int(left_ms)}
 
     @abstractmethod
     def _encode(self, params: Mapping[str, object]) -> R_co: ...

@@ -44,6 +44,7 @@ def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
         place=place,
         open_metrics=options.open_metrics,
         playground=options.playground,
+        continue_greedy=options.continue_greedy,
     )
     asyncio.run(_serve(gateway, options, shares_port=place.folder is not None))
     return 0

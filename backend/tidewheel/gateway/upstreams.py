@@ -13,6 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.prefix_router import PrefixAware
 from tidewheel.fleet.router import Flight, Router, RouteRequest
+from tidewheel.gateway.continuing import GreedyCourse, GreedyOrder
+from tidewheel.gateway.course import Course
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import cached_tokens
 from tidewheel.gateway.upstream import LOOK_S, Address, Passed, Upstream, watch
@@ -22,6 +24,10 @@ from tidewheel_client.request_errors import EngineDead, NotFound, RequestError, 
 R = TypeVar("R")  # a request as it is sent
 N = TypeVar("N")  # news of its answer
 RESOLVE_S = 2.0  # between two questions for the servers of a name
+
+
+class NoServer(ServerUnavailable):
+    """There is none that could be asked."""
 
 
 class Upstreams:
@@ -36,6 +42,7 @@ class Upstreams:
         self._router: Router[str] = PrefixAware()
         self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
         self.num_moved = 0  # requests that a server refused and another one got
+        self.num_continued = 0  # those of them that had begun
 
     async def __aenter__(self) -> Upstreams:
         for address in self._addresses:
@@ -89,19 +96,19 @@ class Upstreams:
         self, order: Order[pb.ModelInferRequest], route: RouteRequest, request: pb.ModelInferRequest
     ) -> AsyncGenerator[list[Chunk]]:
         """Return the news of each response. See `_deliver`."""
-        return self._deliver(order, route, request, Upstream.stream, cached_tokens)
+        course = (
+            GreedyCourse(order, request)
+            if isinstance(order, GreedyOrder)
+            else Course(order, request, Upstream.stream)
+        )
+        return self._deliver(route, course, cached_tokens)
 
     def generate(self, order: Order[Passed], route: RouteRequest, request: Passed) -> AsyncGenerator[bytes]:
         """Return what Triton answers by HTTP. See `_deliver`."""
-        return self._deliver(order, route, request, Upstream.generate, lambda *_: None)
+        return self._deliver(route, Course(order, request, Upstream.generate), lambda *_: None)
 
     async def _deliver(
-        self,
-        order: Order[R],
-        route: RouteRequest,
-        request: R,
-        send: Callable[[Upstream, R], AsyncGenerator[N]],
-        cached: Callable[[N, RouteRequest], int | None],
+        self, route: RouteRequest, course: Course[R, N], cached: Callable[[N, RouteRequest], int | None]
     ) -> AsyncGenerator[N]:
         """Yield what the first server sends that does not refuse. Raise `RequestError`.
 
@@ -109,26 +116,48 @@ class Upstreams:
         """
         refused: list[Upstream] = []
         while True:
-            async with self._held(order, route, refused) as place:
-                try:
-                    async with contextlib.aclosing(send(place.upstream, request)) as responses:
-                        async for news in responses:
-                            if not place.flight.has_started:
-                                self._note_start(place.flight)
-                            if (found := cached(news, route)) is not None:
-                                place.num_cached = found
-                            yield news
-                    return
-                except RequestError as error:
-                    if isinstance(error, ServerUnavailable):
-                        place.upstream.not_ready = str(error)  # until the next look
-                    refused.append(place.upstream)
-                    if place.flight.has_started:
-                        raise _cut(error) from None
-                    if not error.retryable or not self._may_move(order.ask.model, refused, error):
-                        raise
+            try:
+                async with contextlib.aclosing(self._ask(route, course, cached, refused)) as responses:
+                    async for news in responses:
+                        yield news
+                return
+            except RequestError as error:
+                if not self._moves(course, refused, error):
+                    raise (_cut(error) if course.has_begun else error) from None
+            if course.has_begun:
+                self.num_continued += 1
             self.num_moved += 1
-            request = order.encode_again()
+            course.move()
+
+    async def _ask(
+        self,
+        route: RouteRequest,
+        course: Course[R, N],
+        cached: Callable[[N, RouteRequest], int | None],
+        refused: list[Upstream],
+    ) -> AsyncGenerator[N]:
+        """Yield what one server sends, which is among the `refused` after an error."""
+        async with self._held(course.order, route, refused) as place:
+            try:
+                async with contextlib.aclosing(course.send(place.upstream)) as responses:
+                    async for news in responses:
+                        if not place.flight.has_started:
+                            self._note_start(place.flight)
+                        if (found := cached(news, route)) is not None:
+                            place.num_cached = found
+                        course.has_begun = True
+                        yield news
+            except RequestError as error:
+                if isinstance(error, ServerUnavailable):
+                    place.upstream.not_ready = str(error)  # until the next look
+                refused.append(place.upstream)
+                raise
+
+    def _moves(self, course: Course[R, N], refused: list[Upstream], error: RequestError) -> bool:
+        """Return whether the request goes to another server after the error."""
+        if isinstance(error, NoServer) or not error.retryable or not course.may_move:
+            return False
+        return self._may_move(course.order.ask.model, refused, error)
 
     @contextlib.asynccontextmanager
     async def _held(
@@ -158,8 +187,8 @@ class Upstreams:
             authority for authority, (one, *_) in each if one.not_ready or model not in one.models or one in refused
         }
 
-    def _no_server(self, model: str) -> ServerUnavailable:
-        return ServerUnavailable(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
+    def _no_server(self, model: str) -> NoServer:
+        return NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
     # --- members ----------------------------------------------------------------------------------------------
 

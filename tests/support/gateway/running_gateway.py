@@ -53,12 +53,18 @@ def gateway_to(
     addresses: Sequence[Address] = (),
     playground: bool = False,
     open_metrics: bool = False,
+    continue_greedy: bool = False,
 ) -> Iterator[RunningGateway]:
     """Run it until the block ends. It has looked at every server once."""
     every = [*(Address(f"127.0.0.1:{port}") for port in ports), *addresses]
     upstreams = Upstreams(every)
     gateway = Gateway(
-        upstreams, ApiKeys(keys), max_body_bytes=max_body_bytes, playground=playground, open_metrics=open_metrics
+        upstreams,
+        ApiKeys(keys),
+        max_body_bytes=max_body_bytes,
+        playground=playground,
+        open_metrics=open_metrics,
+        continue_greedy=continue_greedy,
     )
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(

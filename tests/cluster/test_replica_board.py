@@ -46,6 +46,23 @@ def test_what_is_unfit_or_gone_is_not_chosen() -> None:
     assert board.place(number) is None, "the request was given up"
 
 
+def test_what_is_sent_stays_with_its_replica() -> None:
+    board = ReplicaBoard("round-robin")
+    with board.ticket(RouteRequest(), lambda: NONE) as early:
+        assert board.send(early) is None, "there is no replica"
+        board.update(metadata("a", "b"))
+        assert board.place(early.number) in ("a", "b"), "Ray chooses for it"
+    with board.ticket(RouteRequest(), lambda: NONE) as ticket:
+        address = board.send(ticket)
+        assert address is not None
+        name = address.grpc.partition(":")[0]
+        assert [board.place(ticket.number) for _ in range(3)] == [name] * 3
+        board.drop(name)
+        assert board.place(ticket.number) is None, "another replica does not have the request"
+        assert board.knows(ticket.number)
+    assert not board.knows(ticket.number)
+
+
 def test_a_replica_without_ports_is_not_there_yet() -> None:
     board = ReplicaBoard("least-loaded")
     board.update({**metadata("a"), "b": {}})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from tidewheel.cluster.replica_board import board_of
 from tidewheel.fleet.router import ReplicaLoad
+
+_PAUSE_S = 0.05  # until another look for a replica
 
 
 class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -27,6 +31,21 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._board.drop(replica_id.unique_id)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Return the replica of the request's own ticket: Ray's queue gives a choice to the oldest that waits."""
+        number: Any = pending_request.args[0]
+        if is_retry:
+            await asyncio.sleep(_PAUSE_S)
+        while self._board.knows(number):
+            name = self._board.place(number)
+            for key, replica in self.curr_replicas.items():
+                if key.unique_id == name:
+                    return replica
+            await asyncio.sleep(_PAUSE_S)
+        raise RayServeException("the request was given up")
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

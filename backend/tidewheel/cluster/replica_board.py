@@ -24,6 +24,7 @@ class Ticket:
         self.route = route
         self.unfit = unfit  # authorities of replicas that cannot take it now
         self.flight: Flight[str] | None = None
+        self.is_sent = False  # to the replica of its flight, which is its only one
         self.num_cached: int | None = None  # of the prompt's tokens, as the replica says at the end
 
 
@@ -70,13 +71,14 @@ class ReplicaBoard:
             ticket = self._tickets.get(number)
             if ticket is None:
                 return None  # its request was given up
-            self._leave(ticket)
-            by_authority = {address.grpc: key for key, address in self._addresses.items()}
-            authority = self._router.choose(ticket.route, ticket.unfit())
-            if authority is None:
-                return None
-            ticket.flight = self._router.chosen(ticket.route, authority)
-            return by_authority[authority]
+            if not ticket.is_sent:
+                self._choose(ticket)
+            return None if ticket.flight is None else self._by_authority().get(ticket.flight.replica)
+
+    def knows(self, number: int) -> bool:
+        """Return whether the request of a ticket was not given up."""
+        with self._lock:
+            return number in self._tickets
 
     # --- for the gateway ------------------------------------------------------------------------------------------
 
@@ -84,6 +86,15 @@ class ReplicaBoard:
     def addresses(self) -> list[Address]:
         with self._lock:
             return list(self._addresses.values())
+
+    def send(self, ticket: Ticket) -> Address | None:
+        """Choose the replica for good, before Ray asks. None: there is none now, and Ray will ask."""
+        with self._lock:
+            self._choose(ticket)
+            if ticket.flight is None:
+                return None
+            ticket.is_sent = True
+            return self._addresses[self._by_authority()[ticket.flight.replica]]
 
     @contextlib.contextmanager
     def ticket(self, route: RouteRequest, unfit: Callable[[], Collection[str]]) -> Iterator[Ticket]:
@@ -100,6 +111,15 @@ class ReplicaBoard:
     def started(self, flight: Flight[str]) -> None:
         with self._lock:
             self._router.started(flight)
+
+    def _by_authority(self) -> dict[str, str]:
+        return {address.grpc: key for key, address in self._addresses.items()}
+
+    def _choose(self, ticket: Ticket) -> None:
+        self._leave(ticket)
+        authority = self._router.choose(ticket.route, ticket.unfit())
+        if authority is not None:
+            ticket.flight = self._router.chosen(ticket.route, authority)
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket.flight is not None:

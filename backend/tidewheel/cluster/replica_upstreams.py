@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.cluster.replica_board import ReplicaBoard
-from tidewheel.fleet.router import Flight, RouteRequest
+from tidewheel.cluster.reservation import Reservation
+from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.upstream import Address, Upstream
-from tidewheel.gateway.upstreams import NoServer, Place, Upstreams
+from tidewheel.gateway.upstreams import Place, Upstreams
 from tidewheel_client.request_errors import Busy, RequestError
+
+
+@dataclass(slots=True, kw_only=True)
+class ReservedPlace(Place):
+    reservation: Reservation
 
 
 class ReplicaUpstreams(Upstreams):
@@ -59,23 +66,26 @@ class ReplicaUpstreams(Upstreams):
     async def _held(
         self, order: Order[object], route: RouteRequest, refused: Sequence[Upstream]
     ) -> AsyncIterator[Place]:
-        """Reserve a slot of a replica. Raise `ServerUnavailable` if none can be had within the patience."""
+        """Choose a replica, and reserve a slot of it meanwhile: `_begin` waits for that.
+
+        Raise `ServerUnavailable` if none can be had within the patience.
+        """
         model = order.ask.model
         with self._board.ticket(route, lambda: self._unfit(model, refused)) as ticket:
-            async with contextlib.AsyncExitStack() as held:
-                try:
-                    async with asyncio.timeout(self._patience(order)):
-                        selection = await held.enter_async_context(self._handle.choose_replica(ticket.number))
-                except TimeoutError:
-                    raise self._no_server(model) from None
-                except _ray_errors() as error:
-                    raise NoServer(f"Ray Serve has no replica: {error}") from None
+            chosen = self._board.send(ticket)
+            reservation = Reservation(self._handle, ticket.number)
+            try:
+                address = chosen or await reservation.address(self._patience(order))
+                if address is None:
+                    raise self._no_server(model)
                 assert ticket.flight is not None
-                place = Place(await self._upstream(Address(**selection.replica_metadata)), ticket.flight)
+                place = ReservedPlace(await self._upstream(address), ticket.flight, reservation=reservation)
                 try:
                     yield place
                 finally:
                     ticket.num_cached = place.num_cached
+            finally:
+                self._run(reservation.release())  # the answer does not wait for it
 
     def _patience(self, order: Order[object]) -> float:
         left_ms = order.left_ms
@@ -86,8 +96,12 @@ class ReplicaUpstreams(Upstreams):
             await self._add(address, "replica")
         return self._members[address.grpc].upstream
 
-    def _note_start(self, flight: Flight[str]) -> None:
-        self._board.started(flight)
+    async def _begin(self, place: Place) -> None:
+        """Wait for the slot: a replica that goes would cut what has none."""
+        assert isinstance(place, ReservedPlace)
+        authority = place.upstream.address.grpc
+        await place.reservation.wait(lambda: authority in self._members)
+        self._board.started(place.flight)
 
     def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:
         """Wait for a replica if those that there are were lost; not if all are busy."""
@@ -97,10 +111,3 @@ class ReplicaUpstreams(Upstreams):
             return False
         refused.clear()  # a server that was started again may take it
         return True
-
-
-def _ray_errors() -> tuple[type[Exception], ...]:
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
-
-    return RayError, RayServeException

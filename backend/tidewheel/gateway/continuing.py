@@ -158,8 +158,8 @@ class GreedyCourse(Course[pb.ModelInferRequest, list[Chunk]]):
         if not self.has_begun:
             async with contextlib.aclosing(super().send(upstream)) as responses:
                 async for chunks in responses:
-                    self._note(chunks)
                     yield chunks
+                    self._note(chunks)  # as it was passed on
             return
         rest = _Rest(self._written, self._num_prompt)
         if whole := self._written.whole:
@@ -167,8 +167,8 @@ class GreedyCourse(Course[pb.ModelInferRequest, list[Chunk]]):
         async with contextlib.aclosing(super().send(upstream)) as responses:
             async for chunks in responses:
                 if new := [one for one in map(rest.take, chunks) if one is not None]:
-                    self._note(new)
                     yield new
+                    self._note(new)
 
     def _note(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:

@@ -142,7 +142,7 @@ class Upstreams:
                 async with contextlib.aclosing(course.send(place.upstream)) as responses:
                     async for news in responses:
                         if not place.flight.has_started:
-                            self._note_start(place.flight)
+                            await self._begin(place)
                         if (found := cached(news, route)) is not None:
                             place.num_cached = found
                         course.has_begun = True
@@ -173,8 +173,9 @@ class Upstreams:
         finally:
             self._router.ended(place.flight, place.num_cached)
 
-    def _note_start(self, flight: Flight[str]) -> None:
-        self._router.started(flight)
+    async def _begin(self, place: Place) -> None:
+        """Note the first news, before it is passed on. Raise `RequestError` if it must not be."""
+        self._router.started(place.flight)
 
     def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:  # noqa: ARG002
         """Return whether another server may take what one has refused with the error."""

@@ -16,6 +16,8 @@ from tidewheel.gateway.upstream import Address, Upstream
 from tidewheel.gateway.upstreams import Place, Upstreams
 from tidewheel_client.request_errors import Busy, RequestError
 
+_RELEASE_S = 2.0  # for slots to be given back at the end
+
 
 @dataclass(slots=True, kw_only=True)
 class ReservedPlace(Place):
@@ -34,6 +36,7 @@ class ReplicaUpstreams(Upstreams):
         self._board = board
         self._patience_s = patience_s
         self._known: list[str] = []  # models, as seen last
+        self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> ReplicaUpstreams:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -41,6 +44,11 @@ class ReplicaUpstreams(Upstreams):
         changed.set()
         self._run(self._follow_board(changed))
         return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._releases:  # a slot that is not given back would keep its replica
+            await asyncio.wait(self._releases, timeout=_RELEASE_S)
+        await super().__aexit__(*error)
 
     @property
     def models(self) -> list[str]:
@@ -85,7 +93,7 @@ class ReplicaUpstreams(Upstreams):
                 finally:
                     ticket.num_cached = place.num_cached
             finally:
-                self._run(reservation.release())  # the answer does not wait for it
+                self._release(reservation)
 
     def _patience(self, order: Order[object]) -> float:
         left_ms = order.left_ms
@@ -95,6 +103,12 @@ class ReplicaUpstreams(Upstreams):
         if address.grpc not in self._members:  # Ray's router heard of it first
             await self._add(address, "replica")
         return self._members[address.grpc].upstream
+
+    def _release(self, reservation: Reservation) -> None:
+        """Give the slot back. The answer does not wait for it."""
+        task = asyncio.create_task(reservation.release())
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
     async def _begin(self, place: Place) -> None:
         """Wait for the slot: a replica that goes would cut what has none."""

@@ -20,7 +20,6 @@ SHARED_NAMES = {
     "triton_kernels": EACH_OPERATION,
     "cluster": "the benchmark of a command has the command's name",
     "results": "the module of a command has the command's name",
-    "cluster": "a command, and the study of what it starts",
 }
 
 

@@ -113,7 +113,7 @@ def test_what_may_be_in_use_stays(tmp_path: Path, shared_memory: Path) -> None:
 
 
 def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: Path) -> None:
-    """One obeys SIGTERM, one ignores it, and one is of another server."""
+    """One obeys SIGTERM, one ignores it, one is of a server below the killed one, and one is of another server."""
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     willing = "import signal; print(flush=True); signal.pause()"
     root = tmp_path / "tidewheel-serve-dead"
@@ -125,15 +125,20 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
             stdout=subprocess.PIPE,
             env={**os.environ, "TIDEWHEEL_RUN_DIR": str(tmp_path / name / "run")},
         )
-        for code, name in ((willing, root.name), (stubborn, root.name), (willing, "tidewheel-serve-other"))
+        for code, name in (
+            (willing, root.name),
+            (stubborn, root.name),
+            (willing, f"{root.name}/run/tidewheel-serve-below"),
+            (willing, "tidewheel-serve-other"),
+        )
     ]
     try:
         for process in started:
             assert process.stdout is not None
             process.stdout.readline()
         assert sweep(tmp_path, shared_memory) == [root]
-        assert [process.wait(10) for process in started[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
-        assert started[2].poll() is None
+        assert [process.wait(10) for process in started[:3]] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+        assert started[3].poll() is None
     finally:
         for process in started:
             process.kill()

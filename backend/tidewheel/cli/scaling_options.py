@@ -1,9 +1,8 @@
-"""Options of `tidewheel simulate` for replicas that come and go."""
+"""Values of the options of `tidewheel simulate` for replicas that come and go."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -22,17 +21,6 @@ class ScalingOptions(NamedTuple):
     name: str  # empty: the number is constant
     settings: ScalingSettings
     history: tuple[float, ...]
-
-
-def add_scaling_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--replicas", default="1", metavar="N|MIN:MAX", help="number of engines (default: %(default)s)")
-    policies = "reactive, predictive, queue-depth or ongoing: change the number of engines from MIN to MAX"
-    add("--scaling", metavar="NAME", help=policies)
-    add("--startup-s", type=float, metavar="S", help="time until a new engine is ready (default: 120)")
-    add("--scale", action="append", default=[], metavar="KEY=VALUE", help="a setting of --scaling (repeatable)")
-    add("--history", type=Path, metavar="FILE", help="trace of the days before, for --scaling predictive")
-    add("--coarse", action="store_true", help="merge decode steps: for days of traffic")
 
 
 def scaling_options(args: argparse.Namespace) -> ScalingOptions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tidewheel.cli.scaling_options import add_scaling_arguments
 from tidewheel.cli.usage import UsageError
 
 DIFFERENT = 1  # exit code
@@ -16,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     deployment = parser.add_argument_group("deployment")
     add = deployment.add_argument
     add("--policy", default="priority", metavar="NAME[,NAME…]", help="scheduling_policy, one or several to compare")
-    add_scaling_arguments(deployment)
+    _add_scaling(deployment)
     routers = "round-robin, least-loaded, session-affinity or prefix-aware (default: %(default)s)"
     add("--router", default="least-loaded", metavar="NAME", help=routers)
     add("--cost", default="h200-8b", metavar="FILE|NAME", help="how long a step takes (default: %(default)s)")
@@ -108,3 +107,14 @@ def _calibrate(path: Path, target: Path | None) -> int:
         f"error {model.fit['sum_error']:+.1%} in all, {model.fit['median_error']:.1%} in the median step"
     )
     return 0
+
+
+def _add_scaling(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--replicas", default="1", metavar="N|MIN:MAX", help="number of engines (default: %(default)s)")
+    policies = "reactive, predictive, queue-depth or ongoing: change the number of engines from MIN to MAX"
+    add("--scaling", metavar="NAME", help=policies)
+    add("--startup-s", type=float, metavar="S", help="time until a new engine is ready (default: 120)")
+    add("--scale", action="append", default=[], metavar="KEY=VALUE", help="a setting of --scaling (repeatable)")
+    add("--history", type=Path, metavar="FILE", help="trace of the days before, for --scaling predictive")
+    add("--coarse", action="store_true", help="merge decode steps: for days of traffic")

@@ -139,13 +139,14 @@ class AsyncGrpcResponses:
         self._responses = self._read()
 
     def receive(self) -> Awaitable[list[Chunk] | None]:
-        return anext(self._responses, None)
+        return anext(self._responses)
 
-    async def _read(self) -> AsyncGenerator[list[Chunk]]:
+    async def _read(self) -> AsyncGenerator[list[Chunk] | None]:
+        """Yield the responses, and None from their end on."""
         try:
             async for message in self._messages:
                 if message.error_message:
-                    await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
+                    await self._read_end()  # server 2.51 can die if a stream is cancelled as its error is sent
                     raise from_text(message.error_message)
                 yield response_codec.decode(message.infer_response)
         except asyncio.CancelledError:
@@ -154,6 +155,8 @@ class AsyncGrpcResponses:
         except grpc.RpcError as error:
             if not self._is_cancelled:
                 raise from_rpc(error, self._url) from None
+        while True:
+            yield None
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -161,8 +164,11 @@ class AsyncGrpcResponses:
 
     async def close(self) -> None:
         """Read the end of the call, which Triton would else see as cancelled late."""
-        if self._is_cancelled:
-            return
+        if not self._is_cancelled:
+            await self._read_end()
+            await self._responses.aclose()  # or the event loop would start a task for it
+
+    async def _read_end(self) -> None:
         with contextlib.suppress(grpc.RpcError, TimeoutError):
             async with asyncio.timeout(END_S):
                 async for _ in self._messages:

@@ -78,7 +78,7 @@ def decode(response: Any) -> list[Chunk]:
         text, reason, num_input, num_output = layout.pick([*raws, None])
         if text is None:
             text = _NO_TEXT
-        if _length(text) == len(text) - 4:  # of one sequence
+        if int.from_bytes(text[:4], "little") == len(text) - 4:  # of one sequence
             return [
                 Chunk(
                     text=text[4:].decode("utf-8", "replace"),

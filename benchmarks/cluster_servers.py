@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -61,6 +62,7 @@ class ListServers:
         self._names = folder.parent / "names"
         self._running: dict[str, Served] = {}  # by host
         self._going: list[Served] = []
+        self._numbers = itertools.count(1)
 
     def __enter__(self) -> Self:
         self._names.write_text("")
@@ -80,7 +82,8 @@ class ListServers:
             process.wait(60)
 
     def scale(self, count: int) -> None:
-        hosts = [f"127.0.0.{number}" for number in range(len(self._running) + 1, count + 1)]
+        # Each at an address of its own, as pods have: one that goes may still end its requests.
+        hosts = [f"127.0.0.{next(self._numbers)}" for _ in range(count - len(self._running))]
         new = {host: self._start(host) for host in hosts}
         self._running |= new
         if new:

@@ -1,4 +1,4 @@
-"""Several servers: the least loaded one, sessions, refusals, and what is not ready."""
+"""Several servers: the least loaded one, what has the prompt cached, sessions, refusals, and what is not ready."""
 
 from __future__ import annotations
 
@@ -214,3 +214,44 @@ def test_a_name_service_that_fails_leaves_the_servers(names: Names) -> None:
 
 def authorities(gateway: RunningGateway) -> set[str]:
     return {one.address.grpc for one in gateway.upstreams.each}
+
+
+def test_prompts_that_share_their_beginning_go_to_one_server(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    shared = "Be brief. " * 500  # more than four chunks
+    for number in range(4):
+        assert gateway.complete(f"{shared} question {number}").ok
+    assert sorted(counts(tritons)) == [0, 4]
+
+
+def test_a_busy_server_keeps_no_session_from_being_answered(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    """Two streams of a session are at home. A third goes to the other server: the bound is 1.25 of the mean."""
+    release = threading.Event()
+
+    def wait(asked: Asked) -> Answer:
+        release.wait(30)
+        yield from say(asked)
+
+    for triton in tritons:
+        triton.answer = wait
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            answers = []
+            for number in range(3):
+                answers.append(pool.submit(gateway.complete, session_id="chat-7"))
+                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 10, "request")
+            assert sorted(counts(tritons)) == [1, 2]
+        finally:
+            release.set()
+        assert all(answer.result().ok for answer in answers)
+
+
+def test_an_ended_request_counts_no_more(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+    for number in range(3):
+        assert gateway.complete(f"{number}").ok
+    loads = gateway.upstreams._router.loads
+    assert len(loads) == 2 and loads.total_open == 0
+    assert not loads.waiting.any() and not loads.running.any()

@@ -1,16 +1,9 @@
-"""Requests as the router sees them, and servers chosen by what they have in their caches."""
+"""Requests as the router sees them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-from support.gateway.running_gateway import RunningGateway, gateway_to, say
-from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
-from support.triton.serving import wait_for
 from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway import bodies
 from tidewheel.gateway.routing import cached_tokens, route_request
@@ -84,59 +77,3 @@ def test_cached_tokens_are_told_in_the_units_of_the_route() -> None:
     assert cached_tokens([Chunk(text="a"), Chunk(text="", num_input_tokens=400, perf=perf)], route) == 750
     assert cached_tokens([Chunk(text="a", num_input_tokens=400)], route) is None
     assert cached_tokens([Chunk(text="a", num_input_tokens=400, index=1, perf=perf)], route) is None
-
-
-@pytest.fixture
-def tritons() -> Iterator[tuple[FakeTriton, FakeTriton]]:
-    with running(FakeTriton(answer=say)) as one, running(FakeTriton(answer=say)) as other:
-        yield one, other
-
-
-@pytest.fixture
-def gateway(tritons: tuple[FakeTriton, FakeTriton]) -> Iterator[RunningGateway]:
-    with gateway_to(*(triton.port for triton in tritons)) as both:
-        yield both
-
-
-def counts(tritons: tuple[FakeTriton, FakeTriton]) -> list[int]:
-    return [len(triton.asked) for triton in tritons]
-
-
-def test_prompts_that_share_their_beginning_go_to_one_server(
-    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
-) -> None:
-    for number in range(4):
-        assert gateway.complete(f"{SYSTEM} question {number}").ok
-    assert sorted(counts(tritons)) == [0, 4]
-
-
-def test_a_busy_server_keeps_no_session_from_being_answered(
-    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
-) -> None:
-    """Two streams of a session are at home. A third goes to the other server: the bound is 1.25 of the mean."""
-    release = threading.Event()
-
-    def wait(asked: Asked) -> Answer:
-        release.wait(30)
-        yield from say(asked)
-
-    for triton in tritons:
-        triton.answer = wait
-    with ThreadPoolExecutor(3) as pool:
-        try:
-            answers = []
-            for number in range(3):
-                answers.append(pool.submit(gateway.complete, session_id="chat-7"))
-                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 10, "request")
-            assert sorted(counts(tritons)) == [1, 2]
-        finally:
-            release.set()
-        assert all(answer.result().ok for answer in answers)
-
-
-def test_an_ended_request_counts_no_more(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
-    for number in range(3):
-        assert gateway.complete(f"{number}").ok
-    loads = gateway.upstreams._router.loads
-    assert len(loads) == 2 and loads.total_open == 0
-    assert not loads.waiting.any() and not loads.running.any()

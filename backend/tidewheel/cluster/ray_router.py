@@ -50,10 +50,5 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the one replica of the request, or none: Ray asks again after a pause."""
-        if pending_request is None:
-            return []
-        pending_request.routing_context.should_backoff = True  # without it, Ray asks again at once
-        ticket: Any = pending_request.args[0]
-        name = self._board.place(ticket)
-        return [[one] for one in candidate_replicas if one.replica_id.unique_id == name]
+        """Ray's queue would call it, which no request enters."""
+        raise NotImplementedError("requests are placed one by one, by their tickets")

@@ -140,6 +140,24 @@ def test_a_front_end_that_has_given_up_starts_its_engine_where_it_may(
         assert len(FakeServing.made) == 1
 
 
+def test_an_engine_that_fails_while_it_is_looked_for_counts_as_failed(
+    follower: Follower, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = module.find_place
+
+    def fail_meanwhile(model_dir: Path) -> Place | None:
+        found = find(model_dir)
+        write(place, state="stopped", is_given_up=True)
+        FakeServing.made[0].has_failed = True
+        return found
+
+    monkeypatch.setattr(module, "find_place", fail_meanwhile)
+    wait_for(lambda: FakeServing.made[0].has_failed)
+    monkeypatch.setattr(module, "find_place", find)
+    let_turn(follower)
+    assert len(FakeServing.made) == 1
+
+
 def test_an_engine_that_has_just_started_again_changes_no_settings(follower: Follower, place: Place) -> None:
     """It has those of its first start until a front end brings the later ones."""
     write(place._replace(config=EngineConfig(model="m", ageing_s=3.0)), read_ns=0)

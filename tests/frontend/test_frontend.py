@@ -167,6 +167,27 @@ def test_a_stop_string_across_tokens(harness: FrontendHarness, include: bool, ex
     assert sink.num_ends == 1
 
 
+def test_a_token_that_comes_during_a_turn_is_not_forgotten(
+    harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its news came after the turn took the deltas and before it took the columns'."""
+    key, sink = harness.submit(stream=True)
+    columns = harness.frontend._columns
+    take = columns.take
+
+    def take_late(key: int, now_ns: int) -> list[int]:
+        monkeypatch.setattr(columns, "take", take)
+        harness.deliver(key, harness.encode("b"))
+        return take(key, now_ns)
+
+    monkeypatch.setattr(columns, "take", take_late)
+    harness.deliver(key, harness.encode("a"))
+    sink.wait_chunks(2)
+    assert sink.text == "ab"
+    harness.deliver(key, [], "length")
+    sink.wait_end()
+
+
 def test_tokens_behind_a_stop_string_are_not_output(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True, parameters={"stop": ["END"], "logprobs": 0})
     ids = [token_id for char in "one END two" for token_id in harness.encode(char)]

@@ -207,8 +207,9 @@ class Follower:
         return Serving(self._settings, place, self._name, self._stopped.is_set, self.events.listener)
 
     def _next_place(self) -> Place | None:
-        place, now = find_place(self._model_dir), self.serving.place
-        if self.serving.has_failed:
+        now, has_failed = self.serving.place, self.serving.has_failed
+        place = find_place(self._model_dir)  # after: what it was before the failure does not count
+        if has_failed:
             return place or (now if may_start(now) else None)
         if place is None or (place.folder, place.config) == (now.folder, now.config):
             return None

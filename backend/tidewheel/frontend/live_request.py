@@ -62,6 +62,10 @@ class LiveRequest:
         return self._ending is not None
 
     @property
+    def has_deltas(self) -> bool:
+        return bool(self._deltas)
+
+    @property
     def is_at_engine(self) -> bool:
         return self._is_at_engine
 

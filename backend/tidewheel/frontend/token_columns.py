@@ -58,11 +58,12 @@ class TokenColumns:
                 self._spilled.pop(slot, None)
                 self._free.append(slot)
 
-    def await_news(self, key: int) -> None:
-        """Have `due` return the key, once, when it has news."""
+    def await_news(self, key: int, *, has_news: bool = False) -> None:
+        """Have `due` return the key, once, when it has news; `has_news`: what the last turn has left."""
         slot = key & _SLOTS
         with self._lock:
             self._is_awaited[slot] = self._keys.item(slot) == key
+            self._has_news[slot] |= has_news and self._is_awaited[slot]
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
         """Add one token to each key. Return the seconds since its last one, and the keys of first tokens."""

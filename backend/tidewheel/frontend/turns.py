@@ -147,7 +147,7 @@ class Turns:
         if request.end_turn():
             self.put(request)
         elif request.wants_news:
-            self._columns.await_news(request.key)
+            self._columns.await_news(request.key, has_news=request.has_deltas)
         self._turn_ns += (time.monotonic_ns() - begin_ns - self._turn_ns) * _SMOOTHING
 
     def _answer(self, request: LiveRequest, now_ns: int) -> Response | TidewheelError | None:

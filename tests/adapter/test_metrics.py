@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.metric_families import BREAKER_STATES
-from tidewheel.adapter.metrics import RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
+from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming
@@ -289,17 +290,52 @@ def test_usage_before_the_first_block() -> None:
 
 def test_the_publisher_flushes_at_the_end() -> None:
     flushed: list[bool] = []
-    publisher = MetricsPublisher(lambda: flushed.append(True), interval_s=3600)
+
+    def flush() -> bool:
+        flushed.append(True)
+        return False
+
+    publisher = MetricsPublisher(flush, interval_s=3600)
     publisher.flush()
     assert len(flushed) == 1
     publisher.close()
     assert len(flushed) == 2
 
 
+def test_the_publisher_goes_on_at_once_while_figures_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return len(waits) == 4
+
+    answers = iter([True, True, False, False])
+    monkeypatch.setattr(threading, "Event", Stopped)
+    monkeypatch.setattr(threading, "Thread", lambda target, **_: SimpleNamespace(start=target, join=lambda: None))
+    MetricsPublisher(lambda: next(answers), interval_s=9.0).close()
+    assert waits == [9.0, 0.0, 0.0, 9.0]
+
+
+def test_all_steps_are_told_once_there_is_time() -> None:
+    steps = Histogram(STEP_BOUNDS)
+    metrics = EngineMetrics(make_info(), LABELS)
+    for _ in range(10):
+        steps.observe(3, 500)
+        assert metrics.publish(EngineStats(step_tokens=steps))
+    assert value("vllm:iteration_tokens_total_count", **LABELS) == 10 * MAX_OBSERVATIONS
+    num_parts = 1
+    while metrics.publish(EngineStats(step_tokens=steps), has_time=True):
+        num_parts += 1
+        assert num_parts < 100
+    assert value("vllm:iteration_tokens_total_count", **LABELS) == pytest.approx(5000, abs=1)
+    assert value("vllm:iteration_tokens_total_sum", **LABELS) == pytest.approx(15000, abs=3)
+
+
 def test_a_flush_that_fails_is_said_once_and_tried_again() -> None:
     calls, third = [], threading.Event()
 
-    def flush() -> None:
+    def flush() -> bool:
         calls.append(1)
         if len(calls) >= 3:
             third.set()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -231,7 +231,8 @@ def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: P
 def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) -> None:
     arguments = ("--model-repository", str(repository(folder)))
     server = wait_ready(start_server(*arguments, log=folder / "log", with_gateway=True))
-    assert f"http://127.0.0.1:{server.openai_port}/v1" in server.log.read_text()
+    address = f"http://127.0.0.1:{server.openai_port}/v1"
+    wait_for(lambda: address in server.log.read_text(), RESTART_LIMIT_S, "the gateway's address")
     (gateway,) = server.processes("cli.main gateway")
     workers = server.processes("one_worker")
     assert len(workers) == 2
@@ -397,36 +398,41 @@ def test_a_run_directory_without_room_is_one_line(folder: Path, monkeypatch: pyt
 
 
 def hold_imports(folder: Path) -> Path:
-    """Let the model wait in its import while the file that is returned is there."""
+    """Let the model write its process id into the file that is returned, and wait in its import until it is gone."""
     model, hold = folder / "repository" / "words" / "1" / "model.py", folder / "hold"
-    wait = f"import pathlib, time\nwhile pathlib.Path({str(hold)!r}).exists():\n    time.sleep(0.02)\n"
-    model.write_text(wait + model.read_text())
+    code = f"""
+import os, pathlib, time
+hold = pathlib.Path({str(hold)!r})
+if hold.exists():
+    hold.write_text(str(os.getpid()))
+while hold.exists():
+    time.sleep(0.02)
+"""
+    model.write_text(code + model.read_text())
     hold.touch()
     return hold
 
 
-def kill_importing_stub(server: Server, before: Sequence[psutil.Process] = ()) -> None:
-    def new() -> list[psutil.Process]:
-        return [stub for stub in server.stubs() if stub not in before]
-
-    wait_for(new, RESTART_LIMIT_S, "a front end that loads")[0].kill()
+def kill_importing_stub(hold: Path) -> None:
+    wait_for(hold.read_text, RESTART_LIMIT_S, "a front end that imports its model")
+    psutil.Process(int(hold.read_text())).kill()
 
 
 def test_a_front_end_that_dies_in_its_import_ends_the_first_start(folder: Path) -> None:
     """Triton itself waits for it for ever."""
     repository(folder, "pass")
-    hold_imports(folder)
+    hold = hold_imports(folder)
     server = start_server("--model-repository", str(folder / "repository"), log=folder / "log")
-    kill_importing_stub(server)
+    kill_importing_stub(hold)
     assert wait_end(server, DEATH_LIMIT_S) == 1
     (end,) = error_lines(server)
     assert end.startswith("tidewheel: error: a front end died while the server started (stub process ")
 
 
 def test_a_front_end_that_dies_in_its_import_is_started_again(server: Server, folder: Path) -> None:
-    hold, before = hold_imports(folder), server.stubs()
+    hold = hold_imports(folder)
     server.triton_process().kill()
-    kill_importing_stub(server, before)
+    kill_importing_stub(hold)
     hold.unlink()
     wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
     assert "a front end died while the server started" in server.log.read_text()

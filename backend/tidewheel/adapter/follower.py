@@ -97,16 +97,16 @@ class Serving:
         requests = RequestMetrics(settings.entry.labels, self.frontend.stats())
         self._engine_metrics = engine = EngineMetrics(info, settings.owner.labels)
 
-        def publish() -> None:
-            requests.publish(self.frontend.stats(), self.refused)
+        def publish() -> bool:
+            has_time = self.frontend.is_idle
+            is_behind = requests.publish(self.frontend.stats(), self.refused, has_time=has_time)
             engine.publish_restarts(self._client.num_restarts, is_owner=self._client.is_owner)
             engine.publish_ready(self.readiness.is_ready if self._client.is_owner and not self.is_leaving else None)
-            if self._relay.stats is None:
-                return
-            if self._client.is_owner:
-                engine.publish(self._relay.stats)
-            else:
+            if self._relay.stats is not None and self._client.is_owner:
+                is_behind = engine.publish(self._relay.stats, has_time=has_time) or is_behind
+            elif self._relay.stats is not None:
                 engine.follow(self._relay.stats)
+            return is_behind and has_time
 
         return MetricsPublisher(publish)
 

@@ -1,9 +1,9 @@
 """Figures on Triton's `/metrics`.
 
 Each call of a metric is a round trip (20 to 60 µs, measured), so only differences of totals are sent. A histogram
-takes one value a call, at most `MAX_OBSERVATIONS` in a flush. Front ends share series of equal name and labels, whose
-differences add up. A metric lives until its process ends: if it is deleted, the server removes the series under other
-front ends that write to it (2.51 then hangs).
+takes one value a call, at most `MAX_OBSERVATIONS` in a flush; others follow when no request is live. Front ends share
+series of equal name and labels, whose differences add up. A metric lives until its process ends: if it is deleted,
+the server removes the series under other front ends that write to it (2.51 then hangs).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.metric_families import (
@@ -47,6 +48,7 @@ FLUSH_INTERVAL_S = 0.4
 RENEWAL = 25  # flushes after which gauges are sent again
 MAX_OBSERVATIONS = 64  # per histogram and flush: 160 a second
 MAX_WAITING = 1024  # values of a histogram, for later flushes
+MAX_RESTING = 1 << 16  # more, for a time without live requests
 _ROUNDING = 1e-6  # of sums of shares
 
 
@@ -112,24 +114,28 @@ class HistogramSeries:
     """Histogram that grows by the differences of one counted here.
 
     A value stands for its bucket: the mean of the bucket's values that wait, so that the sum is right. At most
-    `MAX_OBSERVATIONS` go out at once. If more than `MAX_WAITING` wait, each bucket loses its share of the new ones.
+    `MAX_OBSERVATIONS` go out at once. At most `MAX_WAITING` wait for the next times, a share of each bucket's new
+    ones, so that what is shown is fresh. The others rest until there is time, at most `MAX_RESTING`, of more a share.
     """
 
     def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
         family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
         self._metric = _for_good(_for_good(family).Metric(labels=dict(labels), buckets=list(bounds)))
         self._seen = Histogram(tuple(bounds))
-        self._counts = [0.0] * len(self._seen.counts)  # of values that wait, by bucket
-        self._sums = [0.0] * len(self._seen.counts)
+        self._waiting, self._resting = (np.zeros((2, len(self._seen.counts))) for _ in range(2))  # counts, sums
 
-    def advance(self, now: Histogram) -> None:
+    def advance(self, now: Histogram, *, has_time: bool = False) -> bool:
+        """Return whether values are left."""
         self._take(now)
-        num_waiting = sum(self._counts)
+        if has_time:
+            self._wake()
+        num_waiting = self._num_waiting
         if num_waiting < 1.0:
-            return
+            return False
         share = min(1.0, MAX_OBSERVATIONS / num_waiting)
-        for bucket, count in enumerate(self._counts):
+        for bucket, count in enumerate(self._waiting[0].tolist()):
             self._observe(bucket, int(share * count + _ROUNDING))
+        return share < 1.0 or bool(self._resting[0].sum() >= 1.0)
 
     def follow(self, now: Histogram) -> None:
         """Skip what others have published."""
@@ -142,22 +148,39 @@ class HistogramSeries:
         if sum(now.counts) <= sum(seen.counts):  # of a restarted process
             seen = Histogram(now.bounds)
         self.follow(now)
-        num_new = sum(now.counts) - sum(seen.counts)
-        share = min(1.0, (MAX_WAITING - sum(self._counts)) / max(num_new, 1))
-        for bucket, count in enumerate(now.counts):
-            self._counts[bucket] += share * (count - seen.counts[bucket])
-            self._sums[bucket] += share * (now.sums[bucket] - seen.sums[bucket])
+        new = np.array([now.counts, now.sums]) - [seen.counts, seen.sums]
+        share = min(1.0, self._room / max(new[0].sum(), 1.0))
+        self._waiting += share * new
+        if share < 1.0:
+            self._resting += (1.0 - share) * new
+            self._resting *= min(1.0, MAX_RESTING / self._resting[0].sum())
+
+    def _wake(self) -> None:
+        num_resting = float(self._resting[0].sum())
+        if num_resting:
+            share = min(1.0, self._room / num_resting)
+            self._waiting += share * self._resting
+            self._resting *= 1.0 - share
+
+    @property
+    def _num_waiting(self) -> float:
+        return float(self._waiting[0].sum())
+
+    @property
+    def _room(self) -> float:
+        return max(MAX_WAITING - self._num_waiting, 0.0)
 
     def _observe(self, bucket: int, num_values: int) -> None:
         if not num_values:
             return
-        bounds, mean = self._seen.bounds, self._sums[bucket] / self._counts[bucket]
+        bounds = self._seen.bounds
+        count, total = self._waiting[:, bucket].tolist()
+        mean = total / count
         if bucket < len(bounds):
             mean = min(mean, bounds[bucket])
         if bucket:
             mean = max(mean, math.nextafter(bounds[bucket - 1], math.inf))
-        self._sums[bucket] *= 1.0 - num_values / self._counts[bucket]
-        self._counts[bucket] -= num_values
+        self._waiting[:, bucket] -= num_values, num_values * total / count
         for _ in range(num_values):
             self._metric.observe(mean)
 
@@ -211,7 +234,8 @@ class EngineMetrics:
         """Publish them, or note what the owner publishes."""
         (self._restarts.advance if is_owner else self._restarts.follow)(count)
 
-    def publish(self, stats: EngineStats) -> None:
+    def publish(self, stats: EngineStats, *, has_time: bool = False) -> bool:
+        """Return whether figures are left for a time without live requests."""
         self._num_published += 1
         if self._num_published % RENEWAL == 0:  # another front end may have cleared them
             self._forget()
@@ -225,7 +249,7 @@ class EngineMetrics:
         self._used.set(stats.num_blocks - stats.num_free_blocks)
         self._tokens_per.set(self._block_size)
         self._config.set(1.0)
-        self._step_tokens.advance(stats.step_tokens)
+        return self._step_tokens.advance(stats.step_tokens, has_time=has_time)
 
     def follow(self, stats: EngineStats) -> None:
         """Note what the owner publishes, to continue there after a takeover."""
@@ -270,19 +294,22 @@ class RequestMetrics:
             for f in (*REQUEST_HISTOGRAMS, *TOKEN_HISTOGRAMS)
         ]
 
-    def publish(self, stats: FrontendStats, refused: Mapping[str, int]) -> None:
-        """Publish figures, with `refused` requests that never reached the front end, by tag."""
+    def publish(self, stats: FrontendStats, refused: Mapping[str, int], *, has_time: bool = False) -> bool:
+        """Publish figures, with `refused` requests that never reached the front end, by tag.
+
+        Return whether some are left for a time without live requests.
+        """
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
         self._failed.advance(stats.failed)
         self._prompt.advance(stats.num_prompt_tokens)
         self._generation.advance(stats.num_generation_tokens)
-        for of, histogram in self._histograms:
-            histogram.advance(of(stats))
+        are_left = [histogram.advance(of(stats), has_time=has_time) for of, histogram in self._histograms]
         self._answered.advance(_by_class(stats.answered))
         self._in_time.advance(_by_class(stats.in_time))
         # Last, so that a visible refusal implies the others.
         self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
+        return any(are_left)
 
 
 def _by_class(counts: Mapping[Priority, int]) -> dict[str, float]:
@@ -290,9 +317,12 @@ def _by_class(counts: Mapping[Priority, int]) -> dict[str, float]:
 
 
 class MetricsPublisher:
-    """Thread that calls `publish` every `interval_s` and at the end. One call at a time."""
+    """Thread that calls `publish` every `interval_s` and at the end, and again at once if it returns True.
 
-    def __init__(self, publish: Callable[[], None], interval_s: float = FLUSH_INTERVAL_S) -> None:
+    One call at a time.
+    """
+
+    def __init__(self, publish: Callable[[], bool], interval_s: float = FLUSH_INTERVAL_S) -> None:
         self._publish = publish
         self._interval_s = interval_s
         self._lock = threading.Lock()
@@ -301,21 +331,23 @@ class MetricsPublisher:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
+        """Return whether to publish again at once."""
         with self._lock:
             try:
-                self._publish()
+                return self._publish()
             except Exception as error:
                 if str(error) != self._last_problem:  # log once
                     self._last_problem = str(error)
                     pb_utils.Logger.log_error(f"metrics could not be published: {error}")
+                return False
 
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
-        is_last = False
+        is_last = is_behind = False
         while not is_last:
-            is_last = self._stopped.wait(self._interval_s)
-            self.flush()
+            is_last = self._stopped.wait(0.0 if is_behind else self._interval_s)
+            is_behind = self.flush()

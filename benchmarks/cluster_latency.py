@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stream_readers import Asked, GrpcReader, OpenAiReader
+from serving import free_ports
+from stream_readers import Asked, GrpcReader, LineReader, OpenAiReader
 
 WARM_UP = 20
 LONG = 1 << 14  # tokens of a stream that outlasts its measurement
 NUM_PAIRS = 4
+START_S = 60.0
 SETTLE_S = 0.2
 
-Reader = GrpcReader | OpenAiReader
+Asker = GrpcReader | OpenAiReader
+Reader = Asker | LineReader
 
 
 def of_requests(straight: str, gateway: str, model: str, count: int) -> dict[str, Any]:
     """Return milliseconds from the sending to the token of requests for one token, in turns."""
-    readers: dict[str, Reader] = {
+    readers: dict[str, Asker] = {
         "straight": GrpcReader(Asked(straight, model, 1), 0, again=False),
         "gateway": OpenAiReader(Asked(gateway, model, 1), again=False),
     }
@@ -38,7 +46,7 @@ def of_requests(straight: str, gateway: str, model: str, count: int) -> dict[str
             "added_ms": round(medians["gateway"] - medians["straight"], 3), "requests": count}  # fmt: skip
 
 
-def first_token_s(reader: Reader) -> float:
+def first_token_s(reader: Asker) -> float:
     """Send a request, and read it to its end."""
     num_ended, first, sent = reader.num_ended, 0.0, time.perf_counter()
     reader.send()
@@ -50,39 +58,74 @@ def first_token_s(reader: Reader) -> float:
 
 
 def of_chunks(straight: str, gateway: str, model: str, seconds: float) -> dict[str, Any]:
-    """Return microseconds by which chunks of one step come later through the gateway.
+    """Return microseconds by which chunks of one step come later through the gateway, and through a bare forwarder.
 
-    Two streams of one engine get their tokens in the same steps; one is read straight and one through the gateway.
-    The front end sends the older stream's first, so each is the older one in half of the pairs.
+    Two streams of one engine get their tokens in the same steps; one is read straight, the other not. The front end
+    sends the older stream's first, so each is the older one in half of the pairs.
     """
-    added: list[float] = []
-    halves = []
-    for number in range(NUM_PAIRS):
-        found = pair(straight, gateway, model, seconds / NUM_PAIRS, gateway_first=number % 2 == 0)
-        halves.append(statistics.median(found))
-        added += found
+    with forwarder(straight, model) as bare:
+        ways: dict[str, Callable[[], Reader]] = {
+            "": lambda: OpenAiReader(Asked(gateway, model, LONG)),
+            "forwarder_": lambda: LineReader(bare),
+        }
+        found: dict[str, list[list[float]]] = {name: [] for name in ways}
+        for number in range(NUM_PAIRS * len(ways)):
+            name, way = list(ways.items())[number % len(ways)]
+            is_older = number // len(ways) % 2 == 0
+            found[name].append(pair(straight, way, model, seconds / NUM_PAIRS, other_first=is_older))
+    return {key: figure for name, pairs in found.items() for key, figure in later_by(name, pairs).items()}
+
+
+def later_by(name: str, pairs: list[list[float]]) -> dict[str, Any]:
+    together = [later for found in pairs for later in found]
     return {
-        "added_us": round(1e6 * statistics.mean(halves), 1),
-        "added_us_p99": round(1e6 * float(np.percentile(added, 99)), 1),
-        "chunks": len(added),
+        f"{name}added_us": round(1e6 * statistics.mean(map(statistics.median, pairs)), 1),
+        f"{name}added_us_p99": round(1e6 * float(np.percentile(together, 99)), 1),
+        f"{name}chunks": len(together),
     }
 
 
-def pair(straight: str, gateway: str, model: str, seconds: float, *, gateway_first: bool) -> list[float]:
-    """Return the seconds between the arrivals of chunks that belong together."""
-
-    makers: list[Callable[[], Reader]] = [
-        lambda: GrpcReader(Asked(straight, model, LONG), 1),
-        lambda: OpenAiReader(Asked(gateway, model, LONG)),
+@contextlib.contextmanager
+def forwarder(straight: str, model: str) -> Iterator[str]:
+    """Start `bare_forwarder.py`, and return where it listens."""
+    port = free_ports(1)
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("bare_forwarder.py")),
+        str(port),
+        straight,
+        model,
+        str(LONG),
     ]
+    process = subprocess.Popen(command)
+    try:
+        wait_listening(port)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_listening(port: int) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"nothing listens on port {port} after {START_S:g} s")
+
+
+def pair(straight: str, way: Callable[[], Reader], model: str, seconds: float, *, other_first: bool) -> list[float]:
+    """Return the seconds between the arrivals of chunks that belong together."""
+    makers: list[Callable[[], Reader]] = [lambda: GrpcReader(Asked(straight, model, LONG), 1), way]
     readers = []
-    for make in reversed(makers) if gateway_first else makers:
+    for make in reversed(makers) if other_first else makers:
         readers.append(make())
         wait_until_it_flows(readers[-1])
     arrivals = arrivals_of(readers, seconds)
     for reader in readers:
         reader.socket.close()
-    there, here = arrivals if gateway_first else reversed(arrivals)
+    there, here = arrivals if other_first else reversed(arrivals)
     return matched(here, there)
 
 

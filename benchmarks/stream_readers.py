@@ -57,7 +57,7 @@ class HttpReader:
         self._again = again
         self._rest = b""
         self.num_ended = 0
-        self.socket = _connected(asked.address)
+        self.socket = connected(asked.address)
         if again:
             self.send()
 
@@ -91,6 +91,20 @@ class OpenAiReader(HttpReader):
         return _http_post("/v1/completions", fields | {"ignore_eos": True, "max_tokens": asked.max_tokens})
 
 
+class LineReader:
+    """A stream of `bare_forwarder.py`: a line for each response."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = connected(address)
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the forwarder closed a stream")
+        for line in data.splitlines():
+            yield 0, line.count(TOKEN)
+
+
 class InferReader:
     """`/infer` requests, one after the other."""
 
@@ -99,7 +113,7 @@ class InferReader:
         inputs = [{"name": k, "datatype": "BYTES", "shape": [1], "data": [v]} for k, v in given.items()]
         self._request = _http_post(f"/v2/models/{asked.model}/infer", {"inputs": inputs})
         self._rest = b""
-        self.socket = _connected(asked.address)
+        self.socket = connected(asked.address)
         self.socket.sendall(self._request)
 
     def read(self) -> Iterator[tuple[int, int]]:
@@ -128,7 +142,7 @@ class GrpcReader:
         self._next_id = 1
         self.num_ended = 0
         self._rest = b""
-        self.socket = _connected(asked.address)
+        self.socket = connected(asked.address)
         settings = struct.pack(">HI", 4, _WINDOW)  # initial window
         window = struct.pack(">I", _WINDOW - 65535)
         self.socket.sendall(
@@ -170,7 +184,7 @@ class GrpcReader:
             self.socket.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
 
 
-def _connected(address: str) -> socket.socket:
+def connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -202,7 +216,7 @@ def _headers(asked: Asked) -> bytes:
     return b"".join(b"\0" + name + value for name, value in zip(sized[::2], sized[1::2], strict=True))
 
 
-def _grpc_message(asked: Asked) -> bytes:
+def request_of(asked: Asked) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=asked.model)
     inputs = [
         ("text_input", "BYTES", _bytes_tensor(PROMPT)),
@@ -212,7 +226,11 @@ def _grpc_message(asked: Asked) -> bytes:
     for name, kind, content in inputs:
         request.inputs.add(name=name, datatype=kind, shape=[1])
         request.raw_input_contents.append(content)
-    body: bytes = request.SerializeToString()
+    return request
+
+
+def _grpc_message(asked: Asked) -> bytes:
+    body: bytes = request_of(asked).SerializeToString()
     return b"\0" + struct.pack(">I", len(body)) + body
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +20,8 @@ from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.continuing import GreedyOrder
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
-from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
+from tidewheel.gateway.http_messages import id_of, json_answer, of_http, read_body, refusal, traceparent
+from tidewheel.gateway.merging import merged
 from tidewheel.gateway.order import GrpcOrder, HttpOrder
 from tidewheel.gateway.routing import route_request
 from tidewheel.gateway.spoken import Reasoning
@@ -31,22 +30,15 @@ from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel_client import Chunk
 from tidewheel_client.request_errors import (
     InternalError,
-    InvalidRequest,
     RequestError,
-    RequestTimeout,
-    Unsupported,
     WrongKey,
 )
 
-BODY_S = 60.0  # for a body to arrive
-_AT_ONCE = 64  # requests that one body makes
-_ALIKE_S = 1.0  # for its others, when one has failed
 _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _OPEN_PATHS = ("/health",)
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Answering = Callable[[web.Request, Ask], Awaitable[web.StreamResponse]]
@@ -141,13 +133,13 @@ class Gateway:
         except RequestError as error:
             response = self._refuse(request, error)
         except web.HTTPException as error:
-            response = self._refuse(request, _of_http(request, error))
+            response = self._refuse(request, of_http(request, error))
         except asyncio.CancelledError:
             self._counters.num_hang_ups += 1
             raise
         except ConnectionError:  # the client is gone, and reads no answer
             self._counters.num_hang_ups += 1
-            response = _refusal(request, InternalError("the connection was lost"))
+            response = refusal(request, InternalError("the connection was lost"))
         except Exception:
             logger.exception("a request to %s failed", request.path)
             response = self._refuse(request, InternalError("the gateway failed; its log says why"))
@@ -164,13 +156,13 @@ class Gateway:
 
     def _refuse(self, request: web.Request, error: RequestError) -> web.Response:
         self._counters.count_error(error)
-        return _refusal(request, error)
+        return refusal(request, error)
 
     async def _health(self, _: web.Request) -> web.Response:
         await self._upstreams.look_again()
         reason = self._upstreams.not_ready
         body = msgspec.json.encode({"ready": not reason, "reason": reason})
-        return _json(body, status=503 if reason else 200)
+        return json_answer(body, status=503 if reason else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         each = self._upstreams.each
@@ -183,10 +175,10 @@ class Gateway:
 
     async def _list_models(self, _: web.Request) -> web.Response:
         data = [self._card(name) for name in self._upstreams.models]
-        return _json(msgspec.json.encode({"object": "list", "data": data}))
+        return json_answer(msgspec.json.encode({"object": "list", "data": data}))
 
     async def _show_model(self, request: web.Request) -> web.Response:
-        return _json(msgspec.json.encode(self._card(self._upstreams.model(request.match_info["model"]))))
+        return json_answer(msgspec.json.encode(self._card(self._upstreams.model(request.match_info["model"]))))
 
     def _card(self, name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel"}
@@ -197,7 +189,7 @@ class Gateway:
         async def handle(request: web.Request) -> web.StreamResponse:
             account: Account = request["account"]
             with account.admit():
-                body = await _read_body(request)
+                body = await read_body(request)
 
                 def understand() -> Ask:
                     request["fields"] = fields = bodies.parse(body)
@@ -206,7 +198,7 @@ class Gateway:
                 ask = await self._beside(len(body), understand)
                 request["schema_name"] = ask.schema_name
                 model = self._upstreams.model(request.match_info.get("model", ask.model))
-                return await answer(request, ask._replace(model=model, traceparent=_traceparent(request)))
+                return await answer(request, ask._replace(model=model, traceparent=traceparent(request)))
 
         return handle
 
@@ -222,35 +214,37 @@ class Gateway:
 
     async def _embed(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         chunks: list[tuple[int, Chunk]] = []
-        async with contextlib.aclosing(self._ask(ask, _request_id(request, ask))) as responses:
+        async with contextlib.aclosing(self._ask(ask, id_of(request, ask))) as responses:
             async for number, news in responses:
                 chunks += [(number, chunk) for chunk in news]
-        return _json(embeddings.embeddings(request["fields"], ask.model, chunks))
+        return json_answer(embeddings.embeddings(request["fields"], ask.model, chunks))
 
     async def _tokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
-        return _json(tokenizing.tokenized(await self._text(request, ask)))
+        return json_answer(tokenizing.tokenized(await self._text(request, ask)))
 
     async def _detokenize(self, request: web.Request, ask: Ask) -> web.StreamResponse:
-        return _json(tokenizing.detokenized(await self._text(request, ask)))
+        return json_answer(tokenizing.detokenized(await self._text(request, ask)))
 
     async def _text(self, request: web.Request, ask: Ask) -> str:
         """Return the text of all answers."""
         if not ask.prompts:
             return ""
-        async with contextlib.aclosing(self._ask(ask, _request_id(request, ask))) as responses:
+        async with contextlib.aclosing(self._ask(ask, id_of(request, ask))) as responses:
             return "".join([chunk.text async for _, news in responses for chunk in news])
 
     async def _whole(self, request: web.Request, ask: Ask) -> web.Response:
-        request_id = _request_id(request, ask)
+        request_id = id_of(request, ask)
         chunks: list[tuple[int, Chunk]] = []
         async with contextlib.aclosing(self._ask(ask, request_id)) as responses:
             async for number, news in responses:
                 chunks += [(number, chunk) for chunk in news]
-        return _json(Answer(ask, request_id, self._reasoning).whole(chunks), headers={"x-request-id": request_id})
+        return json_answer(
+            Answer(ask, request_id, self._reasoning).whole(chunks), headers={"x-request-id": request_id}
+        )
 
     async def _stream(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         """Answer with events from the first output on. An error before it is an answer of its own."""
-        request_id = _request_id(request, ask)
+        request_id = id_of(request, ask)
         answer = Answer(ask, request_id, self._reasoning)
         response = web.StreamResponse(headers=_STREAM_HEADERS | {"x-request-id": request_id})
         try:
@@ -306,90 +300,6 @@ class Gateway:
                 async for news in responses:
                     yield 0, news
             return
-        async with contextlib.aclosing(_merged(streams)) as merged:
-            async for item in merged:
+        async with contextlib.aclosing(merged(streams)) as news_of_all:
+            async for item in news_of_all:
                 yield item
-
-
-async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenerator[tuple[int, list[Chunk]]]:
-    """Yield what comes first, with the number of its stream. Raise the first error, and end the others.
-
-    At most `_AT_ONCE` are read at one time, so that a long list leaves the server room for others.
-    """
-    turns = asyncio.Semaphore(_AT_ONCE)
-    arrived: asyncio.Queue[tuple[int, list[Chunk]] | RequestError | None] = asyncio.Queue(len(streams))
-
-    async def read(number: int, stream: AsyncGenerator[list[Chunk]]) -> None:
-        try:
-            async with turns, contextlib.aclosing(stream) as responses:
-                async for news in responses:
-                    await arrived.put((number, news))
-            await arrived.put(None)
-        except RequestError as error:
-            await arrived.put(error)
-
-    readers = [asyncio.create_task(read(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        num_left = len(streams)
-        while num_left:
-            item = await arrived.get()
-            if isinstance(item, RequestError):
-                # Others may fail alike, and server 2.51 can die if a stream is cancelled as its error is sent.
-                await asyncio.wait(readers, timeout=_ALIKE_S)
-                raise item
-            if item is None:
-                num_left -= 1
-            else:
-                yield item
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _read_body(request: web.Request) -> bytes:
-    if request.content_type != "application/json":
-        raise Unsupported(f"Content-Type is {request.content_type}: send application/json")
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise Unsupported("Content-Encoding is set: send the body as it is")
-    if (request.content_length or 0) > request.client_max_size:
-        raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
-    except TimeoutError:
-        raise RequestTimeout(f"the body did not arrive within {BODY_S:g} s") from None
-
-
-def _request_id(request: web.Request, ask: Ask) -> str:
-    given = ask.request_id or request.headers.get("X-Request-Id", "")
-    if len(given) > bodies.MAX_REQUEST_ID_CHARS or not given.isprintable():
-        raise InvalidRequest(f"X-Request-Id has more than {bodies.MAX_REQUEST_ID_CHARS} printable characters")
-    return given or uuid.uuid4().hex
-
-
-def _traceparent(request: web.Request) -> str:
-    """Return W3C's header. One that is malformed counts as absent, as its specification says."""
-    header = request.headers.get("traceparent", "").strip()
-    return header if _TRACEPARENT.fullmatch(header) else ""
-
-
-def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
-
-
-def _refusal(request: web.Request, error: RequestError) -> web.Response:
-    if request.path.startswith(passing.PATH):
-        body = passing.error_body(error)
-    else:
-        body = openai_errors.body_of(error, request.get("fields", ()), request.get("schema_name", ""))
-    return _json(body, status=openai_errors.status_of(error), headers=openai_errors.headers_of(error))
-
-
-def _of_http(request: web.Request, error: web.HTTPException) -> RequestError:
-    """Return what aiohttp refuses by itself as an error of the gateway."""
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return BodyTooLarge(f"the body is larger than {request.client_max_size} bytes (--max-body-mb)")
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        return MethodNotAllowed(f"{request.method} {request.path}", error.allowed_methods)
-    return UnknownUrl(f"{request.method} {request.path}: no such path")

@@ -22,7 +22,7 @@ from tidewheel.engine.placement import choose_place, make_current
 from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError, Draining
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 FRONTEND = SimpleNamespace(health_host="127.0.0.1", health_port=None, request_log="", otlp_traces_endpoint="")
 SETTINGS = SimpleNamespace(frontend=FRONTEND, entry=SimpleNamespace(labels={"model_name": "demo"}))
 

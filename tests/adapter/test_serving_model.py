@@ -312,13 +312,13 @@ def test_other_settings_are_followed_and_requests_end_where_they_are(
     place = started._follower.serving.place
     config = dataclasses.replace(place.config, max_prompt_bytes=9)
     monkeypatch.setattr(follower, "find_place", lambda _: place._replace(config=config))
-    wait_for(lambda: started._follower.serving.frontend is not first, 30, "the other front end")
+    wait_for(lambda: started._follower.serving.frontend is not first, 60, "the other front end")
     request = ask("0123456789")
     started.execute([request])
     assert "at most 9 are allowed" in error_of(request).message()
     assert first.engine.events == []
     first.held.pop().send([Chunk(text="done", finish_reason="stop")])
-    wait_for(lambda: first.engine.events == ["front end closed", "client closed"], 30, "the end of the first")
+    wait_for(lambda: first.engine.events == ["front end closed", "client closed"], 60, "the end of the first")
     assert held.sender.sent[0][0].output_tensors()[0].as_numpy().tolist() == [b"done"]
     started.finalize()
 
@@ -383,14 +383,14 @@ def test_one_front_end_of_a_model_has_the_health_port(tmp_path: Path, monkeypatc
     (port,) = free_ports(1)
 
     def get() -> tuple[int, str]:
-        answer = requests.get(f"http://127.0.0.1:{port}/ready", timeout=10)
+        answer = requests.get(f"http://127.0.0.1:{port}/ready", timeout=60)
         return answer.status_code, answer.json()["state"]
 
     first, _ = start(make_args(tmp_path, health_port=str(port)))
     second, _ = start(make_args(tmp_path, health_port=str(port)))
     assert get() == (200, "ready")
     first.finalize()
-    wait_for(lambda: second._follower._health._endpoint, 10, "the other one takes it over")
+    wait_for(lambda: second._follower._health._endpoint, 60, "the other one takes it over")
     monkeypatch.setattr(FakeClient, "readiness", Readiness("given up", "no weights"))
     assert get() == (503, "given up")
     second.finalize()
@@ -403,7 +403,7 @@ def test_the_health_port_says_that_the_engine_loads(tmp_path: Path, monkeypatch:
     answers = []
 
     def load(client: FakeClient, timeout_s: float, must_stop: object) -> EngineInfo:
-        answers.append(requests.get(f"http://127.0.0.1:{port}/ready", timeout=10))
+        answers.append(requests.get(f"http://127.0.0.1:{port}/ready", timeout=60))
         raise ConfigError("no weights")
 
     monkeypatch.setattr(FakeClient, "start", load)
@@ -411,7 +411,7 @@ def test_the_health_port_says_that_the_engine_loads(tmp_path: Path, monkeypatch:
         start(make_args(tmp_path, health_port=str(port)))
     assert (answers[0].status_code, answers[0].json()["state"]) == (503, "starting")
     with pytest.raises(requests.ConnectionError):
-        requests.get(f"http://127.0.0.1:{port}/ready", timeout=10)
+        requests.get(f"http://127.0.0.1:{port}/ready", timeout=60)
 
 
 @pytest.mark.parametrize("off", [{"REPORT_CUSTOM_METRICS": "false"}, {"disable_log_stats": "true"}])

@@ -110,7 +110,7 @@ def converse(url: str, *, num_outcomes: int) -> list[Outcome]:
 
     async def run() -> list[Outcome]:
         async with users.active(1):
-            await asyncio.to_thread(lambda: wait_for(lambda: len(users.outcomes) > num_outcomes, 30, "outcomes"))
+            await asyncio.to_thread(lambda: wait_for(lambda: len(users.outcomes) > num_outcomes, 60, "outcomes"))
         return users.outcomes
 
     return asyncio.run(run())

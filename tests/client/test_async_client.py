@@ -143,7 +143,7 @@ def test_leaving_the_block_cancels(triton: FakeTriton) -> None:
     async def test(client: AsyncClient) -> None:
         async with client.stream("x") as stream:
             assert (await anext(stream)).text == "first "
-        assert await asyncio.to_thread(triton.ended.wait, 10)
+        assert await asyncio.to_thread(triton.ended.wait, 60)
         with pytest.raises(tc.Cancelled):
             await stream.read()
 
@@ -178,7 +178,7 @@ def test_a_task_that_is_cancelled_cancels_its_request(triton: FakeTriton) -> Non
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(triton.ended.wait, 10)
+        assert await asyncio.to_thread(triton.ended.wait, 60)
 
     run(triton, test)
     release.set()
@@ -203,7 +203,7 @@ def test_ready_and_metadata(triton: FakeTriton) -> None:
         with pytest.raises(tc.RequestTimeout, match="'demo'"):
             await client.wait_ready(timeout_s=0.2)
         triton.ready = True
-        await client.wait_ready(timeout_s=5)
+        await client.wait_ready(timeout_s=60)
         assert (await client.metadata()).server_version == "2.51.0"
         assert await client.streaming_models() == ("demo", "zebra")
 

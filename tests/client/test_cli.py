@@ -197,14 +197,14 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(triton: FakeTriton) -> None:
         read_until(controller, b"partial")
         chat.send_signal(signal.SIGINT)
         read_until(controller, b"> ")
-        assert triton.ended.wait(10)
+        assert triton.ended.wait(60)
         triton.answer = answer_messages
         os.write(controller, b"next\n")
         # The partial answer is part of the conversation. Then the prompt: a terminal may forget what is typed
         # before its program reads.
         read_until(controller, b"3:next", b"> ")
         os.write(controller, b"\x04")
-        assert chat.wait(10) == 0
+        assert chat.wait(60) == 0
     finally:
         release.set()
         chat.kill()

@@ -39,8 +39,8 @@ def test_a_killed_head_leaves_nothing(folder: Path) -> None:
         (store,) = cluster.processes("gcs_server")
         (head,) = store.parents()[:1]
         head.kill()
-        wait_for(lambda: all(map(has_ended, below)), 30, "end of all")
-        wait_for(lambda: list(folder.iterdir()) == [], 30, "removal of all files")
+        wait_for(lambda: all(map(has_ended, below)), 60, "end of all")
+        wait_for(lambda: list(folder.iterdir()) == [], 60, "removal of all files")
         assert not set(ports) & {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
 
 
@@ -49,7 +49,7 @@ def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
         cluster.wait_ready(1)
         (gateway,) = cluster.processes("ray::ServeReplica:tidewheel:gateway")
         gateway.kill()
-        wait_for(lambda: has_ended(gateway), 10, "its end")
+        wait_for(lambda: has_ended(gateway), 60, "its end")
         cluster.wait_ready(1)
         assert cluster.chat("A tuple is", max_tokens=4).ok
 

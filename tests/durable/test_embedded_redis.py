@@ -52,7 +52,7 @@ def test_it_ends_after_its_last_user_however_that_ends(folder: Path) -> None:
         assert redis_of(folder) == redis  # the same one for all
         guard = redis.parent()
     assert guard is not None
-    wait_for(lambda: not redis.is_running() and not guard.is_running(), 30, "the end of Redis and its guard")
+    wait_for(lambda: not redis.is_running() and not guard.is_running(), 60, "the end of Redis and its guard")
     with Queue(folder) as queue:
         assert sum(queue.counts().waiting) == 3
 
@@ -73,7 +73,7 @@ def test_the_guard_starts_a_killed_redis(folder: Path) -> None:
         assert first is not None
         guard = first.parent()
         first.kill()
-        second = wait_for(lambda: (found := redis_of(folder)) and found != first and found, 30, "another Redis")
+        second = wait_for(lambda: (found := redis_of(folder)) and found != first and found, 60, "another Redis")
         assert second.parent() == guard
 
 
@@ -100,6 +100,13 @@ def test_lines_of_redis_conf_are_read(folder: Path) -> None:
 
 
 def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = EmbeddedRedis._spawn
+
+    def spawn_and_see_it_fail(redis: EmbeddedRedis) -> None:
+        spawn(redis)
+        wait_for(lambda: "no_such_option" in redis._log.read_text(), 60, "what Redis says")
+
+    monkeypatch.setattr(EmbeddedRedis, "_spawn", spawn_and_see_it_fail)
     monkeypatch.setattr("tidewheel_client.queue.embedded_redis._START_S", 0.5)
     folder.mkdir(mode=0o700)
     (folder / "redis.conf").write_text("no_such_option 3\n")

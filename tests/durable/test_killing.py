@@ -71,7 +71,7 @@ def test_a_stopped_worker_leaves_nothing_to_a_lease(short_path: Path) -> None:
     folder = short_path / "queue"
     with Queue(folder, name="kills") as queue:
         queue.enqueue_many([{"id": f"job-{i}", "prompt": "x"} for i in range(200)])
-        worker = echoing_worker(folder, "kills", short_path / "begun", delay_s=0.02, lease_s=3600)
+        worker = echoing_worker(folder, "kills", short_path / "begun", delay_s=0.2, lease_s=3600)  # 10 s for all
         while not list(queue.results()):
             time.sleep(0.02)
         assert worker.stop(60) == 0

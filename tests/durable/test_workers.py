@@ -305,8 +305,8 @@ def test_a_held_job_is_renewed(place: Place) -> None:
     async def use() -> None:
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x")
-            options = WorkerOptions(lease_s=0.3, until_empty=True)
-            transport, other = EchoTransport(2.0), EchoTransport(0)
+            options = WorkerOptions(lease_s=1.0, until_empty=True)
+            transport, other = EchoTransport(2.5), EchoTransport(0)
             async with working(place.worker_of(transport, options)):
                 await until(lambda: bool(transport.asked), "taken")
                 await place.worker_of(other, options).run()  # looks each second, until the job has ended

@@ -122,7 +122,7 @@ def test_metrics_are_of_the_served_name_and_can_be_off(server: Server) -> None:
     ask(server, "named")
     ask(server, "quiet")
     prompts = "vllm:prompt_tokens_total"
-    wait_for(lambda: server.metric(prompts, model_name="llama", model="named") > 0, 10, "figures of the entry")
+    wait_for(lambda: server.metric(prompts, model_name="llama", model="named") > 0, 60, "figures of the entry")
     ours = [sample for sample in server.metrics() if sample.startswith(("vllm:", "tidewheel"))]
     assert ours and not [sample for sample in ours if "quiet" in sample]
 

@@ -51,5 +51,5 @@ def test_locust_and_the_server_count_the_same(server: Server) -> None:
         found = {model: succeeded(server, model) - before[model] for model in models}
         return found == {"demo": streamed, "demo_infer": whole}
 
-    wait_for(counts_agree, 10, f"the server to count {streamed} and {whole} requests")
+    wait_for(counts_agree, 60, f"the server to count {streamed} and {whole} requests")
     assert num_tokens(server) - tokens_before == 8 * (streamed + whole)

@@ -68,7 +68,7 @@ def gateway_process(*servers: Server) -> Iterator[str]:
 
 def metric(url: str, name: str) -> list[float]:
     try:
-        lines = requests.get(f"{url}/metrics", timeout=10).text.splitlines()
+        lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
     except requests.ConnectionError:
         return []
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"tidewheel_gateway_{name}")]

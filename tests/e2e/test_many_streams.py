@@ -49,4 +49,4 @@ def test_two_hundred_streams_exact_and_flat(server: Server, reference: Reference
     for _ in range(3):
         run_two_hundred(server, expected)
     assert memory(server) - before < 64 << 20
-    wait_for(lambda: is_idle(server), 10, "all blocks free")
+    wait_for(lambda: is_idle(server), 60, "all blocks free")

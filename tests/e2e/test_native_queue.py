@@ -89,13 +89,13 @@ def caller(queued: Server) -> Iterator[Caller]:
     """One request runs for long and one waits for it: nobody else can come in."""
     one = Caller(queued)
     one.send("runs", max_tokens=1000)
-    wait_for(lambda: queued.metric("vllm:num_requests_running") == 1, 30, "a running request")
+    wait_for(lambda: queued.metric("vllm:num_requests_running") == 1, 60, "a running request")
     one.send("waits")
-    wait_for(lambda: queued.metric("vllm:num_requests_waiting") == 1, 30, "a waiting request")
+    wait_for(lambda: queued.metric("vllm:num_requests_waiting") == 1, 60, "a waiting request")
     yield one
     one.close()
     wait_for(lambda: num_at_engine(queued) == num_pending(queued) == 0, 60, "an idle server")
-    wait_for(lambda: queued.metric("vllm:kv_cache_usage_perc") == 0, 10, "all blocks given back")
+    wait_for(lambda: queued.metric("vllm:kv_cache_usage_perc") == 0, 60, "all blocks given back")
 
 
 def num_at_engine(server: Server) -> float:
@@ -111,7 +111,7 @@ def num_pending(server: Server) -> float:
 
 
 def wait_pending(server: Server, count: int) -> None:
-    wait_for(lambda: num_pending(server) == count, 30, f"{count} requests in Triton's queue")
+    wait_for(lambda: num_pending(server) == count, 60, f"{count} requests in Triton's queue")
 
 
 def test_a_better_priority_overtakes(queued: Server, caller: Caller) -> None:
@@ -159,7 +159,7 @@ def test_a_request_that_waits_too_long_is_rejected(queued: Server, caller: Calle
     ended = caller.wait("impatient", "patient")
     assert "timeout expired" in ended["impatient"].lower()
     assert ended["patient"] == "length"
-    wait_for(lambda: num_received(queued) == received + 1, 10, "the count of those that came")
+    wait_for(lambda: num_received(queued) == received + 1, 60, "the count of those that came")
 
 
 def test_a_request_cancelled_in_the_queue_never_reaches_the_model(queued: Server, caller: Caller) -> None:
@@ -173,7 +173,7 @@ def test_a_request_cancelled_in_the_queue_never_reaches_the_model(queued: Server
     ended = caller.wait("waits", "queued 0", "queued 2")
     assert list(ended.items()) == [("waits", "length"), ("queued 0", "length"), ("queued 2", "length")]
     wait_pending(queued, 0)
-    wait_for(lambda: num_received(queued) == received + MAX_QUEUE_SIZE - 1, 10, "the count of those that came")
+    wait_for(lambda: num_received(queued) == received + MAX_QUEUE_SIZE - 1, 60, "the count of those that came")
 
 
 def test_a_cancelled_request_frees_its_place_at_the_engine(queued: Server, caller: Caller) -> None:
@@ -182,7 +182,7 @@ def test_a_cancelled_request_frees_its_place_at_the_engine(queued: Server, calle
     wait_pending(queued, 1)
     caller.cancel("waits")
     wait_pending(queued, 0)
-    wait_for(lambda: num_at_engine(queued) == 2, 30, "the next one in its place")
+    wait_for(lambda: num_at_engine(queued) == 2, 60, "the next one in its place")
 
 
 def test_a_deadline_holds_behind_the_gate(queued: Server, caller: Caller) -> None:

@@ -33,5 +33,5 @@ def test_an_answer_and_one_that_is_stopped(server: Server, tmp_path_factory: pyt
         page.wait(lambda: len(page.texts("pre.text")) == 2 and page.texts("pre.text")[1].strip("▍ \n"), "first text")
         page.find("#stop").click()
         page.wait(lambda: "stopped by you" in page.texts(".turn:last-child .figures")[0], "end of a turn")
-        wait_for(lambda: list_here(metrics_url, "").num_sequences == 0, 5, "end of the request")
+        wait_for(lambda: list_here(metrics_url, "").num_sequences == 0, 60, "end of the request")
         assert page.problems() == []

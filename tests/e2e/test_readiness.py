@@ -63,7 +63,7 @@ def told(server: Server, *states: str) -> Callable[[], bool]:
 
 
 def triton_says(server: Server) -> int:
-    return requests.get(f"{server.http}/v2/health/ready", timeout=5).status_code
+    return requests.get(f"{server.http}/v2/health/ready", timeout=60).status_code
 
 
 def is_published(server: Server, ready: int) -> Callable[[], bool]:

@@ -99,7 +99,7 @@ def unload(server: Server, name: str) -> None:
 
 
 def state_of(server: Server, name: str) -> str | None:
-    index = requests.post(f"{server.http}/v2/repository/index", timeout=10).json()
+    index = requests.post(f"{server.http}/v2/repository/index", timeout=60).json()
     return next((entry.get("state") for entry in index if entry["name"] == name), None)
 
 

@@ -105,7 +105,7 @@ def test_every_request_has_one_line_with_what_its_client_saw(server: Server, log
     }
     with ThreadPoolExecutor(6) as pool:
         answers = dict(zip(asked, pool.map(lambda item: ask(server, item[0], **item[1]), asked.items()), strict=True))
-    wait_for(lambda: len(lines(log)) >= len(asked), 10, "a line for each request")
+    wait_for(lambda: len(lines(log)) >= len(asked), 60, "a line for each request")
     found = {line["request_id"]: line for line in lines(log)}
     assert Counter(line["request_id"] for line in lines(log)) == dict.fromkeys(asked, 1)
     for request_id, seen in answers.items():
@@ -138,7 +138,7 @@ def test_a_flood_and_a_client_that_leaves_have_their_lines(server: Server, log: 
     )
     next(left.iter_lines())
     left.close()
-    wait_for(lambda: len(lines(log)) >= before + 41, 20, "a line for each request")
+    wait_for(lambda: len(lines(log)) >= before + 41, 60, "a line for each request")
     new = {line["request_id"]: line for line in lines(log)[before:]}
     assert len(new) == len(lines(log)) - before == 41
     assert Counter(one.error for one in seen) == Counter(new[f"flood{i}"]["tag"] or "" for i in range(40))
@@ -151,7 +151,7 @@ def traced_by(collector: Collector, request_id: str) -> Any:
     def found() -> list[Any]:
         return [root for root in collector.roots() if attributes(root).get("gen_ai.response.id") == request_id]
 
-    (root,) = wait_for(found, 20, "the request's span")
+    (root,) = wait_for(found, 60, "the request's span")
     return root
 
 
@@ -167,7 +167,7 @@ def test_spans_continue_the_client_s_trace(server: Server, collector: Collector,
     root = traced_by(collector, request_id)
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, TRACEPARENT.split("-")[2])
     assert attributes(root)["gen_ai.usage.output_tokens"] == 5
-    wait_for(lambda: len(collector.stages(root)) == 4, 20, "its stages")
+    wait_for(lambda: len(collector.stages(root)) == 4, 60, "its stages")
     stages = [collector.stages(root)[name] for name in ("queue", "prefill", "decode", "send")]
     assert all(a.end_time_unix_nano == b.start_time_unix_nano for a, b in itertools.pairwise(stages))
     assert root.start_time_unix_nano == stages[0].start_time_unix_nano
@@ -189,7 +189,7 @@ def test_spans_continue_triton_s_trace(tmp_path: Path, collector: Collector) -> 
         def parents() -> list[dict[str, Any]]:
             return [span for span in collector.json_spans if span["spanId"] == root.parent_span_id.hex()]
 
-        (parent,) = wait_for(parents, 20, "Triton's span")
+        (parent,) = wait_for(parents, 60, "Triton's span")
     assert (parent["name"], parent["traceId"]) == ("demo", TRACE)
 
 
@@ -204,7 +204,7 @@ def test_a_full_cache_has_one_name_everywhere(tmp_path: Path) -> None:
         burst.receive_until_all_run()
         for number in range(8):
             burst.send([50 + number, *range(5, 400)], 4)
-        wait_for(lambda: server.metric("vllm:num_requests_waiting", model_name="demo") >= 8, 20, "a full waiting set")
+        wait_for(lambda: server.metric("vllm:num_requests_waiting", model_name="demo") >= 8, 60, "a full waiting set")
         for number in range(8):
             burst.send([150 + number, *range(5, 400)], 4)
         burst.finish()
@@ -216,7 +216,7 @@ def test_a_full_cache_has_one_name_everywhere(tmp_path: Path) -> None:
         def tags() -> list[str]:
             return [line["tag"] for line in lines(log) if line["tag"]]
 
-        wait_for(lambda: len(tags()) == len(refusals), 10, "a line for each")
+        wait_for(lambda: len(tags()) == len(refusals), 60, "a line for each")
         assert sorted(tags()) == sorted(error.tag for error in refusals)
         rejected = server.metric("tidewheel_requests_rejected_total", model_name="demo", tag="TW-KV-FULL")
         assert rejected == len(named)

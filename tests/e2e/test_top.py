@@ -72,7 +72,7 @@ def test_requests_of_every_front_end_are_seen_and_one_is_cancelled(server: Serve
         next(stream)
         others = [begin(pool, server, "demo_infer"), pool.submit(ask_gateway, server, "from-gateway")]
         rest = pool.submit(lambda: [*stream])
-        wait_for(lambda: list_here(metrics_url, "").num_sequences == 3, 10, "all requests")
+        wait_for(lambda: list_here(metrics_url, "").num_sequences == 3, 60, "all requests")
         screen.wait_shown("from-gateway")
         listed = list_here(metrics_url, "").requests or []
         screen.type("k")  # the oldest
@@ -87,7 +87,7 @@ def test_requests_of_every_front_end_are_seen_and_one_is_cancelled(server: Serve
     assert sum(one.request_id == "from-gateway" for one in listed) == 1
     assert others[0].result(120).finish_reason == "length"
     assert others[1].result(120)["choices"][0]["finish_reason"] == "length"
-    wait_for(lambda: not list_here(metrics_url, "").num_sequences, 30, "end of all requests")
+    wait_for(lambda: not list_here(metrics_url, "").num_sequences, 60, "end of all requests")
 
 
 def test_a_view_for_programs(server: Server) -> None:

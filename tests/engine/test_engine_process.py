@@ -134,7 +134,7 @@ def test_killed_engine_ends_every_request_and_comes_back(connect: Connect) -> No
     old = owner.info.pid
     os.kill(old, signal.SIGKILL)
     for client in (owner, other):
-        client.recorder.wait_ended(*range(8), limit_s=1.0)
+        client.recorder.wait_ended(*range(8))
         assert set(client.recorder.endings.values()) == {"TW-ENGINE-DEAD"}
     for client in (owner, other):
         client.add(request(100, 1, 2, 3))
@@ -152,7 +152,7 @@ def test_a_fault_in_a_step_ends_all_requests(connect: Connect, fault: int) -> No
         client.add(endless(key))
     client.recorder.wait_started(*range(4))
     client.add(request(4, fault))
-    client.recorder.wait_ended(*range(5), limit_s=5.0)
+    client.recorder.wait_ended(*range(5))
     assert set(client.recorder.endings.values()) == {"TW-ENGINE-DEAD"}
     client.add(request(5, 1))
     client.recorder.wait_ended(5)
@@ -251,7 +251,7 @@ def test_requests_of_a_vanished_front_end_are_cancelled(connect: Connect, folder
         peer.receive()
         peer.socket.send(encoder.encode(endless(1)))
         client.recorder.wait(lambda: client.recorder.stats[-1].num_running == 1, "the request runs")
-    client.recorder.wait(lambda: client.recorder.stats[-1].num_running == 0, "its end", limit_s=3.0)
+    client.recorder.wait(lambda: client.recorder.stats[-1].num_running == 0, "its end")
     assert client.recorder.stats[-1].num_free_blocks == client.info.num_blocks
     assert "vanishes is gone (its connection is closed): 1 requests end" in (folder / LOG).read_text()
 

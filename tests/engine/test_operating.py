@@ -32,7 +32,7 @@ def test_requests_of_all_front_ends_are_listed(connect: Connect, folder: Path) -
     one.recorder.wait_started(1)
     other.add(endless(1, n=3, request_id="second"))
     other.recorder.wait_started(1, (1, 1), (1, 2))
-    wait_for(lambda: all(row.state == "running" for row in listed(folder).rows), 10, "rows")
+    wait_for(lambda: all(row.state == "running" for row in listed(folder).rows), 60, "rows")
     assert listed(folder).num_sequences == 4
     first, second = listed(folder).rows
     assert (first.request_id, first.tenant, first.priority, first.num_sequences) == ("first", "acme", 1, 1)
@@ -48,7 +48,7 @@ def test_waiting_requests_are_listed_and_cancelled(connect: Connect, folder: Pat
     client.add(endless(1, request_id="runs"))
     client.recorder.wait_started(1)
     client.add(endless(2, request_id="waits"))
-    wait_for(lambda: "waits" in rows(folder), 10, "second request")
+    wait_for(lambda: "waits" in rows(folder), 60, "second request")
     waiting = rows(folder)["waits"]
     assert (waiting.state, waiting.num_output_tokens, waiting.first_token_s) == ("waiting", 0, None)
     assert waiting.waited_s == waiting.age_s

@@ -30,7 +30,7 @@ def harness(tmp_path: Path, ended: list[EndedRequest]) -> Iterator[FrontendHarne
 
 
 def the_one(ended: list[EndedRequest]) -> EndedRequest:
-    wait_for(lambda: ended, 5, "an ended request")
+    wait_for(lambda: ended, 60, "an ended request")
     (only,) = ended
     return only
 
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_is_told_with_the_tokens_until_then(
 ) -> None:
     submitted = harness.submit(stream=True)
     harness.deliver_tokens({submitted.key: harness.encode("one")[0]})
-    wait_for(lambda: submitted.sink.responses, 5, "the first token")
+    wait_for(lambda: submitted.sink.responses, 60, "the first token")
     harness.frontend.on_lost([submitted.key], EngineDead("gone"))
     submitted.sink.wait_end()
     one = the_one(ended)
@@ -133,7 +133,7 @@ def test_nothing_of_the_text_is_told(harness: FrontendHarness, ended: list[Ended
     submitted = harness.submit(SECRET, parameters={"stop": ["zebra"]})
     harness.finish(submitted, SECRET)
     harness.refuse(text=SECRET, parameters={"stop": SECRET, "nonsense": SECRET})
-    wait_for(lambda: len(ended) == 2, 5, "both")
+    wait_for(lambda: len(ended) == 2, 60, "both")
     assert "Hello" not in repr(ended) and "there" not in repr(ended)
 
 

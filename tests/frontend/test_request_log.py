@@ -138,12 +138,12 @@ def test_a_slow_consumer_loses_events_and_holds_up_nobody(caplog: pytest.LogCapt
 
     def consume(events: list[int]) -> None:
         is_busy.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(60)
         taken.extend(events)
 
     queue = EventQueue("request_log", consume, max_events=10, interval_s=0.001)
     queue.put(-1)
-    assert is_busy.wait(10)
+    assert is_busy.wait(60)
     for number in range(25):
         queue.put(number)
     assert queue.num_lost == 15
@@ -167,7 +167,7 @@ def test_a_consumer_that_fails_is_told_of_seldom_and_asked_again(
     queue = EventQueue("request_log", consume, interval_s=0.001)
     for number in range(4):
         queue.put(number)
-        wait_for(lambda number=number: len(calls) > number, 10, "the next flush")
+        wait_for(lambda number=number: len(calls) > number, 60, "the next flush")
     assert len(caplog.records) <= 1
     queue.close()
     assert calls == [[0], [1], [2], [3]] and queue.num_lost == 3

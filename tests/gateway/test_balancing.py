@@ -49,7 +49,7 @@ def test_the_least_loaded_server_is_asked(gateway: RunningGateway, tritons: tupl
             answers = []
             for number in range(4):
                 answers.append(pool.submit(gateway.complete))
-                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 10, "request")
+                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 60, "request")
             assert counts(tritons) == [2, 2]
         finally:
             release.set()
@@ -93,16 +93,16 @@ def test_a_server_that_is_not_ready_is_left_out(
 ) -> None:
     first, second = tritons
     first.ready = False
-    wait_for(lambda: gateway.upstreams.each[0].not_ready, 10, "look")
+    wait_for(lambda: gateway.upstreams.each[0].not_ready, 60, "look")
     assert gateway.complete().ok
     assert counts(tritons) == [0, 1]
     assert gateway.get("/health").json() == {"ready": True, "reason": ""}
     second.ready = False
-    wait_for(lambda: gateway.get("/health").status_code == 503, 10, "look")
+    wait_for(lambda: gateway.get("/health").status_code == 503, 60, "look")
     assert gateway.complete().status_code == 503
     assert gateway.get("/v1/models").json()["data"], "the models are known"
     first.ready = second.ready = True
-    wait_for(lambda: gateway.get("/health").ok, 10, "look")
+    wait_for(lambda: gateway.get("/health").ok, 60, "look")
     assert gateway.complete().ok
 
 
@@ -118,10 +118,10 @@ def test_readiness_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
                 health = gateway.get("/health")
                 assert (health.status_code, health.json()["reason"]) == (503, "hung: no step for 12 s")
                 states.append(Readiness("ready"))
-                wait_for(lambda: gateway.get("/health").ok, 10, "look")
+                wait_for(lambda: gateway.get("/health").ok, 60, "look")
                 assert gateway.complete().ok
                 states.append(Readiness("reloading"))
-                wait_for(lambda: not gateway.get("/health").ok, 10, "look")
+                wait_for(lambda: not gateway.get("/health").ok, 60, "look")
     finally:
         endpoint.close()
 
@@ -186,15 +186,15 @@ def test_servers_of_a_name_come_and_go(names: Names) -> None:
         with gateway_to(addresses=[address]) as gateway, ThreadPoolExecutor(1) as pool:
             assert gateway.complete().ok
             names.hosts = ["127.0.0.2"]
-            wait_for(lambda: authorities(gateway) == {f"127.0.0.2:{one.port}"}, 10, "the other server")
-            wait_for(lambda: gateway.get("/health").ok, 10, "its readiness")
+            wait_for(lambda: authorities(gateway) == {f"127.0.0.2:{one.port}"}, 60, "the other server")
+            wait_for(lambda: gateway.get("/health").ok, 60, "its readiness")
             running_there = pool.submit(gateway.complete)
-            wait_for(lambda: len(other.asked) == 1, 10, "a request")
+            wait_for(lambda: len(other.asked) == 1, 60, "a request")
             names.hosts = ["127.0.0.1"]
-            wait_for(lambda: authorities(gateway) == {f"127.0.0.1:{one.port}"}, 10, "the first server")
+            wait_for(lambda: authorities(gateway) == {f"127.0.0.1:{one.port}"}, 60, "the first server")
             release.set()
             assert running_there.result().ok  # a server that is gone ends what it has
-            wait_for(lambda: gateway.get("/health").ok, 10, "its readiness")
+            wait_for(lambda: gateway.get("/health").ok, 60, "its readiness")
             assert gateway.complete().ok
     assert (len(one.asked), len(other.asked)) == (2, 1)
 
@@ -209,7 +209,7 @@ def test_a_name_service_that_fails_leaves_the_servers(names: Names) -> None:
             assert answer.status_code == 503
             assert f"servers:{one.port} has no address" in answer.text
             names.fails = False
-            wait_for(lambda: gateway.complete().ok, 10, "the server")
+            wait_for(lambda: gateway.complete().ok, 60, "the server")
 
 
 def authorities(gateway: RunningGateway) -> set[str]:
@@ -242,7 +242,7 @@ def test_a_busy_server_keeps_no_session_from_being_answered(
             answers = []
             for number in range(3):
                 answers.append(pool.submit(gateway.complete, session_id="chat-7"))
-                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 10, "request")
+                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 60, "request")
             assert sorted(counts(tritons)) == [1, 2]
         finally:
             release.set()

@@ -176,7 +176,7 @@ def test_a_body_that_says_it_is_too_large_is_not_read(gateway: RunningGateway) -
         "Content-Type: application/json",
         "Content-Length: 9999999999",
     )
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall("\r\n".join((*lines, "", "")).encode())
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
 

@@ -48,28 +48,28 @@ def port(run_dir: Path) -> Iterator[int]:
     """Port of a gateway with two workers."""
     with running(FakeTriton(models=("demo",))) as triton, gateway(run_dir, f"127.0.0.1:{triton.port}") as started:
         port, process = started
-        wait_for(lambda: is_ready(port) and len(workers_of(port)) == 2, 30, "gateway")
+        wait_for(lambda: is_ready(port) and len(workers_of(port)) == 2, 60, "gateway")
         workers = psutil.Process(process.pid).children()
         yield port
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert not any(worker.is_running() for worker in workers)
 
 
 def is_ready(port: int) -> bool:
     try:
-        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok
+        return requests.get(f"http://127.0.0.1:{port}/health", timeout=60).ok
     except requests.ConnectionError:
         return False
 
 
 def complete(port: int) -> requests.Response:
     """Send a request on a connection of its own."""
-    return requests.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "one two"}, timeout=20)
+    return requests.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "one two"}, timeout=60)
 
 
 def num_answered(port: int) -> int:
-    text = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=20).text
+    text = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
     pattern = r'requests_total\{path="/v1/completions",status="200"\} (\d+)'
     return sum(int(count) for count in re.findall(pattern, text))
 
@@ -87,13 +87,13 @@ def test_counts_are_those_of_all(port: int) -> None:
     before = num_answered(port)
     for _ in range(NUM_REQUESTS):
         assert complete(port).ok
-    wait_for(lambda: num_answered(port) == before + NUM_REQUESTS, 20, "counts")
+    wait_for(lambda: num_answered(port) == before + NUM_REQUESTS, 60, "counts")
     first, second = workers_of(port)
     first.kill()
-    wait_for(lambda: len(workers_of(port)) == 2 and first not in workers_of(port), 20, "another worker")
+    wait_for(lambda: len(workers_of(port)) == 2 and first not in workers_of(port), 60, "another worker")
     assert second in workers_of(port)
-    wait_for(lambda: is_ready(port) and complete(port).ok, 20, "service")
-    wait_for(lambda: num_answered(port) > before + NUM_REQUESTS, 20, "counts that go on")
+    wait_for(lambda: is_ready(port) and complete(port).ok, 60, "service")
+    wait_for(lambda: num_answered(port) > before + NUM_REQUESTS, 60, "counts that go on")
 
 
 def test_a_port_that_another_gateway_has(port: int, tmp_path: Path) -> None:
@@ -116,5 +116,5 @@ def test_the_folder_of_a_killed_gateway_is_removed_by_the_next(port: int, run_di
         assert living < folders()
         assert left_over not in folders()
         next_one.terminate()
-        assert next_one.wait(20) == 0
+        assert next_one.wait(60) == 0
     assert folders() == living

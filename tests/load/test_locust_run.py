@@ -118,8 +118,8 @@ def test_a_wrong_option_of_the_web_page_ends_the_test(tmp_path: Path) -> None:
         body = {"user_count": 3, "spawn_rate": 3, "qos_mix": "hi"}
         wait_for(lambda: answers(f"{url}/"), 60, "web page")
         assert requests.post(f"{url}/swarm", data=body, timeout=30).json()["success"]
-        wait_for(lambda: "hi is no QoS class" in log.read_text(), 30, "the reason in the log")
-        wait_for(lambda: requests.get(f"{url}/stats/requests", timeout=30).json()["state"] == "stopped", 30, "end")
+        wait_for(lambda: "hi is no QoS class" in log.read_text(), 60, "the reason in the log")
+        wait_for(lambda: requests.get(f"{url}/stats/requests", timeout=30).json()["state"] == "stopped", 60, "end")
     finally:
         process.terminate()
         process.wait(30)

@@ -53,7 +53,7 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
     with make(answers, seen) as it:
 
         def get(path: str = "ready") -> tuple[int, str]:
-            answer = requests.get(f"http://127.0.0.1:{it._endpoint.port}/{path}", timeout=10)
+            answer = requests.get(f"http://127.0.0.1:{it._endpoint.port}/{path}", timeout=60)
             return answer.status_code, answer.json()["state"]
 
         assert it.report() == STARTING
@@ -61,11 +61,11 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
         it.server = lambda: READY
         assert get() == (200, "ready")
         seen["one-1234"] = Readiness("reloading", "")
-        wait_for(lambda: get() == (503, "reloading"), 10, "an engine that is away")
+        wait_for(lambda: get() == (503, "reloading"), 60, "an engine that is away")
         seen["one-1234"] = READY
-        wait_for(lambda: get() == (200, "ready"), 10, "its return")
+        wait_for(lambda: get() == (200, "ready"), 60, "its return")
         answers.append(False)
-        wait_for(lambda: get() == (503, "stopped"), 10, "the silence of tritonserver")
+        wait_for(lambda: get() == (503, "stopped"), 60, "the silence of tritonserver")
         it.server = lambda: Readiness("draining")
         assert get() == (503, "draining")
         assert get("live") == (200, "draining")
@@ -82,7 +82,7 @@ def test_what_cannot_be_examined_is_not_ready(seen: dict[str, Readiness | None])
     with make([True], seen) as it:
         it.server = lambda: READY
         it._find = lambda: 1 / 0  # type: ignore[assignment, return-value]
-        wait_for(lambda: "division" in it.report().reason, 10, "the error")
+        wait_for(lambda: "division" in it.report().reason, 60, "the error")
         assert not it.report().is_ready
 
 
@@ -90,7 +90,7 @@ def test_an_engine_that_is_given_up_ends_the_server(seen: dict[str, Readiness | 
     with make([True], seen) as it:
         it.raise_if_given_up()
         seen["one-1234"] = Readiness("given up", "it died 5 times")
-        wait_for(lambda: not it._seen["engines"].is_live, 10, "the look")
+        wait_for(lambda: not it._seen["engines"].is_live, 60, "the look")
         with pytest.raises(ServeError, match="an engine is given up: one: it died 5 times"):
             it.raise_if_given_up()
 

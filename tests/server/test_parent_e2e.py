@@ -31,7 +31,7 @@ def is_ready(ports: Path) -> bool:
         return False
     health = json.loads(ports.read_text())["health"]
     try:
-        return requests.get(f"http://127.0.0.1:{health}/ready", timeout=2).ok
+        return requests.get(f"http://127.0.0.1:{health}/ready", timeout=60).ok
     except requests.ConnectionError:
         return False
 

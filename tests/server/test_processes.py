@@ -68,7 +68,7 @@ def test_watch(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, 
     if watch.fileno is not None:
         with selectors.DefaultSelector() as selector:
             selector.register(watch.fileno, selectors.EVENT_READ)
-            assert selector.select(timeout=10)
+            assert selector.select(timeout=60)
     watch.close()
 
 

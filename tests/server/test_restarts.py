@@ -42,7 +42,7 @@ def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypa
 
     Presence("other")
     revival = Revival("demo", reload, 0.0)
-    wait_for(lambda: len(calls) == 2, 10, "another try")
+    wait_for(lambda: len(calls) == 2, 60, "another try")
     assert revival.new_failure() == "model 'demo' cannot be loaded again, and is tried again: no weights"
     assert revival.new_failure() == ""
     assert not revival.is_over

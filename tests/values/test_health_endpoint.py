@@ -21,7 +21,7 @@ class Served:
         self.endpoint = HealthEndpoint("127.0.0.1", 0, lambda: self.now)
 
     def get(self, path: str) -> requests.Response:
-        return requests.get(f"http://127.0.0.1:{self.endpoint.port}{path}", timeout=10)
+        return requests.get(f"http://127.0.0.1:{self.endpoint.port}{path}", timeout=60)
 
     def send(self, request: bytes) -> bytes:
         with self.connect() as peer:
@@ -29,7 +29,7 @@ class Served:
             return b"".join(iter(lambda: peer.recv(4096), b""))
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.endpoint.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.endpoint.port), timeout=60)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class RunningCluster:
     def is_ready(self, num_replicas: int) -> bool:
         """Return whether the gateway sees so many ready replicas, and no other."""
         with contextlib.suppress(requests.RequestException):
-            text = self.session.get(f"{self.url}/metrics", timeout=10).text
+            text = self.session.get(f"{self.url}/metrics", timeout=60).text
             states = [line for line in text.splitlines() if line.startswith("tidewheel_gateway_upstream_ready{")]
             return len(states) == num_replicas and all(line.endswith(" 1") for line in states)
         return False

@@ -73,7 +73,7 @@ def record(run: Run, out: Path) -> None:
             serving_with_gateway(folder, SERVER, variables) as server,
             prometheus(folder, server, gateway_key=KEY, window="5s") as running,
         ):
-            wait_for(lambda: "up" in running.targets().values(), 30, "a scraped server")
+            wait_for(lambda: "up" in running.targets().values(), 60, "a scraped server")
             start = time.time()
             asyncio.run(plant(run, server.grpc, seconds))
             shaded = (start + BEFORE_S, start + BEFORE_S + PLANTED_S)

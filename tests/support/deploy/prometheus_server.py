@@ -65,7 +65,7 @@ class Prometheus:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(self, path: str, **parameters: str) -> Any:
-        answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=10)
+        answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 
@@ -84,7 +84,7 @@ class Prometheus:
 
     def is_ready(self) -> bool:
         try:
-            return requests.get(f"{self.url}/-/ready", timeout=2).ok
+            return requests.get(f"{self.url}/-/ready", timeout=60).ok
         except requests.ConnectionError:
             return False
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tidewheel.errors import InvalidRequest
 from tidewheel.grammar import MatcherPool, TokenGrammar, TokenMatcher
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Named:

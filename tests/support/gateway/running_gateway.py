@@ -83,7 +83,7 @@ def gateway_to(
 
     try:
         running = RunningGateway(f"http://127.0.0.1:{run(start())}", upstreams)
-        wait_for(lambda: all("not asked" not in one.not_ready for one in upstreams.each), 10, "looks")
+        wait_for(lambda: all("not asked" not in one.not_ready for one in upstreams.each), 60, "looks")
         yield running
         running.session.close()
     finally:

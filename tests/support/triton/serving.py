@@ -102,7 +102,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return every sample of /metrics: `name{labels}` → value."""
-        text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10).text
+        text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
@@ -141,7 +141,7 @@ class Server:
 
     def readiness(self, path: str = "ready") -> tuple[int, str]:
         """Return status and state of `/ready` or `/live`."""
-        answer = requests.get(f"http://127.0.0.1:{self.health_port}/{path}", timeout=2)
+        answer = requests.get(f"http://127.0.0.1:{self.health_port}/{path}", timeout=60)
         return answer.status_code, answer.json()["state"]
 
     def is_ready(self) -> bool:
@@ -149,8 +149,8 @@ class Server:
         urls = [f"{self.http}/v2/health/ready", f"http://127.0.0.1:{self.metrics_port}/metrics"]
         urls += [f"{self.openai}/health"] if self.openai_port else []
         try:
-            return all(requests.get(url, timeout=2).ok for url in urls)
-        except requests.ConnectionError:
+            return all(requests.get(url, timeout=60).ok for url in urls)
+        except requests.RequestException:
             return False
 
 

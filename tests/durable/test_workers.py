@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -297,6 +297,49 @@ def test_a_job_of_a_silent_worker_is_claimed_after_its_lease(place: Place) -> No
             await place.worker(lambda ask: "claimed", options).run()
             result = await queue.result("a")
             assert (result.text, result.attempts) == ("claimed", 2)
+
+    asyncio.run(use())
+
+
+def test_a_cancel_at_any_moment_of_a_call_ends_it(place: Place, redis_folder: Path) -> None:
+    """Of a worker's and of a queue's calls: what they wait for may be there in the same turn of the loop."""
+
+    async def cancelled(call: Callable[[], Coroutine[Any, Any, object]], turns: int) -> bool:
+        task = asyncio.create_task(call())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.done():
+            return False
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled(), f"the call goes on when it is cancelled after {turns} turns"
+        return True
+
+    async def use() -> None:
+        server = RedisPlace(redis_folder)
+        store = WorkerStore(server, QueueNames(place.name), "one", 3, place.notes.append)
+        async with place.queue() as queue:
+            for call in (store.has_jobs, queue.counts):
+                await call()  # is connected
+                assert [await cancelled(call, turns) for turns in range(4)] == [True] * 4
+        await store.close()
+        server.close()
+
+    asyncio.run(use())
+
+
+def test_a_cancel_that_comes_with_news_ends_a_worker(place: Place) -> None:
+    async def use() -> None:
+        for turns in range(6):
+            worker = place.worker(lambda ask: "x", WorkerOptions())
+            task = asyncio.create_task(worker.run())
+            await until(lambda worker=worker: bool(worker._news._waiters), "a worker that waits for news")  # type: ignore[misc]
+            worker._ring()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task], timeout=60)
+            assert task.done(), f"the worker goes on when it is cancelled {turns} turns after the news"
 
     asyncio.run(use())
 

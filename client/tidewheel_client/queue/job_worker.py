@@ -134,7 +134,8 @@ class Worker:
                 if self._options.until_empty and not self._held and not await self._store.has_jobs():
                     return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _LOOK_EVERY_S)
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._news.wait()
 
     async def _take_some(self, group: asyncio.TaskGroup, room: int) -> bool:
         now = time.monotonic()

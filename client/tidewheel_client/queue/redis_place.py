@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from redis import asyncio as redis_asyncio
@@ -18,6 +18,8 @@ from redis.retry import Retry
 
 from tidewheel_client.queue.embedded_redis import EmbeddedRedis
 from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable, Unsupported
+
+T = TypeVar("T")
 
 _SCHEMES = ("redis", "rediss", "unix")
 _OLDEST = (6, 2)
@@ -111,16 +113,30 @@ def patiently(place: RedisPlace, call: Callable[[], Any]) -> Any:
         raise place.error_of(error) from None
 
 
-async def patiently_async(place: RedisPlace, call: Callable[[], Awaitable[Any]]) -> Any:
+async def heeding_cancels(called: Awaitable[T]) -> T:
+    """Await a call of Redis. Raise `CancelledError` if its task was cancelled meanwhile.
+
+    The library sends by `asyncio.wait_for`. That of Python 3.11 loses a cancel that comes as the call ends.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task else 0
+    try:
+        return await called
+    finally:
+        if task is not None and task.cancelling() > num_before:
+            raise asyncio.CancelledError
+
+
+async def patiently_async(place: RedisPlace, call: Callable[[], Awaitable[T]]) -> T:
     """`patiently` of a task."""
     try:
-        return await call()
+        return await heeding_cancels(call())
     except exceptions.RedisError as error:
         if not isinstance(error, exceptions.ConnectionError) or not is_lost(error):
             raise place.error_of(error) from None
     await asyncio.to_thread(place.revive)
     try:
-        return await call()
+        return await heeding_cancels(call())
     except exceptions.RedisError as error:
         raise place.error_of(error) from None
 

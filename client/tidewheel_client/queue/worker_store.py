@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from redis import exceptions
 
 from tidewheel_client.queue import queue_calls as calls
-from tidewheel_client.queue.redis_place import RedisPlace, is_lost
+from tidewheel_client.queue.redis_place import RedisPlace, heeding_cancels, is_lost
 from tidewheel_client.request_errors import RequestError
 
 _FIRST_WAIT_S = 0.05
@@ -71,7 +71,7 @@ class WorkerStore:
     async def check(self) -> None:
         """Raise `RequestError` unless a Redis answers that fits."""
         try:
-            info = await self._redis.info()
+            info = await heeding_cancels(self._redis.info())
         except exceptions.RedisError as error:
             raise self._place.error_of(error) from None
         self._place.check_version(info)
@@ -127,17 +127,20 @@ class WorkerStore:
         """Tell of new work and of cancelled jobs, until cancelled. What is missed, `take` and `renew` find later."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
-                async with self._redis.pubsub() as channel:
-                    await channel.subscribe(self._names.bell)
-                    while True:
-                        await self._hear(channel, on_work, on_cancel)
+                await heeding_cancels(self._hear_until_lost(on_work, on_cancel))
             await asyncio.sleep(_LONGEST_WAIT_S)
 
     async def close(self) -> None:
         await self._redis.aclose()
 
+    async def _hear_until_lost(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
+        async with self._redis.pubsub() as channel:
+            await heeding_cancels(channel.subscribe(self._names.bell))
+            while True:
+                await self._hear(channel, on_work, on_cancel)
+
     async def _hear(self, channel: Any, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        message = await channel.get_message(ignore_subscribe_messages=True, timeout=_LONGEST_WAIT_S)
+        message = await heeding_cancels(channel.get_message(ignore_subscribe_messages=True, timeout=_LONGEST_WAIT_S))
         word, _, job_id = str(message["data"]).partition(" ") if message else ("", "", "")
         if word == "work":
             on_work()
@@ -155,7 +158,7 @@ class WorkerStore:
 
     async def _once(self, script: str, arguments: list[str]) -> Any:
         called: Awaitable[Any] = self._scripts[script](keys=self._names.keys, args=arguments)
-        answer = await called
+        answer = await heeding_cancels(called)
         if self._is_away:
             self._is_away = False
             self._note(f"Redis at {self._place.shown} answers again")

@@ -31,9 +31,10 @@ from support.deploy.prometheus_server import (
     rules,
     without_limit,
 )
+from support.faults.planted import Fault
 from support.triton.serving import Server, wait_for
 from tidewheel.cli.reference_pages import metric_families_by_kind
-from tidewheel_client import Client, EngineDead
+from tidewheel_client import Busy, Client, EngineDead
 
 pytestmark = pytest.mark.e2e
 
@@ -212,11 +213,25 @@ def test_other_planted_failures_fire_theirs(scraped: Prometheus) -> None:
     wait_for(lambda: expected <= firing(scraped), LIMIT_S, f"{expected}")
 
 
+def end_engine(server: Server) -> None:
+    """Let the engine die in a step with a request of ours."""
+
+    def dies() -> bool:
+        try:
+            client.generate(input_ids=Fault.ABORTS.prompt(), max_tokens=40, priority=1)
+        except EngineDead:
+            return True
+        except Busy:  # beside other load
+            return False
+        pytest.fail("the engine lives")
+
+    with Client(server.grpc, timeout_s=LIMIT_S) as client:
+        wait_for(dies, LIMIT_S, "a place for the request")
+
+
 @needs_prometheus
 def test_a_killed_engine_fires_its_alert(server: Server, scraped: Prometheus) -> None:
-    engine = server.engine_process()
-    assert engine is not None
-    engine.kill()
+    end_engine(server)
     restarted = ("TidewheelEngineRestarted", "TW-ENGINE-DEAD")
     wait_for(lambda: restarted in firing(scraped), LIMIT_S, "the alert of an engine that was started again")
     failed = 'model_tag:tidewheel_failed:rate1m{tag="TW-ENGINE-DEAD"} > 0'
@@ -227,13 +242,7 @@ def test_a_failure_has_one_name_everywhere(server: Server, load: Load, request_l
     """In exceptions of the client, the request log, the gateway's log and `tidewheel top`; above, in alerts."""
     for plant in (load.overload, load.fill_cache, load.mishaps):
         plant()
-    engine = server.engine_process()
-    assert engine is not None
-    with Client(server.grpc, timeout_s=LIMIT_S) as client, client.stream("The", max_tokens=400, priority=1) as stream:
-        next(stream)
-        engine.kill()
-        with pytest.raises(EngineDead):
-            list(stream)
+    end_engine(server)
     of_requests = {"TW-BUSY", "TW-KV-FULL", "TW-DEADLINE", "TW-NUMERIC", "TW-ENGINE-DEAD"}
     assert {*load.tally.errors, EngineDead.tag} >= {*of_requests, "TW-KEY"}
     wait_for(lambda: tags_of(request_log) >= of_requests, SETTLE_S, "a line for each tag")

@@ -71,7 +71,7 @@ def record(run: Run, out: Path) -> None:
         variables = {"TIDEWHEEL_FAULTS": "support.faults.slowed", SECONDS_FILE: str(seconds)}
         with (
             serving_with_gateway(folder, SERVER, variables) as server,
-            prometheus(folder, server, gateway_key=KEY, window="5s") as running,
+            prometheus(folder, server, gateway_key=KEY, interval="500ms", window="5s") as running,
         ):
             wait_for(lambda: "up" in running.targets().values(), 60, "a scraped server")
             start = time.time()

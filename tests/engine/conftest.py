@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.engine.engine_clients import Client
+from support.engine.engine_clients import LIMIT_S, Client
 from tidewheel.engine.launcher import stop_engine
 
 
@@ -29,7 +29,7 @@ def connect(folder: Path) -> Iterator[Callable[..., Client]]:
         client = Client(folder, name=f"client-{len(clients)}", **arguments)
         clients.append(client)
         if start:
-            client.start(30.0)
+            client.start(LIMIT_S)
         return client
 
     yield make

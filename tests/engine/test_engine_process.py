@@ -38,6 +38,7 @@ from tidewheel.errors import Busy, ConfigError, Draining, EngineDead
 from tidewheel.sampling import SamplingParams
 
 Connect = Callable[..., Client]
+LASTING = (*COMMAND[:-1], "3600")  # seconds that an engine waits for another front end
 
 
 def expected(*token_ids: int, max_tokens: int = 8) -> list[int]:
@@ -263,7 +264,7 @@ def test_a_silent_front_end_is_dropped(connect: Connect, folder: Path) -> None:
         peer.socket.send(encoder.encode(endless(1)))
         while not isinstance(answer := peer.receive(), Dropped):
             pass
-        assert "silent for 5." in answer.error.message
+        assert "silent for " in answer.error.message
         peer.socket.send(encoder.encode(Ping()))
         while not isinstance(answer := peer.receive(), Dropped):
             pass
@@ -402,7 +403,7 @@ def abandon(client: Client) -> None:
 
 
 def test_an_engine_left_over_with_other_settings_is_replaced(connect: Connect) -> None:
-    first = connect()
+    first = connect(command=LASTING)
     left_over = first.status
     abandon(first)
     second = connect(config=EngineConfig(model="ok", max_num_seqs=8))
@@ -411,14 +412,14 @@ def test_an_engine_left_over_with_other_settings_is_replaced(connect: Connect) -
 
 
 def test_an_engine_left_over_with_equal_settings_is_joined(connect: Connect) -> None:
-    first = connect()
+    first = connect(command=LASTING)
     abandon(first)
     second = connect()
     assert second.is_owner and second.info.pid == first.info.pid
 
 
 def test_an_engine_ends_at_once_with_the_last_goodbye(connect: Connect) -> None:
-    client = connect(command=(*COMMAND[:-1], "3600"))
+    client = connect(command=LASTING)
     status = client.status
     client.close()
     wait_gone(status)

@@ -93,7 +93,7 @@ def test_failed_loads_are_no_crash_loop(connect: Connect, model: Path, folder: P
     client = connect(config=reading(model), hold_s=HELD_S, restart=policy)
     model.write_text(CRASHES_AT_LOAD)
     kill(client)
-    poll(lambda: client._launcher._num_failed_starts == 3, "three starts")
+    poll(lambda: client._launcher._num_failed_starts >= 3, "three starts")
     model.write_text("good")
     wait_serves(client)
 

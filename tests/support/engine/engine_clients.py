@@ -20,7 +20,7 @@ from tidewheel.stats import EngineStats
 
 Key = int | tuple[int, int]
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 LINGER_S = 0.6
 COMMAND = (sys.executable, "-P", "-m", "support.engine.faulty_engine", "--linger-s", str(LINGER_S))
 CONFIG = EngineConfig(model="ok", max_num_seqs=16)

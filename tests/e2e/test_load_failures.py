@@ -13,7 +13,7 @@ from support.triton.serving import WEIGHTS, Server, start_server, wait_for
 
 pytestmark = pytest.mark.e2e
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def truncate_weights(folder: Path) -> None:

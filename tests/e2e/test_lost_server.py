@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 import requests
 
@@ -60,7 +59,7 @@ def gateway_process(*servers: Server) -> Iterator[str]:
         wait_for(lambda: num_ready(url) == len(servers), 60, "gateway")
         yield url
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -78,12 +77,6 @@ def num_ready(url: str) -> int:
     return int(sum(metric(url, "upstream_ready")))
 
 
-def kill_triton(server: Server) -> None:
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    (triton,) = (one for one in below if one.name() == "tritonserver")
-    triton.kill()
-
-
 def test_streams_of_a_killed_server_go_on(server: Server, tmp_path: Path) -> None:
     arguments = ("--model-repository", str(REPOSITORY), "--models", "demo")
     other = wait_ready(start_server(*arguments, log=tmp_path / "other.log"))
@@ -99,7 +92,7 @@ def test_streams_of_a_killed_server_go_on(server: Server, tmp_path: Path) -> Non
             pairs = zip(readings, ways, strict=True)
             futures = [pool.submit(read, reading, client, prompt) for reading, (read, prompt) in pairs]
             wait_for(lambda: all(one.text for one in readings), 60, "first words of all")
-            kill_triton(other)
+            other.triton_process().kill()
             for future in futures:
                 future.result(120)
             (num_continued,) = metric(url, "continued_total")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpcclient
 
+from support.faults.slowed import slowed_by
 from support.triton.serving import (
     Server,
     grpc_inputs,
@@ -36,8 +37,9 @@ dynamic_batching {
 
 @pytest.fixture(scope="module")
 def queued(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("queued")
-    with serving_demo(folder, CONFIG) as server:
+    """Its steps are slow: a long request goes on for 20 s unless it is cancelled."""
+    folder, slowed = tmp_path_factory.mktemp("queued"), slowed_by(0.02, tmp_path_factory.mktemp("slow") / "seconds")
+    with serving_demo(folder, CONFIG, "--allow-faults", variables=slowed) as server:
         yield server
 
 

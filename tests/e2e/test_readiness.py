@@ -22,7 +22,7 @@ from tidewheel.server.workdir import WorkDir
 
 pytestmark = pytest.mark.e2e
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")

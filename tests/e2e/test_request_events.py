@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from support.faults.slowed import slowed_by
 from support.triton.burst import bursting
 from support.triton.otlp_collector import Collector, attributes, collecting
 from support.triton.serving import (
@@ -198,7 +199,9 @@ def test_a_full_cache_has_one_name_everywhere(tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     small = {"num_blocks": "66", "block_size": "16", "admit_by_growth": "false", "request_log": str(log)}
     config = CONFIG + "".join(setting(name, value) for name, value in small.items())
-    with serving_demo(tmp_path / "repository", config) as server, bursting(server) as burst:
+    slowed = slowed_by(0.005, tmp_path / "seconds")  # the two hold them for 3 s
+    serving = serving_demo(tmp_path / "repository", config, "--allow-faults", variables=slowed)
+    with serving as server, bursting(server) as burst:
         for number in range(2):
             burst.send([3 + number, *range(5, 400)], 600)
         burst.receive_until_all_run()

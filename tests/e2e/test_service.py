@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from support.faults.slowed import slowed_by
 from support.triton.serving import (
     Server,
     StreamError,
@@ -38,8 +39,9 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens":
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("narrow")
-    with serving_demo(folder, CONFIG) as server:
+    """Its steps are slow: a long request goes on for 20 s unless it is cancelled."""
+    folder, slowed = tmp_path_factory.mktemp("narrow"), slowed_by(0.02, tmp_path_factory.mktemp("slow") / "seconds")
+    with serving_demo(folder, CONFIG, "--allow-faults", variables=slowed) as server:
         yield server
 
 

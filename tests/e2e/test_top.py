@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from support.faults.slowed import slow_down, slowed_by
 from support.top.typed_terminal import LIMIT_S, terminal
-from support.triton.serving import Server, free_ports, wait_for
+from support.triton.serving import REPOSITORY, Server, free_ports, start_server, stop_server, wait_for, wait_ready
 from tidewheel.top.requests_here import list_here
 from tidewheel_client import Client, Completion
 
@@ -23,6 +25,21 @@ pytestmark = pytest.mark.e2e
 LONG: dict[str, Any] = {"max_tokens": 1000, "ignore_eos": True}
 SECRET = "The Python interpreter is"
 TOP = (sys.executable, "-m", "tidewheel.cli.main", "top")
+
+
+@pytest.fixture(scope="module")
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Say in a file by how many seconds each step of the engine is longer."""
+    return tmp_path_factory.mktemp("pace") / "seconds"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, pace: Path) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("paced") / "serve.log"
+    arguments = ("--model-repository", str(REPOSITORY), "--models", "demo,demo_infer", "--allow-faults")
+    running = wait_ready(start_server(*arguments, log=log, with_gateway=True, variables=slowed_by(0.0, pace)))
+    yield running
+    assert stop_server(running) == 0, log.read_text()
 
 
 def addresses(server: Server) -> list[str]:
@@ -60,9 +77,12 @@ def ask_gateway(server: Server, request_id: str) -> dict[str, Any]:
     return found
 
 
-def test_requests_of_every_front_end_are_seen_and_one_is_cancelled(server: Server, pool: ThreadPoolExecutor) -> None:
+def test_requests_of_every_front_end_are_seen_and_one_is_cancelled(
+    server: Server, pace: Path, pool: ThreadPoolExecutor
+) -> None:
     """A stream, an answer of the twin's front end, and one of the gateway. The terminal's keys cancel the first."""
     metrics_url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+    slow_down(pace, 0.05)
     with (
         terminal(*TOP, "--interval-s", "0.2", *addresses(server)) as screen,
         Client(server.grpc, model="demo", timeout_s=120) as client,
@@ -80,6 +100,7 @@ def test_requests_of_every_front_end_are_seen_and_one_is_cancelled(server: Serve
         screen.type("y")
         rest.result(LIMIT_S)
         assert stream.finish_reason == "cancelled"
+        slow_down(pace, 0.0)
         screen.type("q")
         assert screen.process.wait(LIMIT_S) == 0
     assert (listed[0].tenant, listed[0].priority, listed[0].state) == ("acme", "high", "running")
@@ -104,6 +125,8 @@ def view_of_a_stream(server: Server) -> dict[str, Any] | None:
         next(stream)
         done = top("--json", "--interval-s", "0.2", *addresses(server))
         stream.cancel()
+    metrics_url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+    wait_for(lambda: not list_here(metrics_url, "").num_sequences, 60, "its end")
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stdout
     view: dict[str, Any] = json.loads(done.stdout)

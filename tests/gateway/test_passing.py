@@ -13,7 +13,7 @@ from support.triton.grpc_triton import FakeTriton, running
 from support.triton.http_triton import Body, FakeHttpTriton, HttpError, error_body
 from tidewheel.gateway.upstream import Address
 
-LIMIT_S = 30
+LIMIT_S = 60
 
 
 @pytest.fixture

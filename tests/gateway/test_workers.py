@@ -98,7 +98,7 @@ def test_counts_are_those_of_all(port: int) -> None:
 
 def test_a_port_that_another_gateway_has(port: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.stderr
 

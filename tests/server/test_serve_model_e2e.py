@@ -43,7 +43,7 @@ STOP_LIMIT_S = 120.0
 RESTART_LIMIT_S = 120.0
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 LONGER = 900
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0.0}
 
 
 @contextlib.contextmanager

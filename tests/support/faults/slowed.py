@@ -25,6 +25,17 @@ def slow_down(file: Path, seconds: float) -> None:
     new.replace(file)
 
 
+def slowed_by(seconds: float, file: Path) -> dict[str, str]:
+    """Return the variables of a server, started with `--allow-faults`, whose steps take so much longer."""
+    slow_down(file, seconds)
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "TIDEWHEEL_FAULTS": "support.faults.slowed",
+        SECONDS_FILE: str(file),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
 class SlowTokens:
     def __init__(self, pending: PendingTokens, seconds: float) -> None:
         self._pending, self._seconds = pending, seconds

@@ -12,7 +12,7 @@ from support.triton.serving import wait_for
 
 MISSING = "no chromium and chromedriver on PATH: apt-get install chromium chromium-driver"
 HAS_BROWSER = bool(shutil.which("chromium") and shutil.which("chromedriver"))
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from support.triton.serving import wait_for
 
 _STYLES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Terminal:

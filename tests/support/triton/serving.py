@@ -259,11 +259,13 @@ def sse_events(response: requests.Response) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def serving_demo(folder: Path, config: str, *arguments: str) -> Iterator[Server]:
+def serving_demo(
+    folder: Path, config: str, *arguments: str, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Serve the demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
     (folder / "demo" / "config.pbtxt").write_text(config)
     log = folder / "serve.log"
-    server = wait_ready(start_server("--model-repository", str(folder), *arguments, log=log))
+    server = wait_ready(start_server("--model-repository", str(folder), *arguments, log=log, variables=variables))
     yield server
     assert stop_server(server) == 0, log.read_text()

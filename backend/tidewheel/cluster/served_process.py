@@ -18,8 +18,7 @@ from tidewheel.private_dir import private_dir, run_dir
 from tidewheel.server import own_servers, processes
 from tidewheel.server.endpoints import Endpoints
 
-DRAIN_S = 0.5  # a replica that is stopped has no streams left; one that dies has a successor which needs the device
-_END_S = 15.0  # for a server to end after its drain
+_END_S = 15.0  # for a server to end
 _ASK_S = 2.0
 _FOLDER = "replicas"
 _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
@@ -49,7 +48,8 @@ class ServedProcess:
             f"--host={host}",
             *_FREE_PORTS,
         ]
-        command += [f"--ports-file={self._ports}", "--end-with-stdin", f"--drain-s={DRAIN_S}"]
+        # No drain: one that is stopped has no streams left, and those of one that dies are told at once.
+        command += [f"--ports-file={self._ports}", "--end-with-stdin", "--drain-s=0"]
         with self.log.open("wb") as output:
             # In its own session, so that no signal to the parent's group reaches it.
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
@@ -85,11 +85,11 @@ class ServedProcess:
             return Readiness("starting", f"its health endpoint does not answer: {error}")
 
     def stop(self) -> None:
-        """End it, and wait for it. It drains first."""
+        """End it, and wait for it. Requests that it has end with an error."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(DRAIN_S + _END_S)
+            self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its guard ends the rest
             self._process.wait()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
-from tidewheel.cluster.replica_board import ReplicaBoard, board_of
-from tidewheel.fleet.router import ReplicaLoad, RouteRequest
+from tidewheel.cluster.replica_board import REPORT_AGE_S, ReplicaBoard, board_of
+from tidewheel.fleet.router import RouteRequest
 
 NONE: frozenset[str] = frozenset()
 
@@ -46,27 +47,33 @@ def test_what_is_unfit_or_gone_is_not_chosen() -> None:
     assert board.place(number) is None, "the request was given up"
 
 
-def test_what_is_sent_stays_with_its_replica() -> None:
+def test_the_gateway_chooses_too() -> None:
     board = ReplicaBoard("round-robin")
-    with board.ticket(RouteRequest(), lambda: NONE) as early:
-        assert board.send(early) is None, "there is no replica"
-        board.update(metadata("a", "b"))
-        assert board.place(early.number) in ("a", "b"), "Ray chooses for it"
     with board.ticket(RouteRequest(), lambda: NONE) as ticket:
-        address = board.send(ticket)
-        assert address is not None
-        name = address.grpc.partition(":")[0]
-        assert [board.place(ticket.number) for _ in range(3)] == [name] * 3
-        board.drop(name)
-        assert board.place(ticket.number) is None, "another replica does not have the request"
+        assert board.choose(ticket) is None, "there is no replica"
+        board.update(metadata("a", "b"))
+        assert board.choose(ticket) in ("a", "b")
+        assert ticket.flight is not None
         assert board.knows(ticket.number)
     assert not board.knows(ticket.number)
+
+
+def test_a_replica_is_asked_for_by_its_id() -> None:
+    board = ReplicaBoard("least-loaded")
+    board.update(metadata("a", "b"))
+    assert board.place("b") == "b"
+    assert board.knows("b")
+    board.drop("b")
+    assert board.place("b") is None
+    assert not board.knows("b")
+    with board.ticket(RouteRequest(), lambda: NONE) as ticket:
+        assert board.choose(ticket) == "a"
 
 
 def test_a_replica_without_ports_is_not_there_yet() -> None:
     board = ReplicaBoard("least-loaded")
     board.update({**metadata("a"), "b": {}})
-    assert [address.grpc for address in board.addresses] == ["a:1"]
+    assert list(board.addresses) == ["a"]
 
 
 def test_changes_are_told() -> None:
@@ -79,11 +86,31 @@ def test_changes_are_told() -> None:
 def test_reported_loads_count() -> None:
     board = ReplicaBoard("least-loaded")
     board.update(metadata("a", "b"))
-    board.report("a", ReplicaLoad(num_requests=5))
-    board.report("gone", ReplicaLoad(num_requests=5))
+    board.report("a", 5)
+    board.report("gone", 5)
     for _ in range(3):
         with board.ticket(RouteRequest(), lambda: NONE) as ticket:
             assert board.place(ticket.number) == "b"
+
+
+def test_own_requests_are_not_those_of_others_once_they_end() -> None:
+    """A report is some seconds old: it tells of requests that have ended meanwhile."""
+    now = 100.0
+    board = ReplicaBoard("least-loaded", lambda: now)
+    board.update(metadata("a", "b"))
+    with contextlib.ExitStack() as stack:
+        tickets = [stack.enter_context(board.ticket(RouteRequest(), lambda: NONE)) for _ in range(8)]
+        assert sorted(str(board.choose(one)) for one in tickets) == ["a"] * 4 + ["b"] * 4
+    now += REPORT_AGE_S - 1
+    board.report("a", 4)
+    with contextlib.ExitStack() as stack:
+        tickets = [stack.enter_context(board.ticket(RouteRequest(), lambda: NONE)) for _ in range(8)]
+        assert sorted(str(board.choose(one)) for one in tickets) == ["a"] * 4 + ["b"] * 4
+    now += 3 * REPORT_AGE_S
+    board.report("a", 4)
+    with contextlib.ExitStack() as stack:
+        tickets = [stack.enter_context(board.ticket(RouteRequest(), lambda: NONE)) for _ in range(4)]
+        assert [board.choose(one) for one in tickets] == ["b"] * 4, "others have sent them"
 
 
 def test_a_board_is_found_by_its_name() -> None:

@@ -8,12 +8,38 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from tidewheel.fleet.named_routers import make_router
 from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest
 from tidewheel.gateway.upstream import Address
+
+REPORT_AGE_S = 5.0  # a report of a replica is not older
+
+
+class OwnRequests:
+    """Requests of this process at one replica: how many are open, and how many were lately."""
+
+    def __init__(self, now: float) -> None:
+        self.num_open = 0
+        self._since, self._most, self._most_before = now, 0, 0
+
+    def change(self, by: int, now: float) -> None:
+        self._turn(now)
+        self.num_open += by
+        self._most = max(self._most, self.num_open)
+
+    def most(self, now: float) -> int:
+        """Return the most that were open at once since a report was made that comes now."""
+        self._turn(now)
+        return max(self._most, self._most_before)
+
+    def _turn(self, now: float) -> None:
+        if (passed := now - self._since) >= REPORT_AGE_S:
+            self._most_before = self._most if passed < 2 * REPORT_AGE_S else self.num_open
+            self._since, self._most = now, self.num_open
 
 
 class Ticket:
@@ -24,15 +50,17 @@ class Ticket:
         self.route = route
         self.unfit = unfit  # authorities of replicas that cannot take it now
         self.flight: Flight[str] | None = None
-        self.is_sent = False  # to the replica of its flight, which is its only one
+        self.counted: OwnRequests | None = None  # where the flight is
         self.num_cached: int | None = None  # of the prompt's tokens, as the replica says at the end
 
 
 class ReplicaBoard:
     """Owner of the router, whose replicas are named by their gRPC authority. Thread safe."""
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._router = make_router(router)
+        self._clock = clock
+        self._own: dict[str, OwnRequests] = {}  # by authority
         self._lock = threading.Lock()
         self._addresses: dict[str, Address] = {}  # by replica id
         self._tickets: dict[int, Ticket] = {}
@@ -46,9 +74,10 @@ class ReplicaBoard:
         with self._lock:
             found = {key: Address(**one) for key, one in metadata.items() if one}
             for key in self._addresses.keys() - found.keys():
-                self._router.leave(self._addresses[key].grpc)
+                self._leave_fleet(self._addresses[key].grpc)
             for key in found.keys() - self._addresses.keys():
                 self._router.join(found[key].grpc)
+                self._own[found[key].grpc] = OwnRequests(self._clock())
             self._addresses = found
         self.on_change()
 
@@ -57,44 +86,46 @@ class ReplicaBoard:
         with self._lock:
             address = self._addresses.pop(replica, None)
             if address is not None:
-                self._router.leave(address.grpc)
+                self._leave_fleet(address.grpc)
         self.on_change()
 
-    def report(self, replica: str, load: ReplicaLoad) -> None:
+    def report(self, replica: str, num_requests: int) -> None:
+        """Take in how many requests a replica had some time ago. More than this process had are those of others."""
         with self._lock:
-            if (address := self._addresses.get(replica)) is not None:
-                self._router.report(address.grpc, load)
+            if (address := self._addresses.get(replica)) is None:
+                return
+            own = self._own[address.grpc]
+            num_others = max(num_requests - own.most(self._clock()), 0)
+            self._router.report(address.grpc, ReplicaLoad(num_requests=own.num_open + num_others))
 
-    def place(self, number: int) -> str | None:
-        """Return the id of the replica for a ticket, and count it there. None: there is none now."""
-        with self._lock:
-            ticket = self._tickets.get(number)
-            if ticket is None:
-                return None  # its request was given up
-            if not ticket.is_sent:
-                self._choose(ticket)
-            return None if ticket.flight is None else self._by_authority().get(ticket.flight.replica)
+    def place(self, asked: int | str) -> str | None:
+        """Return the id of the replica for a ticket's number, and count it there. None: there is none now.
 
-    def knows(self, number: int) -> bool:
-        """Return whether the request of a ticket was not given up."""
+        The id of a replica is for itself, as long as there is one of that id.
+        """
         with self._lock:
-            return number in self._tickets
+            if isinstance(asked, str):
+                return asked if asked in self._addresses else None
+            ticket = self._tickets.get(asked)
+            return None if ticket is None else self._choose(ticket)
+
+    def knows(self, asked: int | str) -> bool:
+        """Return whether waiting may help: the request was not given up, or the replica is there."""
+        with self._lock:
+            return asked in self._tickets or asked in self._addresses
 
     # --- for the gateway ------------------------------------------------------------------------------------------
 
     @property
-    def addresses(self) -> list[Address]:
+    def addresses(self) -> dict[str, Address]:
+        """Return where the replicas listen, by their ids."""
         with self._lock:
-            return list(self._addresses.values())
+            return dict(self._addresses)
 
-    def send(self, ticket: Ticket) -> Address | None:
-        """Choose the replica for good, before Ray asks. None: there is none now, and Ray will ask."""
+    def choose(self, ticket: Ticket) -> str | None:
+        """Return the id of the replica for a ticket, and count it there. None: there is none now."""
         with self._lock:
-            self._choose(ticket)
-            if ticket.flight is None:
-                return None
-            ticket.is_sent = True
-            return self._addresses[self._by_authority()[ticket.flight.replica]]
+            return self._choose(ticket)
 
     @contextlib.contextmanager
     def ticket(self, route: RouteRequest, unfit: Callable[[], Collection[str]]) -> Iterator[Ticket]:
@@ -115,16 +146,26 @@ class ReplicaBoard:
     def _by_authority(self) -> dict[str, str]:
         return {address.grpc: key for key, address in self._addresses.items()}
 
-    def _choose(self, ticket: Ticket) -> None:
+    def _choose(self, ticket: Ticket) -> str | None:
         self._leave(ticket)
         authority = self._router.choose(ticket.route, ticket.unfit())
-        if authority is not None:
-            ticket.flight = self._router.chosen(ticket.route, authority)
+        if authority is None:
+            return None
+        ticket.flight = self._router.chosen(ticket.route, authority)
+        ticket.counted = self._own[authority]
+        ticket.counted.change(1, self._clock())
+        return self._by_authority()[authority]
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket.flight is not None:
+            assert ticket.counted is not None
             self._router.ended(ticket.flight, ticket.num_cached)
-            ticket.flight = None
+            ticket.counted.change(-1, self._clock())
+            ticket.flight = ticket.counted = None
+
+    def _leave_fleet(self, authority: str) -> None:
+        self._router.leave(authority)
+        del self._own[authority]
 
 
 _boards: dict[str, ReplicaBoard] = {}

@@ -6,26 +6,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from tidewheel.cluster.replica_board import ReplicaBoard
+from tidewheel.cluster.replica_board import ReplicaBoard, Ticket
 from tidewheel.cluster.reservation import Reservation
+from tidewheel.cluster.slots import Slot, Slots
 from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway.order import Order
-from tidewheel.gateway.upstream import Address, Upstream
+from tidewheel.gateway.upstream import Upstream
 from tidewheel.gateway.upstreams import Place, Upstreams
-from tidewheel_client.request_errors import Busy, RequestError
-
-_RELEASE_S = 2.0  # for slots to be given back at the end
+from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable
 
 
 @dataclass(slots=True, kw_only=True)
 class ReservedPlace(Place):
-    reservation: Reservation
+    slot: Slot
 
 
 class ReplicaUpstreams(Upstreams):
-    """Servers as Ray's router knows them. Each request reserves a slot of its replica for as long as it streams.
+    """Servers as Ray's router knows them. A slot of a replica is reserved for as long as it has requests.
 
     Ray Serve waits for reserved slots before it ends a replica, and would cut streams that it does not know.
     """
@@ -36,7 +36,7 @@ class ReplicaUpstreams(Upstreams):
         self._board = board
         self._patience_s = patience_s
         self._known: list[str] = []  # models, as seen last
-        self._releases: set[asyncio.Task[None]] = set()
+        self._slots = Slots(partial(Reservation, handle))
 
     async def __aenter__(self) -> ReplicaUpstreams:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -46,8 +46,7 @@ class ReplicaUpstreams(Upstreams):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._releases:  # a slot that is not given back would keep its replica
-            await asyncio.wait(self._releases, timeout=_RELEASE_S)
+        await self._slots.close()
         await super().__aexit__(*error)
 
     @property
@@ -64,7 +63,9 @@ class ReplicaUpstreams(Upstreams):
         while True:
             await changed.wait()
             changed.clear()
-            addresses = {address.grpc: address for address in self._board.addresses}
+            replicas = self._board.addresses
+            self._slots.keep_only(replicas)
+            addresses = {address.grpc: address for address in replicas.values()}
             for authority in addresses.keys() - self._members.keys():
                 await self._add(addresses[authority], "replica")
             for authority in self._members.keys() - addresses.keys():
@@ -80,41 +81,48 @@ class ReplicaUpstreams(Upstreams):
         """
         model = order.ask.model
         with self._board.ticket(route, lambda: self._unfit(model, refused)) as ticket:
-            chosen = self._board.send(ticket)
-            reservation = Reservation(self._handle, ticket.number)
+            replica = self._board.choose(ticket) or await self._wait(ticket, order)
+            slot = self._slots.take(replica)
             try:
-                address = chosen or await reservation.address(self._patience(order))
-                if address is None:
-                    raise self._no_server(model)
                 assert ticket.flight is not None
-                place = ReservedPlace(await self._upstream(address), ticket.flight, reservation=reservation)
+                upstream = await self._upstream(replica, ticket.flight.replica)
+                place = ReservedPlace(upstream, ticket.flight, slot=slot)
                 try:
                     yield place
                 finally:
                     ticket.num_cached = place.num_cached
             finally:
-                self._release(reservation)
+                self._slots.give_back(slot)
+
+    async def _wait(self, ticket: Ticket, order: Order[object]) -> str:
+        """Return the id of the replica when there is one. Ray counts what waits for it."""
+        reservation = Reservation(self._handle, ticket.number)
+        try:
+            replica = await reservation.replica(self._patience(order))
+        finally:
+            self._slots.release(reservation)
+        if replica is None:
+            raise self._no_server(order.ask.model)
+        return replica
 
     def _patience(self, order: Order[object]) -> float:
         left_ms = order.left_ms
         return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 
-    async def _upstream(self, address: Address) -> Upstream:
-        if address.grpc not in self._members:  # Ray's router heard of it first
+    async def _upstream(self, replica: str, authority: str) -> Upstream:
+        """Raise `ServerUnavailable` if the replica has gone."""
+        if authority not in self._members:  # Ray's router heard of it first
+            address = self._board.addresses.get(replica)
+            if address is None:
+                raise ServerUnavailable("its replica went as it was asked")
             await self._add(address, "replica")
-        return self._members[address.grpc].upstream
-
-    def _release(self, reservation: Reservation) -> None:
-        """Give the slot back. The answer does not wait for it."""
-        task = asyncio.create_task(reservation.release())
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        return self._members[authority].upstream
 
     async def _begin(self, place: Place) -> None:
         """Wait for the slot: a replica that goes would cut what has none."""
         assert isinstance(place, ReservedPlace)
         authority = place.upstream.address.grpc
-        await place.reservation.wait(lambda: authority in self._members)
+        await place.slot.reserved.wait(lambda: authority in self._members)
         self._board.started(place.flight)
 
     def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:

@@ -1,4 +1,4 @@
-"""Slot of a replica that Ray Serve keeps for a request, asked for while the request is on its way."""
+"""Slot of a replica that Ray Serve keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from tidewheel.gateway.upstream import Address
 from tidewheel.gateway.upstreams import NoServer
 from tidewheel_client.request_errors import ServerUnavailable
 
@@ -15,19 +14,25 @@ _LOOK_S = 0.1
 
 
 class Reservation:
-    """Owner of the slot, from the asking on until `release`."""
+    """Owner of the slot, from the asking on until `release`. It is of the given replica, or of that of a ticket."""
 
-    def __init__(self, handle: Any, ticket: int) -> None:
+    def __init__(self, handle: Any, asked: int | str) -> None:
         self._stack = contextlib.AsyncExitStack()
-        self._asking = asyncio.create_task(self._stack.enter_async_context(handle.choose_replica(ticket)))
+        self._asking = asyncio.create_task(self._stack.enter_async_context(handle.choose_replica(asked)))
 
-    async def address(self, patience_s: float) -> Address | None:
-        """Return where the replica listens. None: there is none within the patience. Raise `NoServer`."""
+    @property
+    def has_failed(self) -> bool:
+        """Return whether there is no slot, and will be none."""
+        asking = self._asking
+        return asking.done() and (asking.cancelled() or asking.exception() is not None)
+
+    async def replica(self, patience_s: float) -> str | None:
+        """Return the id of its replica. None: there is none within the patience. Raise `NoServer`."""
         await asyncio.wait({self._asking}, timeout=patience_s)
         if not self._asking.done():
             return None
         try:
-            return Address(**self._asking.result().replica_metadata)
+            return str(self._asking.result().replica_id)
         except _ray_errors() as error:
             raise NoServer(f"Ray Serve has no replica: {error}") from None
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from support.triton.serving import REPOSITORY
+from tidewheel.cli.cluster import _show
 from tidewheel.cli.main import main
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace
 from tidewheel.cluster.control_socket import MAX_LINE, ControlSocket, ask
-from tidewheel.cluster.replica import figures_of
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
 
@@ -110,10 +110,15 @@ def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
         ask(path, {"do": "this"})
 
 
-def test_figures_of_all_models_are_added() -> None:
-    page = (
-        "# TYPE vllm:num_requests_running gauge\n"
-        'vllm:num_requests_running{model="a"} 2\nvllm:num_requests_running{model="b"} 3\n'
-        'vllm:num_requests_waiting{model="a"} 1\nother 7\nvllm:num_requests_running_other 9\n'
+def test_status_says_what_each_replica_has_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    busy = {"running": 3.0, "waiting": 2.0, "kv_use": 0.126, "queue_s_critical": 0.25, "queue_s_low": 7.0}
+    replicas = {"h:2": busy, "h:1": {"running": 0.0, "waiting": 0.0, "kv_use": 0.0}, "h:3": {}}
+    _show(
+        {"state": "RUNNING", "wanted": "3", "replicas": {"RUNNING": 3}, "message": "", "port": 8, "figures": replicas}
     )
-    assert figures_of(page) == {"running": 5, "waiting": 1, "kv_use": 0, "arrivals": 0, "tokens": 0}
+    assert capsys.readouterr().out.splitlines() == [
+        "running: 3 replicas wanted, 3 running",
+        "OpenAI API at port 8",
+        "  h:1: 0 running, 0 waiting, 0% of its cache in use",
+        "  h:2: 3 running, 2 waiting (the oldest CRITICAL for 0.2 s, LOW for 7.0 s), 13% of its cache in use",
+    ]

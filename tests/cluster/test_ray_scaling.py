@@ -11,6 +11,7 @@ from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.ray_scaling import RayScaling
 from tidewheel.fleet.scaling import Decision, FleetState
+from tidewheel.request import Priority
 
 
 class Name(NamedTuple):
@@ -64,6 +65,18 @@ def test_reports_become_a_state(scaling: RayScaling, recorder: Recorder) -> None
         ("b", 0, 0, 0.0),
     ]
     assert (state.now, state.num_starting, state.num_held, state.num_arrivals) == (7.0, 1, 2, 0)
+
+
+def test_the_queue_time_of_a_class_counts(scaling: RayScaling, recorder: Recorder) -> None:
+    scaling(context(2, 10.0, running={"a": 1.0, "b": 1.0}, queue_s_critical={"a": 0.75}, queue_s_low={"a": 3.0}))
+    (state,) = recorder.states
+    assert {priority: age for priority, age in state.ready[0].queue_s.items() if age} == {
+        Priority.CRITICAL: 0.75,
+        Priority.LOW: 3.0,
+    }
+    waits = RayScaling("reactive", {"max_replicas": 4})
+    assert waits(context(1, 1.0, waiting={"a": 1.0}, queue_s_critical={"a": 0.25}))[0] == 1
+    assert waits(context(1, 2.0, waiting={"a": 1.0}, queue_s_critical={"a": 0.75}))[0] > 1
 
 
 def test_counters_are_told_by_their_growth(scaling: RayScaling, recorder: Recorder) -> None:

@@ -86,8 +86,9 @@ def test_changes_are_told() -> None:
 def test_reported_loads_count() -> None:
     board = ReplicaBoard("least-loaded")
     board.update(metadata("a", "b"))
-    board.report("a", 5)
-    board.report("gone", 5)
+    board.report("a", {"running": 5, "waiting": 0})
+    assert board.figures == {"a:1": {"running": 5, "waiting": 0}, "b:1": {}}
+    board.report("gone", {"running": 5, "waiting": 0})
     for _ in range(3):
         with board.ticket(RouteRequest(), lambda: NONE) as ticket:
             assert board.place(ticket.number) == "b"
@@ -102,12 +103,12 @@ def test_own_requests_are_not_those_of_others_once_they_end() -> None:
         tickets = [stack.enter_context(board.ticket(RouteRequest(), lambda: NONE)) for _ in range(8)]
         assert sorted(str(board.choose(one)) for one in tickets) == ["a"] * 4 + ["b"] * 4
     now += REPORT_AGE_S - 1
-    board.report("a", 4)
+    board.report("a", {"running": 4, "waiting": 0})
     with contextlib.ExitStack() as stack:
         tickets = [stack.enter_context(board.ticket(RouteRequest(), lambda: NONE)) for _ in range(8)]
         assert sorted(str(board.choose(one)) for one in tickets) == ["a"] * 4 + ["b"] * 4
     now += 3 * REPORT_AGE_S
-    board.report("a", 4)
+    board.report("a", {"running": 4, "waiting": 0})
     with contextlib.ExitStack() as stack:
         tickets = [stack.enter_context(board.ticket(RouteRequest(), lambda: NONE)) for _ in range(4)]
         assert [board.choose(one) for one in tickets] == ["b"] * 4, "others have sent them"

@@ -157,6 +157,18 @@ def _show(status: dict[str, Any]) -> None:
     if status["message"]:
         print(status["message"])
     print(f"OpenAI API at port {status['port']}")
+    for authority, figures in sorted(status["figures"].items()):
+        if figures:
+            print(f"  {authority}: {_load(figures)}")
+
+
+def _load(figures: dict[str, float]) -> str:
+    from tidewheel.cluster.replica_figures import queue_s
+
+    waits = [f"{priority.name} for {age:.1f} s" for priority, age in queue_s(figures).items() if age]
+    oldest = f" (the oldest {', '.join(waits)})" if waits else ""
+    cache = f"{figures['kv_use']:.0%} of its cache in use"
+    return f"{figures['running']:.0f} running, {figures['waiting']:.0f} waiting{oldest}, {cache}"
 
 
 def _note(text: str) -> None:

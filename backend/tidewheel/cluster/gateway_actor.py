@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
-from tidewheel.cluster.replica_board import board_of
+from tidewheel.cluster.replica_board import ReplicaBoard, board_of
 from tidewheel.cluster.replica_upstreams import ReplicaUpstreams
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
@@ -33,7 +33,8 @@ class GatewayActor:
         keys = Path(settings.api_keys) if settings.api_keys else None
         try:
             check_keys(settings.host, keys)
-            self._runner = await _started(_gateway(settings, handle, keys), settings)
+            self._board = board_of(handle.deployment_name, settings.router)
+            self._runner = await _started(_gateway(settings, handle, self._board, keys), settings)
         except ServeError as error:
             raise ClusterError(str(error)) from None
 
@@ -45,16 +46,18 @@ class GatewayActor:
         """Return the port that it listens on."""
         return int(self._runner.addresses[0][1])
 
+    async def figures(self) -> dict[str, dict[str, float]]:
+        """Return what each replica reported last, by where it listens."""
+        return {authority: dict(figures) for authority, figures in self._board.figures.items()}
+
     async def __del__(self) -> None:
         if hasattr(self, "_runner"):
             await self._runner.cleanup()
 
 
-def _gateway(settings: ClusterSettings, handle: Any, keys: Path | None) -> Gateway:
+def _gateway(settings: ClusterSettings, handle: Any, board: ReplicaBoard, keys: Path | None) -> Gateway:
     # `options` starts Ray's router, so that replicas are known before the first request.
-    upstreams = ReplicaUpstreams(
-        handle.options(), board_of(handle.deployment_name, settings.router), settings.patience_s
-    )
+    upstreams = ReplicaUpstreams(handle.options(), board, settings.patience_s)
     return Gateway(
         upstreams,
         ApiKeys(keys),

@@ -23,8 +23,8 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().update_replicas(replicas)
         self._board.update({one.replica_id.unique_id: one.replica_metadata for one in replicas})
         for one in replicas:
-            if stats := one.routing_stats:
-                self._board.report(one.replica_id.unique_id, int(stats["running"] + stats["waiting"]))
+            if one.routing_stats:
+                self._board.report(one.replica_id.unique_id, one.routing_stats)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

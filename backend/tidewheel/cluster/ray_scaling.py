@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tidewheel.cluster.replica_figures import queue_s
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
 from tidewheel.fleet.scaling_rules import make_scaling
 
@@ -59,6 +60,7 @@ class RayScaling:
             running=int(_value(latest, "running")),
             cache_usage=min(_value(latest, "kv_use"), 1.0),
             tokens_per_s=0.0 if seen is None else seen.tokens_per_s,
+            queue_s=queue_s({name: value for name, (_, value) in latest.items()}),
         )
 
     def _note(self, name: str, latest: Mapping[str, tuple[float, float]]) -> None:

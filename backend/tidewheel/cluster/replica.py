@@ -10,19 +10,13 @@ import aiohttp
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings, serve_options
+from tidewheel.cluster.replica_figures import figures_of
 from tidewheel.cluster.served_process import ServedProcess
 from tidewheel.health_endpoint import Readiness
 
 START_LIMIT_S = 1800.0  # that a server may be not ready before its replica is replaced
 _LOOK_S = 0.1
 _ASK_S = 2.0
-_FIGURES = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_use",
-    "tidewheel_tenant_requests_total": "arrivals",
-    "tidewheel_scheduled_tokens_total": "tokens",
-}
 
 
 class Replica:
@@ -98,16 +92,6 @@ class Replica:
         except (aiohttp.ClientError, TimeoutError):
             pass
         return self._figures
-
-
-def figures_of(page: str) -> dict[str, float]:
-    """Return sums over all models of a page in Prometheus' format."""
-    sums = dict.fromkeys(_FIGURES.values(), 0.0)
-    for line in page.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in _FIGURES:
-            sums[_FIGURES[name]] += float(line.rpartition(" ")[2])
-    return sums
 
 
 def _address(settings: ClusterSettings) -> str:

@@ -61,6 +61,7 @@ class ReplicaBoard:
         self._router = make_router(router)
         self._clock = clock
         self._own: dict[str, OwnRequests] = {}  # by authority
+        self._figures: dict[str, Mapping[str, float]] = {}  # by authority, as reported last
         self._lock = threading.Lock()
         self._addresses: dict[str, Address] = {}  # by replica id
         self._tickets: dict[int, Ticket] = {}
@@ -89,13 +90,14 @@ class ReplicaBoard:
                 self._leave_fleet(address.grpc)
         self.on_change()
 
-    def report(self, replica: str, num_requests: int) -> None:
-        """Take in how many requests a replica had some time ago. More than this process had are those of others."""
+    def report(self, replica: str, figures: Mapping[str, float]) -> None:
+        """Take in what a replica had some time ago. More requests than this process had are those of others."""
         with self._lock:
             if (address := self._addresses.get(replica)) is None:
                 return
+            self._figures[address.grpc] = figures
             own = self._own[address.grpc]
-            num_others = max(num_requests - own.most(self._clock()), 0)
+            num_others = max(int(figures["running"] + figures["waiting"]) - own.most(self._clock()), 0)
             self._router.report(address.grpc, ReplicaLoad(num_requests=own.num_open + num_others))
 
     def place(self, asked: int | str) -> str | None:
@@ -121,6 +123,12 @@ class ReplicaBoard:
         """Return where the replicas listen, by their ids."""
         with self._lock:
             return dict(self._addresses)
+
+    @property
+    def figures(self) -> dict[str, Mapping[str, float]]:
+        """Return the last report of each replica, by its authority; empty before its first one."""
+        with self._lock:
+            return {address.grpc: self._figures.get(address.grpc, {}) for address in self._addresses.values()}
 
     def choose(self, ticket: Ticket) -> str | None:
         """Return the id of the replica for a ticket, and count it there. None: there is none now."""
@@ -166,6 +174,7 @@ class ReplicaBoard:
     def _leave_fleet(self, authority: str) -> None:
         self._router.leave(authority)
         del self._own[authority]
+        self._figures.pop(authority, None)
 
 
 _boards: dict[str, ReplicaBoard] = {}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import free_port
@@ -17,6 +20,7 @@ from tidewheel.cluster.entry_devices import gpus_of
 from tidewheel.cluster.serve_app import APPLICATION, GATEWAY, REPLICA, application, has_gpus
 
 _POLL_S = 0.2
+_ASK_S = 10.0
 _REASON = re.compile(r"^(?:\w+\.)*(?:ClusterError|ConfigError): (.*)$", re.MULTILINE)
 
 
@@ -27,6 +31,7 @@ class ClusterStatus:
     wanted: str  # replicas, or their bounds
     replicas: dict[str, int]  # by state
     port: int  # of the gateway
+    figures: dict[str, dict[str, float]]  # reported last, by where a replica listens
 
 
 class ServedCluster:
@@ -46,11 +51,13 @@ class ServedCluster:
     def status(self) -> ClusterStatus:
         found = serve.status().applications.get(APPLICATION)
         if found is None:
-            return ClusterStatus("NOT_STARTED", "", self._wanted, {}, self._port)
+            return ClusterStatus("NOT_STARTED", "", self._wanted, {}, self._port, {})
         replicas = found.deployments.get(REPLICA)
         states = {} if replicas is None else {str(state): count for state, count in replicas.replica_states.items()}
         messages = [found.message, *(one.message for one in found.deployments.values())]
-        return ClusterStatus(str(found.status.value), _reason(messages), self._wanted, states, self._port)
+        return ClusterStatus(
+            str(found.status.value), _reason(messages), self._wanted, states, self._port, self._figures()
+        )
 
     @property
     def _wanted(self) -> str:
@@ -64,9 +71,7 @@ class ServedCluster:
             raise ClusterError(f"the cluster cannot start: {status.message}")
         if status.state != "RUNNING":
             return False
-        self._port = self._port or serve.get_deployment_handle(GATEWAY, APPLICATION).port.remote().result(
-            timeout_s=10
-        )
+        self._port = self._port or self._gateway().port.remote().result(timeout_s=_ASK_S)
         return True
 
     def scale(self, replicas: int) -> None:
@@ -85,6 +90,18 @@ class ServedCluster:
         serve.delete(APPLICATION, _blocking=False)
         while APPLICATION in serve.status().applications and time.monotonic() < limit:
             time.sleep(_POLL_S)
+
+    def _gateway(self) -> Any:
+        return serve.get_deployment_handle(GATEWAY, APPLICATION)
+
+    def _figures(self) -> dict[str, dict[str, float]]:
+        """Ask the gateway, which hears of them; without one there are none."""
+        if not self._port:
+            return {}
+        try:
+            return dict(self._gateway().figures.remote().result(timeout_s=_ASK_S))
+        except (RayError, RayServeException, TimeoutError):
+            return {}
 
     def _run(self) -> None:
         target = serve.RunTarget(target=application(self._settings), name=APPLICATION, route_prefix=None)

@@ -11,6 +11,7 @@ latency     requests for one token, and streams of one engine, straight by gRPC 
 throughput  streams through the gateway, as many for each replica; CPU time of each part
 sessions    conversations: turns that find what the turn before left in a cache, and the load of each replica
 kill        SIGKILL to all processes of a replica, which is started again at once
+orphan      SIGKILL to the process above a replica's server alone
 scaling     conversations while replicas go and come
 """
 
@@ -31,9 +32,10 @@ from cluster_servers import ListServers, Servers
 from random_model import without_weights
 from roofline import SHAPES
 from study import Study, show
+from tidewheel.fleet.loads import LOAD_FACTOR
 
 OVER: Mapping[str, Callable[[Path, Mapping[str, object], float], Servers]] = {"list": ListServers, "ray": RayServers}
-PARTS = ("latency", "throughput", "sessions", "kill", "scaling")
+PARTS = ("latency", "throughput", "sessions", "kill", "orphan", "scaling")
 LATENCY_STEP_S = 0.01
 MOST_OF_CORES = 0.6
 SLOWEST_MS = 800.0
@@ -57,6 +59,8 @@ GOALS = (
     Goal("sessions", "requests, max over mean", lambda part: part["requests_max_over_mean"], most=1.25),
     Goal("kill", "lost that had not begun", lambda part: part["not_begun_lost"], most=0),
     Goal("kill", "seconds until the others are told", lambda part: part["told_after_s"], most=1.0),
+    Goal("orphan", "lost that had not begun", lambda part: part["not_begun_lost"], most=0),
+    Goal("orphan", "seconds until the others are told", lambda part: part["told_after_s"], most=1.0),
     Goal("scaling", "cut or lost", lambda part: part["cut_or_lost"], most=0),
 )
 
@@ -72,8 +76,13 @@ def judged(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def rows(streams: int) -> int:
+    """Return the rows of an engine: routers promise no more than a replica's share times their factor."""
+    return math.ceil(LOAD_FACTOR * streams)
+
+
 def settings(streams: int) -> dict[str, object]:
-    return {"max_num_seqs": streams, "max_num_batched_tokens": 8192, "default_max_tokens": "context"}
+    return {"max_num_seqs": rows(streams), "max_num_batched_tokens": 8192, "default_max_tokens": "context"}
 
 
 def latency(servers: Servers, requests: int, seconds: float) -> dict[str, Any]:
@@ -122,7 +131,8 @@ def under_load(make: Any, model: Path, options: Any, step_ms: float, found: dict
         servers.scale(most)
         runs: dict[str, Callable[[], dict[str, Any]]] = {
             "sessions": lambda: cases.sessions(servers, options.streams * most, options.seconds),
-            "kill": lambda: cases.kill(servers, options.streams * most * 3 // 2),
+            "kill": lambda: cases.kill(servers, rows(options.streams) * most * 6 // 5, alone=False),
+            "orphan": lambda: cases.kill(servers, rows(options.streams) * most * 6 // 5, alone=True),
             "scaling": lambda: cases.scaling(servers, options.streams * most // 2, max(most // 2, 1)),
         }
         for name in [name for name in runs if name in options.parts]:

@@ -101,15 +101,15 @@ def not_whole(outcomes: list[Outcome]) -> int:
     return sum(not one.is_whole for one in outcomes)
 
 
-def kill(servers: Servers, users: int) -> dict[str, Any]:
-    """Kill a replica under load, and return what became of the requests."""
+def kill(servers: Servers, users: int, *, alone: bool) -> dict[str, Any]:
+    """Kill a replica under load, or what is above its server alone, and return what became of the requests."""
     count = len(servers.replicas())
     load = Users(servers.gateway, servers.model, turns=1, prompt_tokens=PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS)
 
     async def run() -> tuple[float, float]:
         async with load.active(users):
             await asyncio.sleep(3.0)
-            killed = await asyncio.to_thread(servers.kill_one)
+            killed = await asyncio.to_thread(servers.kill_one, alone=alone)
             await until(lambda: 0 <= num_ready(servers.gateway) < count, "a gateway that knows of the death")
             await until(lambda: num_ready(servers.gateway) == count, "a replica that is ready again")
             back = time.monotonic()

@@ -56,8 +56,8 @@ class RayServers:
         known = set(_UPSTREAM.findall(text))
         return [one for actor in self._actors(_REPLICA) for one in self._addresses(actor) if one.grpc in known]
 
-    def kill_one(self) -> float:
-        return kill_tree(self._actors(_REPLICA)[-1].pid)
+    def kill_one(self, *, alone: bool) -> float:
+        return kill_tree(self._actors(_REPLICA)[-1].pid, alone=alone)
 
     def pids(self) -> Mapping[str, list[int]]:
         heads = [one for one in self._ours() if any(part.endswith(_HEAD) for part in processes.arguments(one.pid))]

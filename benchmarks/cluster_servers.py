@@ -41,8 +41,11 @@ class Servers(Protocol):
     def replicas(self) -> list[Address]:
         """Return those that get new requests."""
 
-    def kill_one(self) -> float:
-        """Kill all processes of a replica at once, and return when. It is started again."""
+    def kill_one(self, *, alone: bool) -> float:
+        """Kill all processes of a replica at once, or the one above its server alone, and return when.
+
+        It is started again.
+        """
 
     def pids(self) -> Mapping[str, list[int]]:
         """Return the processes of each part: `replicas`, `gateway`, and what else there is."""
@@ -99,10 +102,12 @@ class ListServers:
     def replicas(self) -> list[Address]:
         return [server.address for server in self._running.values()]
 
-    def kill_one(self) -> float:
+    def kill_one(self, *, alone: bool) -> float:
         host, server = list(self._running.items())[-1]
-        killed = kill_tree(server.process.pid)
+        below = processes.descendants(server.process.pid)
+        killed = kill_tree(server.process.pid, alone=alone)
         server.process.wait()
+        processes.wait_until(lambda: not any(map(processes.is_alive, below)), LIMIT_S)  # for its ports
         self._running[host] = self._start(host)
         return killed
 
@@ -121,9 +126,10 @@ class ListServers:
         new.replace(self._names)
 
 
-def kill_tree(pid: int) -> float:
-    """Kill a process and all below it, and return when."""
-    tree = [one for one in (processes.read(pid), *processes.descendants(pid)) if one is not None]
+def kill_tree(pid: int, *, alone: bool) -> float:
+    """Kill a process, and all below it unless `alone`, and return when."""
+    below = [] if alone else processes.descendants(pid)
+    tree = [one for one in (processes.read(pid), *below) if one is not None]
     killed = time.monotonic()
     processes.signal_all(tree, signal.SIGKILL)
     return killed

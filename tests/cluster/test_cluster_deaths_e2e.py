@@ -54,6 +54,51 @@ def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
         assert cluster.chat("A tuple is", max_tokens=4).ok
 
 
+@pytest.mark.parametrize("name", ["raylet/raylet", "gcs_server"])
+def test_a_cluster_without_ray_says_so_and_leaves_nothing(folder: Path, name: str) -> None:
+    """Nothing starts the raylet or the store of state again. Streams end with a tagged error, or well."""
+    with up(folder, *ONE) as cluster, ThreadPoolExecutor(1) as pool:
+        cluster.wait_ready(1)
+        ports = cluster.listening()
+        stream = Streamed()
+        future = pool.submit(stream.read, cluster, "0 is", max_tokens=400, ignore_eos=True, temperature=0)
+        wait_for(lambda: bool(stream.text), 60, "its first token")
+        (victim,) = cluster.processes(name)
+        victim.kill()
+        word = name.rpartition("/")[2]
+        wait_for(lambda: f"Ray's {word} died" in cluster.command("status").stderr, 30, "the news")
+        told = cluster.command("scale", "2")
+        assert (told.returncode, len(told.stderr.splitlines())) == (2, 1), told.stderr
+        end = future.result()
+        if name == "gcs_server":
+            assert end.is_done, end
+            assert cluster.chat("A tuple is", max_tokens=4).ok, "the gateway and its replica live"
+        else:
+            assert end.is_done or end.errors, end
+        done = cluster.command("down")
+        assert done.returncode == 0, done.stderr
+        assert cluster.processes() == []
+        assert list(folder.iterdir()) == []
+        assert not set(ports) & {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
+
+
+def test_the_controller_is_started_again(folder: Path) -> None:
+    """It carries no stream; afterwards the cluster can be changed as before."""
+    with up(folder, *ONE) as cluster, ThreadPoolExecutor(1) as pool:
+        cluster.wait_ready(1)
+        (server,) = cluster.tritons()
+        stream = Streamed()
+        future = pool.submit(stream.read, cluster, "0 is", max_tokens=400, ignore_eos=True, temperature=0)
+        wait_for(lambda: bool(stream.text), 60, "its first token")
+        (controller,) = cluster.processes("ray::ServeController")
+        controller.kill()
+        assert cluster.chat("A tuple is", max_tokens=4).ok
+        assert future.result().is_done, stream
+        wait_for(lambda: cluster.command("scale", "2").returncode == 0, 60, "another controller")
+        cluster.wait_ready(2)
+        assert server.is_running(), "its replica stays"
+
+
 def test_requests_wait_for_the_only_replica(folder: Path) -> None:
     with up(folder, *ONE) as cluster:
         cluster.wait_ready(1)

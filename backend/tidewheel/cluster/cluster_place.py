@@ -46,6 +46,18 @@ class ClusterPlace:
     def control(self) -> Path:
         return self.root / "control"
 
+    @property
+    def last_words(self) -> Path:
+        """Return the file that says why the last cluster ended by itself. It outlives the folder."""
+        return self.root.with_name(f"{_NAME}-ended")
+
+    def why_it_ended(self) -> str:
+        """Return the line of `last_words`; empty without one."""
+        try:
+            return self.last_words.read_text()
+        except OSError:
+            return ""
+
     def is_up(self) -> bool:
         """Return whether a process runs it, ready or not."""
         return self.root.exists() and not workdir.is_left_over(self.root)
@@ -53,6 +65,7 @@ class ClusterPlace:
     def remove(self) -> None:
         """End what is left of a cluster whose process is gone, and remove its files."""
         workdir.remove(self.root)
+        self.last_words.unlink(missing_ok=True)
 
     def check_path(self) -> None:
         """Raise `ClusterError` if Ray could not make its sockets there."""

@@ -57,13 +57,14 @@ def scale(place: ClusterPlace, replicas: int) -> dict[str, Any]:
 
 def down(place: ClusterPlace) -> None:
     """End it, or what a killed one has left. Raise `ClusterError` if there is none."""
-    if not place.root.exists():
+    if not place.root.exists() and not place.why_it_ended():
         raise ClusterError(f"no cluster of yours is up: there is no {place.root}")
     pid = _head(place)
     if pid is None:
         place.remove()
     else:
         _end(place, pid, 86_400.0)
+        place.last_words.unlink(missing_ok=True)
 
 
 def _checked(settings: ClusterSettings) -> ClusterPlace:
@@ -97,7 +98,8 @@ def _port(lines: BinaryIO | Any, note: Callable[[str], None]) -> int:
 
 def _check_up(place: ClusterPlace) -> None:
     if not place.is_up():
-        raise ClusterError("no cluster of yours is up: start one with tidewheel cluster up")
+        why = place.why_it_ended()
+        raise ClusterError(f"no cluster of yours is up: {why or 'start one with tidewheel cluster up'}")
 
 
 def _head(place: ClusterPlace) -> int | None:

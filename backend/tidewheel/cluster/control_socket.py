@@ -38,7 +38,7 @@ class ControlSocket(socketserver.ThreadingUnixStreamServer):
         except (ClusterError, msgspec.DecodeError) as error:
             told = {"error": str(error)}
         except Exception as error:  # Ray's are many, and the asker has to hear of it
-            told = {"error": f"{type(error).__name__}: {error}"}
+            told = {"error": f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"}
         return msgspec.json.encode(told)
 
     def __enter__(self) -> ControlSocket:

@@ -20,6 +20,7 @@ from tidewheel.cluster import ClusterError, ray_start
 from tidewheel.cluster.cluster_place import ClusterPlace
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.control_socket import ControlSocket
+from tidewheel.cluster.ray_watch import RayWatch
 from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.lifeline import Lifeline
@@ -61,6 +62,7 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Te
     # Ray is imported here for the first time: it reads the environment at its import.
     from tidewheel.cluster.served_cluster import ServedCluster
 
+    watch = RayWatch()
     try:
         with processes.StopSignals() as signals:  # in place of Ray's own
             cluster = ServedCluster(settings)
@@ -68,20 +70,31 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Te
             cluster.deploy()
             while not signals.count and not cluster.is_ready():
                 _wait(signals)
-            with ControlSocket(place.control, lambda command: _handle(cluster, command)):
+            with ControlSocket(place.control, partial(_handle, cluster, watch)):
                 if not signals.count:
                     tell({"ready": cluster.status().port})
-                while not signals.count:
-                    _wait(signals)
+                _stay(signals, watch, place)
+            if watch.has_died:
+                os._exit(1)  # the guard ends the rest; Ray would wait for what has died
             cluster.end()
     finally:
         _end_ray(work)
     return 0
 
 
-def _handle(cluster: Any, command: dict[str, Any]) -> dict[str, Any]:
+def _stay(signals: processes.StopSignals, watch: RayWatch, place: ClusterPlace) -> None:
+    """Return when asked to stop, or when Ray has ended everything. Ray may end this process before."""
+    while not signals.count and not watch.has_ended_all:
+        _wait(signals)
+        if watch.look():
+            place.last_words.write_text(watch.reason)
+
+
+def _handle(cluster: Any, watch: RayWatch, command: dict[str, Any]) -> dict[str, Any]:
+    """Raise `ClusterError` for an unknown command, or if Ray has died."""
     from tidewheel.cluster.served_cluster import told
 
+    watch.check()
     match command:
         case {"do": "status"}:
             return told(cluster.status())

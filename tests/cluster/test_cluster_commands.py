@@ -57,7 +57,7 @@ def test_ray_is_an_extra(run_dir: Path, capsys: pytest.CaptureFixture[str], monk
 
 
 def test_wrong_numbers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert line_of(capsys, *UP, "--replicas", "0") == "replicas is 0: it must be 1 to 1024"
+    assert line_of(capsys, *UP, "--replicas", "0") == "replicas is 0: it must be 1 to 1024, or max_replicas be given"
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["scale", "2"], ["down"]], ids=lambda one: one[0])

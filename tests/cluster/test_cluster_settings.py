@@ -22,6 +22,7 @@ from tidewheel.errors import ConfigError
         ({"model": "a/b", "model_repository": "m"}, "give either"),
         ({"model": "a/b", "models": ["x"]}, "does not go with model"),
         ({"model": "a/b", "replicas": 0}, "replicas is 0: it must be 1 to 1024"),
+        ({"model": "a/b", "replicas": -1, "max_replicas": 2}, "replicas is -1: it must be 0 to 1024"),
         ({"model": "a/b", "replica_gpus": -1}, "replica_gpus is -1"),
         ({"model": "a/b", "openai_port": 70000}, "openai_port is 70000"),
         ({"model": "a/b", "router": "best"}, "router is 'best': choose one of"),

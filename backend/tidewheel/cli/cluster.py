@@ -30,7 +30,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         type=_numbers,
         default=(1, 0),
         metavar="N[:M]",
-        help="number of replicas; N:M lets it follow the load between both (default: 1)",
+        help="number of replicas; N:M follows the load between both, and 0:M has none while nothing is asked "
+        "(default: 1)",
     )
     parser.add_argument(
         "--scaling",
@@ -74,6 +75,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ARG",
         help="one more option of tidewheel serve, as --serve-arg=--no-restart (repeatable)",
+    )
+    parser.add_argument(
+        "--patience-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that a request waits for a replica, if there is none (default: %(default)g)",
     )
     parser.add_argument(
         "--drain-s",
@@ -130,6 +138,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         open_metrics=args.open_metrics,
         playground=args.playground,
         continue_greedy=args.continue_greedy,
+        patience_s=args.patience_s,
         drain_s=args.drain_s,
     )
     settings.check()

@@ -21,7 +21,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model_repository: str = ""  # a Triton model repository
     models: list[str] = []  # entries of it; empty: all
     model: str = ""  # in place of a repository: a folder in Hugging Face's format, or an id
-    replicas: int = 1  # the least, where there may be more
+    replicas: int = 1  # the least, where there may be more; 0: none while nothing is asked
     max_replicas: int = 0  # above `replicas`: as many as `scaling` wants. 0: always `replicas`
     scaling: str = "reactive"
     scaling_settings: dict[str, float] = {}  # fields of `ScalingSettings`
@@ -53,11 +53,18 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ClusterError(f"router is {self.router!r}: choose one of {', '.join(ROUTERS)}")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise ClusterError(f"max_replicas is {self.max_replicas}: it must be replicas, {self.replicas}, or more")
+        if not self.replicas and not self.max_replicas:
+            raise ClusterError(f"replicas is 0: it must be 1 to {MAX_REPLICAS}, or max_replicas be given")
         for name, least, most in _RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ClusterError(f"{name} is {value}: it must be {least} to {most}")
         self._check_scaling()
+
+    @property
+    def first_replicas(self) -> int:
+        """Return how many there are at the start: one says which models there are."""
+        return max(self.replicas, 1)
 
     @property
     def most_replicas(self) -> int:
@@ -76,7 +83,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 _RANGES = (
-    ("replicas", 1, MAX_REPLICAS),
+    ("replicas", 0, MAX_REPLICAS),
     ("max_replicas", 0, MAX_REPLICAS),
     ("replica_cpus", 0, 1024),
     ("replica_gpus", 0, 64),

@@ -57,7 +57,7 @@ class GatewayActor:
 
 def _gateway(settings: ClusterSettings, handle: Any, board: ReplicaBoard, keys: Path | None) -> Gateway:
     # `options` starts Ray's router, so that replicas are known before the first request.
-    upstreams = ReplicaUpstreams(handle.options(), board, settings.patience_s)
+    upstreams = ReplicaUpstreams(handle.options(), board, settings.patience_s, may_be_empty=settings.replicas == 0)
     return Gateway(
         upstreams,
         ApiKeys(keys),

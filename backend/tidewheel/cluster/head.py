@@ -66,7 +66,8 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Te
     try:
         with processes.StopSignals() as signals:  # in place of Ray's own
             cluster = ServedCluster(settings)
-            tell({"stage": f"starting {settings.replicas} replica{'s' * (settings.replicas > 1)} and the gateway"})
+            first = settings.first_replicas
+            tell({"stage": f"starting {first} replica{'s' * (first > 1)} and the gateway"})
             cluster.deploy()
             while not signals.count and not cluster.is_ready():
                 _wait(signals)

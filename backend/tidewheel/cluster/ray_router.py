@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tidewheel.cluster.replica_board import board_of
 
-_PAUSE_S = 0.05  # until another look for a replica
+_PAUSE_S = 0.1  # until another look for a replica
 
 
 class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types

@@ -18,6 +18,8 @@ from tidewheel.gateway.upstream import Upstream
 from tidewheel.gateway.upstreams import Place, Upstreams
 from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable
 
+MAX_HELD = 1024  # requests that wait for a replica
+
 
 @dataclass(slots=True, kw_only=True)
 class ReservedPlace(Place):
@@ -30,12 +32,15 @@ class ReplicaUpstreams(Upstreams):
     Ray Serve waits for reserved slots before it ends a replica, and would cut streams that it does not know.
     """
 
-    def __init__(self, handle: Any, board: ReplicaBoard, patience_s: float) -> None:
+    def __init__(self, handle: Any, board: ReplicaBoard, patience_s: float, *, may_be_empty: bool = False) -> None:
+        """`may_be_empty`: that there is no replica is nothing wrong. One is started for requests that wait."""
         super().__init__(())
+        self._may_be_empty = may_be_empty
+        self._num_held = 0
         self._handle = handle
         self._board = board
         self._patience_s = patience_s
-        self._known: list[str] = []  # models, as seen last
+        self._known: list[str] = []  # models, as seen before replicas went
         self._slots = Slots(partial(Reservation, handle))
 
     async def __aenter__(self) -> ReplicaUpstreams:
@@ -52,12 +57,17 @@ class ReplicaUpstreams(Upstreams):
     @property
     def models(self) -> list[str]:
         """Return those of the last replicas while there is none, because others come."""
-        self._known = super().models or self._known
-        return self._known
+        return super().models or self._known
 
     @property
     def not_ready(self) -> str:
-        return super().not_ready if self._members else "no replica has started"
+        if self._members:
+            return super().not_ready
+        return "" if self._may_be_empty else "no replica has started"
+
+    def model(self, name: str) -> str:
+        """See `Upstreams.model`. Before the first replica, any name may be right."""
+        return name if name and not self.models and not self._members else super().model(name)
 
     async def _follow_board(self, changed: asyncio.Event) -> None:
         while True:
@@ -68,6 +78,7 @@ class ReplicaUpstreams(Upstreams):
             addresses = {address.grpc: address for address in replicas.values()}
             for authority in addresses.keys() - self._members.keys():
                 await self._add(addresses[authority], "replica")
+            self._known = self.models
             for authority in self._members.keys() - addresses.keys():
                 self._remove(authority)
 
@@ -95,11 +106,15 @@ class ReplicaUpstreams(Upstreams):
                 self._slots.give_back(slot)
 
     async def _wait(self, ticket: Ticket, order: Order[object]) -> str:
-        """Return the id of the replica when there is one. Ray counts what waits for it."""
+        """Return the id of the replica when there is one. Ray counts what waits, for the policy of scaling."""
+        if self._num_held >= MAX_HELD:
+            raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         reservation = Reservation(self._handle, ticket.number)
+        self._num_held += 1
         try:
             replica = await reservation.replica(self._patience(order))
         finally:
+            self._num_held -= 1
             self._slots.release(reservation)
         if replica is None:
             raise self._no_server(order.ask.model)

@@ -71,7 +71,7 @@ def _number(settings: ClusterSettings) -> dict[str, Any]:
     # The policy has delays of its own.
     config = AutoscalingConfig(
         min_replicas=settings.replicas,
-        initial_replicas=settings.replicas,
+        initial_replicas=settings.first_replicas,
         max_replicas=settings.most_replicas,
         metrics_interval_s=LOOK_S,
         look_back_period_s=5 * LOOK_S,

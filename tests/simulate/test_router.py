@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +63,7 @@ def test_a_flight_that_ends_after_its_replica_left_and_came_back_counts_nothing(
         router.started(flight, 0)
         router.ended(flight)
     assert router.loads.open_of(0) == 0 and router.loads.total_open == 0  # type: ignore[attr-defined]
-    assert not router.loads.running.any() and not router.loads.waiting.any()  # type: ignore[attr-defined]
+    assert not router.loads.running.any() and not router.loads.total_waiting.any()  # type: ignore[attr-defined]
 
 
 def test_round_robin_takes_turns() -> None:
@@ -104,16 +105,39 @@ def test_reported_load_counts_until_the_next_report() -> None:
     router.report(7, ReplicaLoad(num_requests=5))  # unknown
 
 
+def ring_of(num_replicas: int) -> HashRing:
+    ring = HashRing()
+    for slot in range(num_replicas):
+        ring.join(f"replica {slot}", slot)
+    return ring
+
+
+def owner(ring: HashRing, key: str, *full: int) -> int | None:
+    return ring.first(key, lambda slots: ~np.isin(slots, full))
+
+
 def test_the_ring_spreads_keys_and_moves_few_when_a_replica_comes() -> None:
-    before, after = HashRing(range(10)), HashRing(range(11))
+    before, after = ring_of(10), ring_of(11)
     keys = [f"key {number}" for number in range(5000)]
-    shares = Counter(before.owner(key) for key in keys)
+    shares = Counter(owner(before, key) for key in keys)
     assert min(shares.values()) > 250 and max(shares.values()) < 900  # 500 each on average
-    moved = [key for key in keys if before.owner(key) != after.owner(key)]
+    moved = [key for key in keys if owner(before, key) != owner(after, key)]
     assert len(moved) < 2 * len(keys) / 11
-    assert all(after.owner(key) == 10 for key in moved)
+    assert all(owner(after, key) == 10 for key in moved)
     after.leave(10)
-    assert [after.owner(key) for key in keys] == [before.owner(key) for key in keys]
+    assert [owner(after, key) for key in keys] == [owner(before, key) for key in keys]
+
+
+def test_the_ring_goes_round_past_full_replicas() -> None:
+    """A full replica is as one that left, on a ring of more points than a first look sees."""
+    ring, without = ring_of(10), ring_of(10)
+    keys = [f"key {number}" for number in range(300)]
+    for slot in (4, 7):
+        without.leave(slot)
+    assert [owner(ring, key, 4, 7) for key in keys] == [owner(without, key) for key in keys]
+    assert {owner(ring, key, *range(9)) for key in keys} == {9}
+    assert owner(ring, "key", *range(10)) is None
+    assert owner(HashRing(), "key") is None
 
 
 def test_an_unknown_router_is_refused_with_the_known_ones() -> None:

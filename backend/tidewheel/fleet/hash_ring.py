@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable
 from hashlib import blake2b
-from operator import itemgetter
-from typing import Generic
 
-from tidewheel.fleet.router import T
+import numpy as np
+
+from tidewheel.batch import BoolArray, RowArray
 
 VIRTUAL_NODES = 64  # ring points per replica
+_FIRST_LOOKS = (64, 1024)  # points looked at before all others: nearly always enough
 
 
-class HashRing(Generic[T]):
-    def __init__(self, replicas: Iterable[T] = ()) -> None:
-        """`replicas`: names, or numbers, whose text is hashed."""
-        self._points: list[tuple[int, T]] = []
-        self._hashes: list[int] = []
-        self._members: set[T] = set()
-        self._is_sorted = True
-        for replica in replicas:
-            self.join(replica)
+class HashRing:
+    """Points of replicas in the order of their hashes, as columns. The points of a replica are told by its slot."""
 
-    def join(self, replica: T) -> None:
-        if replica in self._members:
-            return
-        self._members.add(replica)
-        self._points += [(_hash(f"replica {replica} point {point}"), replica) for point in range(VIRTUAL_NODES)]
-        self._is_sorted = False  # sorted before the next look, so that many may join at once
+    def __init__(self) -> None:
+        self._hashes = np.zeros(0, dtype=np.uint64)
+        self._slots = np.zeros(0, dtype=np.intp)
 
-    def leave(self, replica: T) -> None:
-        self._members.discard(replica)
-        self._points = [point for point in self._points if point[1] != replica]
-        self._is_sorted = False
+    def join(self, replica: Hashable, slot: int) -> None:
+        """Add the points of a name, whose text is hashed."""
+        points = np.sort(np.array([_hash(f"replica {replica} point {n}") for n in range(VIRTUAL_NODES)], np.uint64))
+        places = self._hashes.searchsorted(points)
+        self._hashes = np.insert(self._hashes, places, points)
+        self._slots = np.insert(self._slots, places, slot)
 
-    def owner(self, key: str) -> T:
-        """Return the replica of a key; the ring must not be empty."""
-        return self._points[self._position(key)][1]
+    def leave(self, slot: int) -> None:
+        stays = self._slots != slot
+        self._hashes, self._slots = self._hashes[stays], self._slots[stays]
 
-    def first(self, key: str, accepts: Callable[[T], bool]) -> T | None:
-        """Return the first accepting replica clockwise from the key, or None."""
-        if not self._points:
-            return None
-        start, refused = self._position(key), set[T]()
-        for offset in range(len(self._points)):
-            replica = self._points[(start + offset) % len(self._points)][1]
-            if replica in refused:
-                continue
-            if accepts(replica):
-                return replica
-            refused.add(replica)
-            if len(refused) == len(self._members):
-                return None
+    def first(self, key: str, accepts: Callable[[RowArray], BoolArray]) -> int | None:
+        """Return the first accepted slot clockwise from the key, or None. `accepts` is asked for several slots."""
+        slots = self._slots
+        begin = int(self._hashes.searchsorted(np.uint64(_hash(key))))
+        ends = [begin + length for length in _FIRST_LOOKS]
+        for part in (slots[begin : ends[0]], slots[ends[0] : ends[1]], slots[ends[1] :], slots[:begin]):
+            if len(part):
+                accepted = accepts(part)
+                place = int(accepted.argmax())
+                if accepted[place]:
+                    return int(part[place])
         return None
-
-    def _position(self, key: str) -> int:
-        if not self._is_sorted:
-            self._points.sort(key=itemgetter(0))
-            self._hashes = [point for point, _ in self._points]
-            self._is_sorted = True
-        return bisect_left(self._hashes, _hash(key)) % len(self._hashes)
 
 
 def _hash(text: str) -> int:

@@ -25,7 +25,10 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 
 
 class Loads(Generic[T]):
-    """Columns by slot. A replica has one slot from `join` to `leave`; in free slots `num_open` is infinite."""
+    """Columns by slot. A replica has one slot from `join` to `leave`.
+
+    In free slots `num_open` and `waiting` are infinite, so that a minimum is never there.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[T, int] = {}  # in the order of joining
@@ -34,6 +37,7 @@ class Loads(Generic[T]):
         self.waiting: Float64Array = np.zeros((len(Priority), 0))  # prompt tokens of a class and those above it
         self.running: Float64Array = np.zeros(0)  # tokens of started requests
         self.total_open = 0.0
+        self.total_waiting: Float64Array = np.zeros(len(Priority))
         self._epochs: list[int] = []
         self._reported: dict[int, ReplicaLoad] = {}  # slot → load of requests that others sent
         self._num_joined = 0
@@ -54,15 +58,17 @@ class Loads(Generic[T]):
         slot = self.names.index(None)
         self._num_joined += 1
         self.slots[replica], self.names[slot], self._epochs[slot] = slot, replica, self._num_joined
-        self.num_open[slot] = 0.0
+        self.num_open[slot] = self.waiting[:, slot] = 0.0
         return slot
 
     def leave(self, replica: T) -> int:
         """Return the slot, which is free now."""
         slot = self.slots.pop(replica)
         self.total_open -= float(self.num_open[slot])
+        self.total_waiting -= self.waiting[:, slot]
         self.names[slot] = None
-        self.num_open[slot], self.running[slot], self.waiting[:, slot] = math.inf, 0.0, 0.0
+        self.num_open[slot] = self.waiting[:, slot] = math.inf
+        self.running[slot] = 0.0
         self._reported.pop(slot, None)
         return slot
 
@@ -88,7 +94,7 @@ class Loads(Generic[T]):
         slot = self.slots[replica]
         self.num_open[slot] += 1
         self.total_open += 1
-        self.waiting[request.priority - 1 :, slot] += num_uncached_tokens
+        self._wait(slot, request.priority, num_uncached_tokens)
         return Flight(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, flight: Flight[T]) -> int | None:
@@ -99,7 +105,7 @@ class Loads(Generic[T]):
     def start(self, flight: Flight[T]) -> None:
         """Count the prompt as running from now on."""
         if (slot := self.slot_of(flight)) is not None:
-            self.waiting[flight.request.priority - 1 :, slot] -= flight.waiting_tokens
+            self._wait(slot, flight.request.priority, -flight.waiting_tokens)
             self.running[slot] += flight.request.num_tokens
 
     def remove(self, flight: Flight[T]) -> None:
@@ -110,7 +116,7 @@ class Loads(Generic[T]):
         if flight.has_started:
             self.running[slot] -= flight.request.num_tokens
         else:
-            self.waiting[flight.request.priority - 1 :, slot] -= flight.waiting_tokens
+            self._wait(slot, flight.request.priority, -flight.waiting_tokens)
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
         """Count what the replica has beyond the own requests, until its next report."""
@@ -128,8 +134,13 @@ class Loads(Generic[T]):
         self._reported[slot] = others
         self.num_open[slot] = own_open + others.num_requests
         self.total_open += others.num_requests - before.num_requests
-        self.waiting[Priority.NORMAL - 1 :, slot] += others.waiting_tokens - before.waiting_tokens
+        self._wait(slot, Priority.NORMAL, others.waiting_tokens - before.waiting_tokens)
         self.running[slot] = own_running + others.running_tokens
+
+    def _wait(self, slot: int, priority: Priority, num_tokens: int) -> None:
+        """Add prompt tokens that requests of the class and those below wait for."""
+        self.waiting[priority - 1 :, slot] += num_tokens
+        self.total_waiting[priority - 1 :] += num_tokens
 
     def _grow(self) -> None:
         num_new = max(len(self.names), _FIRST_SLOTS)
@@ -137,4 +148,4 @@ class Loads(Generic[T]):
         self._epochs += [0] * num_new
         self.num_open = np.concatenate((self.num_open, np.full(num_new, math.inf)))
         self.running = np.concatenate((self.running, np.zeros(num_new)))
-        self.waiting = np.concatenate((self.waiting, np.zeros((len(Priority), num_new))), axis=1)
+        self.waiting = np.concatenate((self.waiting, np.full((len(Priority), num_new), math.inf)), axis=1)

@@ -80,20 +80,22 @@ class SessionAffinity(CountingRouter[T]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ring = HashRing[T]()
+        self._ring = HashRing()
 
     def join(self, replica: T) -> None:
-        super().join(replica)
-        self._ring.join(replica)
+        if replica not in self.loads:
+            self._ring.join(replica, self.loads.join(replica))
 
     def leave(self, replica: T) -> None:
-        super().leave(replica)
-        self._ring.leave(replica)
+        if replica in self.loads:
+            self._ring.leave(self.loads.leave(replica))
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        if request.session:
-            return self._ring.first(session_key(request), lambda replica: replica not in excluded)
-        return least_open(self.loads, excluded)
+        if not request.session:
+            return least_open(self.loads, excluded)
+        num_open = self.loads.open_without(excluded)
+        slot = self._ring.first(session_key(request), lambda slots: np.isfinite(num_open[slots]))
+        return None if slot is None else self.loads.names[slot]
 
 
 def session_key(request: RouteRequest) -> str:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-
-from tidewheel.batch import Float64Array
+import numpy.typing as npt
 
 MAX_KNOWN = 1 << 20  # chunks of all replicas together
 MAX_KNOWN_OF_ONE = 1 << 14
 _MAX_STAIRS = 4  # different depths that a look tells apart
+
+
+class Depths(NamedTuple):
+    """Number of first chunks that each slot has: `of_level[levels[slot]]`."""
+
+    of_level: tuple[int, ...]
+    levels: npt.NDArray[np.uint8]
 
 
 class PrefixKnowledge:
@@ -47,28 +54,34 @@ class PrefixKnowledge:
             found.append(stamp)
         return tuple(found)
 
-    def depths(self, chunks: Sequence[int], num_slots: int) -> Float64Array | None:
+    def depths(self, chunks: Sequence[int], num_slots: int) -> Depths | None:
         """Return how many first chunks each slot has. None: no slot has any.
 
         Of more than `_MAX_STAIRS` different depths, the least count as 0.
         """
-        stairs: list[tuple[int, int]] = []  # (depth, slots with at least that)
-        slots = -1
+        stairs = self._stairs(chunks)[-_MAX_STAIRS:]
+        if not stairs:
+            return None
+        num_bytes = (num_slots + 7) // 8
+        raw = np.frombuffer(b"".join(slots.to_bytes(num_bytes, "little") for _, slots in stairs), dtype=np.uint8)
+        bits = np.unpackbits(raw.reshape(len(stairs), num_bytes), axis=1, count=num_slots, bitorder="little")
+        levels = bits[0]
+        for higher in bits[1:]:  # a slot of a stair is on all before it
+            levels += higher
+        return Depths((0, *(depth for depth, _ in stairs)), levels)
+
+    def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the different depths, least first, with the bits of the slots that have at least that."""
+        stairs: list[tuple[int, int]] = []
+        slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):
-            left = slots & self._holders.get(chunk, 0)
+            left = slots & holders.get(chunk, 0)
             if left != slots and depth:
                 stairs.append((depth, slots))
             slots = left
             if not slots:
-                break
-        else:
-            stairs.append((len(chunks), slots))
-        if not chunks or not stairs:
-            return None
-        depths = np.zeros(num_slots)
-        for depth, bits in stairs[-_MAX_STAIRS:]:
-            depths[_slots(bits, num_slots)] = depth
-        return depths
+                return stairs
+        return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
         """Note that the replica computes or uses these chunks. Return the stamp that they have now."""
@@ -122,11 +135,3 @@ class PrefixKnowledge:
             self._holders[chunk] = left
         else:
             del self._holders[chunk]
-
-
-def _slots(bits: int, num_slots: int) -> object:
-    """Return an index of the slots whose bits are set."""
-    if bits & (bits - 1) == 0:
-        return bits.bit_length() - 1
-    raw = np.frombuffer(bits.to_bytes((num_slots + 7) // 8, "little"), dtype=np.uint8)
-    return np.unpackbits(raw, count=num_slots, bitorder="little").view(np.bool_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -31,7 +32,7 @@ class PrefixAware(CountingRouter[T]):
         super().__init__()
         self.knowledge = PrefixKnowledge(max_known)
         self._max_sessions = max_sessions
-        self._ring = HashRing[T]()
+        self._ring = HashRing()
         self._homes: dict[str, T] = {}  # session → its last replica, least recently used first
         self._unstarted: dict[int, set[int]] = {}  # slot → stamps of flights whose prompts are not computed yet
 
@@ -41,7 +42,7 @@ class PrefixAware(CountingRouter[T]):
         slot = self.loads.join(replica)
         self.knowledge.join(slot)
         self._unstarted[slot] = set()
-        self._ring.join(replica)
+        self._ring.join(replica, slot)
 
     def leave(self, replica: T) -> None:
         if replica not in self.loads:
@@ -49,62 +50,73 @@ class PrefixAware(CountingRouter[T]):
         slot = self.loads.leave(replica)
         self.knowledge.leave(slot)
         del self._unstarted[slot]
-        self._ring.leave(replica)
+        self._ring.leave(slot)
 
     # --- decisions --------------------------------------------------------------------------------------------
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        loads = self.loads
-        num_open = loads.open_without(excluded)
+        if len(self.loads) == 0:
+            return None
+        num_open = self.loads.open_without(excluded)
         if request.priority == Priority.CRITICAL:
-            return self._earliest(request, num_open)
-        num_replicas, total = len(loads), loads.total_open
-        if excluded:
+            slot = self._earliest(request, num_open)
+        else:
+            slot = self._bounded(request, num_open)
+        return self.loads.names[slot] if math.isfinite(num_open[slot]) else None
+
+    def _bounded(self, request: RouteRequest, num_open: Float64Array) -> int:
+        """Return the slot of a request that keeps to the bound, by its session or its cost."""
+        num_replicas, total = len(self.loads), self.loads.total_open
+        if num_open is not self.loads.num_open:
             present = num_open[np.isfinite(num_open)]
-            num_replicas, total = len(present), float(present.sum())
-        if not num_replicas:
-            return None
-        if request.session and (home := self._home(request, num_open, total, num_replicas)) is not None:
-            return home
+            num_replicas, total = max(len(present), 1), float(present.sum())
         bound = load_bound(total, num_replicas)
-        cost = loads.waiting_ahead(request.priority) + RUNNING_WEIGHT * loads.running
-        cost += self._uncached(request)
-        cost[num_open >= bound] = np.inf
-        return loads.names[int(cost.argmin())]
+        if request.session:
+            key = session_key(request)
+            slot = self.loads.slots.get(self._homes[key]) if key in self._homes else None
+            if slot is None:
+                slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
+            if slot is not None and num_open[slot] < bound:
+                return slot
+        return self._cheapest(request, num_open, bound)
 
-    def _earliest(self, request: RouteRequest, num_open: Float64Array) -> T | None:
-        """Return the replica with the fewest prompt tokens before its first token, then with the least to do."""
-        ahead = self.loads.waiting_ahead(request.priority) + self._uncached(request)
-        ahead[np.isinf(num_open)] = np.inf
-        if not len(ahead):
-            return None
-        to_do = self.loads.waiting_ahead(Priority.LOW) + self.loads.running
-        slot = int(np.where(ahead == ahead.min(), to_do, np.inf).argmin())
-        return self.loads.names[slot] if np.isfinite(num_open[slot]) else None
+    def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
+        """Return the slot of a new session by the ring. None: none has room.
 
-    def _home(self, request: RouteRequest, num_open: Float64Array, total: float, num_replicas: int) -> T | None:
-        """Return the last replica of the session if it is within the bound. A new session gets one by the ring.
-
-        None: it is chosen by cost. The ring passes replicas with a queue, as a cold one that all are sent to has.
+        The ring passes replicas with a longer queue than others, as a cold one has that all are sent to.
         """
-        slots, key = self.loads.slots, session_key(request)
-        slot = slots.get(self._homes[key]) if key in self._homes else None
-        if slot is not None:
-            return self.loads.names[slot] if num_open[slot] < load_bound(total, num_replicas) else None
-        bound, waiting = load_bound(total, num_replicas, NEW_FACTOR), self.loads.waiting_ahead(request.priority)
-        most = max(LOAD_FACTOR * float(waiting.sum()) / num_replicas, request.num_tokens)
+        loads = self.loads
+        waiting, total = loads.waiting_ahead(request.priority), loads.total_waiting[request.priority - 1]
+        most = max(LOAD_FACTOR * float(total) / len(loads), request.num_tokens)
+        return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
 
-        def accepts(replica: T) -> bool:
-            slot = slots[replica]
-            return bool(num_open[slot] < bound and waiting[slot] <= most)
+    def _cheapest(self, request: RouteRequest, num_open: Float64Array, bound: int) -> int:
+        """Return the slot of the least cost within the bound. The least of all is nearly always within it."""
+        cost = RUNNING_WEIGHT * self.loads.running
+        cost += self.loads.waiting_ahead(request.priority)
+        cost -= self._saved(request)
+        slot = int(cost.argmin())
+        if num_open[slot] < bound:
+            return slot
+        return int(np.where(num_open < bound, cost, np.inf).argmin())
 
-        return self._ring.first(key, accepts)
+    def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
+        """Return the slot with the fewest prompt tokens before its first token, then with the least to do."""
+        loads = self.loads
+        ahead = loads.waiting_ahead(request.priority) - self._saved(request)
+        if num_open is not loads.num_open:
+            ahead[np.isinf(num_open)] = np.inf
+        slots = (ahead == ahead.min()).nonzero()[0]
+        to_do = loads.waiting_ahead(Priority.LOW)[slots] + loads.running[slots]
+        return int(slots[to_do.argmin()])
 
-    def _uncached(self, request: RouteRequest) -> Float64Array | float:
+    def _saved(self, request: RouteRequest) -> Float64Array | float:
+        """Return the prompt tokens, by slot, that need not be computed. One is always computed."""
         depths = self.knowledge.depths(request.chunks, len(self.loads.names))
         if depths is None:
-            return float(request.num_tokens)
-        return np.maximum(request.num_tokens - depths * request.chunk_tokens, 1.0)
+            return 0.0
+        tokens = [min(depth * request.chunk_tokens, request.num_tokens - 1.0) for depth in depths.of_level]
+        return np.array(tokens).take(depths.levels)
 
     # --- what happens to requests -----------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class ChangingFleet(Simulator):
         self._changes = deque(sorted(changes))
         self.joined = dict.fromkeys(range(len(self.replicas)), 0.0)  # replica → time
         self.left: dict[int, float] = {}
+        self.most_cached = np.zeros(len(trace), np.int64)  # tokens of a session's request, on any replica
+        self.cached_where_sent = np.zeros(len(trace), np.int64)
 
     def _arrive(self, index: int, now: float) -> None:
         while self._changes and self._changes[0].time <= now:
@@ -59,10 +61,14 @@ class ChangingFleet(Simulator):
         self.left[number] = now
 
     def _send(self, index: int, now: float) -> None:
+        request = self._requests.request(index, now)
         if isinstance(self._router, LeastBlocks):
-            request = self._requests.request(index, now)
             self._router.cached_tokens = lambda number: self._cached(number, request)
+        cached = {number: self._cached(number, request) for number in self.fleet._ready if request.session_id}
         super()._send(index, now)
+        if cached:
+            self.most_cached[index] = max(cached.values())
+            self.cached_where_sent[index] = cached[self._flights[index].replica]
 
     def _cached(self, number: int, request: Request) -> int:
         replica = self.replicas[number]

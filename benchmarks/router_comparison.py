@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -88,6 +88,7 @@ def figures(fleet: ChangingFleet, outcomes: Outcomes, seconds: float) -> dict[st
     whole = np.nanmean(loads, axis=1)
     return {
         "requests": int(counted.sum()),
+        "ttft_mean_ms": 1e3 * float(ttft.mean()),
         "ttft_p50_ms": 1e3 * float(np.quantile(ttft, 0.5)),
         "ttft_p99_ms": 1e3 * float(np.quantile(ttft, 0.99)),
         "tpot_p99_ms": 1e3 * float(np.quantile(tpot, 0.99)),
@@ -96,28 +97,51 @@ def figures(fleet: ChangingFleet, outcomes: Outcomes, seconds: float) -> dict[st
         "cached": float(outcomes.cached_tokens[counted].sum() / trace.prompt_tokens[counted].sum()),
         "max_over_mean": float(np.nanmax(whole) / np.nanmean(whole)),
         "max_over_mean_10s": float(np.median(ratio)),
-        "turns_at_home": _turns_at_home(outcomes, counted),
+        **turns(fleet, outcomes, counted),
         "mean_open": float(np.nanmean(loads)),
     }
 
 
-def _turns_at_home(outcomes: Outcomes, counted: np.ndarray) -> float | None:
-    """Return the share of turns after the first that went where the turn before went, which may have left."""
-    sessions = outcomes.trace.sessions
-    order = np.argsort(sessions, kind="stable")
-    order = order[sessions[order] != NOBODY]
-    later = sessions[order][1:] == sessions[order][:-1]
-    at_home = outcomes.replicas[order][1:] == outcomes.replicas[order][:-1]
-    later &= counted[order][1:]
-    return float(at_home[later].mean()) if later.any() else None
+def turns(fleet: ChangingFleet, outcomes: Outcomes, counted: np.ndarray) -> dict[str, float | None]:
+    """Return shares of turns after the first.
+
+    At home: where the turn before went, which may have left. Cache lost: no replica has a block of the session's own
+    text, so no router could have found it. At cache: of the others, where the most of the prompt was cached.
+    """
+    trace = outcomes.trace
+    order = np.argsort(trace.sessions, kind="stable")
+    order = order[trace.sessions[order] != NOBODY]
+    before, turn = order[:-1], order[1:]
+    later = (trace.sessions[turn] == trace.sessions[before]) & counted[turn]
+    before, turn = before[later], turn[later]
+    if not len(turn):
+        return {"turns_at_home": None, "turns_cache_lost": None, "turns_at_cache": None}
+    is_cached = fleet.most_cached[turn] > trace.prefix_tokens[turn]
+    at_cache = fleet.cached_where_sent[turn] == fleet.most_cached[turn]
+    return {
+        "turns_at_home": float((outcomes.replicas[turn] == outcomes.replicas[before]).mean()),
+        "turns_cache_lost": float((~is_cached).mean()),
+        "turns_at_cache": float(at_cache[is_cached].mean()),
+    }
 
 
-def run(case: tuple[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    kind, name = case
-    trace = make_trace(KINDS["mixed" if kind == "churn" else kind], options.rate, options.seconds, options.seed)
-    result = simulate(name, trace, options, kind == "churn")
-    show([{"trace": kind, "router": name, **{key: value for key, value in result.items() if value is not None}}])
-    return {"trace": kind, "router": name, **result}
+def run(case: tuple[str, str, int], options: argparse.Namespace) -> dict[str, Any]:
+    kind, name, seed = case
+    trace = make_trace(KINDS["mixed" if kind == "churn" else kind], options.rate, options.seconds, seed)
+    result = {"trace": kind, "router": name, "seed": seed, **simulate(name, trace, options, kind == "churn")}
+    show([{key: value for key, value in result.items() if value is not None}])
+    return result
+
+
+def means(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each figure over the seeds."""
+    first = results[0]
+    keys = [key for key in first if key not in ("trace", "router", "seed")]
+    return {
+        "trace": first["trace"],
+        "router": first["router"],
+        **{key: None if first[key] is None else float(np.mean([one[key] for one in results])) for key in keys},
+    }
 
 
 def main() -> None:
@@ -125,16 +149,20 @@ def main() -> None:
     study.add_argument("--replicas", type=int, default=8)
     study.add_argument("--rate", type=float, default=110.0, help="requests/s of all (default: %(default)g)")
     study.add_argument("--seconds", type=float, default=90.0, help="simulated (default: %(default)g)")
-    study.add_argument("--seed", type=int, default=1)
+    study.add_argument("--seeds", type=int, nargs="+", default=[1], help="one trace each; means are shown")
     study.add_argument("--traces", nargs="+", default=TRACES, choices=TRACES)
     study.add_argument("--routers", nargs="+", default=list(COMPARED), choices=list(COMPARED))
     study.add_argument("--processes", type=int, default=1)
     options = study.begin()
-    cases = list(itertools.product(options.traces, options.routers))
+    pairs = list(itertools.product(options.traces, options.routers))
+    cases = [(*pair, seed) for pair in pairs for seed in options.seeds]
     with ProcessPoolExecutor(options.processes) as pool:
-        results = list(pool.map(functools.partial(run, options=options), cases))
+        runs = list(pool.map(functools.partial(run, options=options), cases))
+    count = len(options.seeds)
+    results = [means(runs[start : start + count]) for start in range(0, len(runs), count)]
     show(results)
-    study.save({"options": vars(options), "promised": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}, "runs": results})
+    promised = {"ttft_s": TTFT_S, "tpot_s": TPOT_S}
+    study.save({"options": vars(options), "promised": promised, "means": results, "runs": runs})
 
 
 if __name__ == "__main__":

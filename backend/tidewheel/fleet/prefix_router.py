@@ -106,7 +106,7 @@ class PrefixAware(CountingRouter[T]):
         ahead = loads.waiting_ahead(request.priority) - self._saved(request)
         if num_open is not loads.num_open:
             ahead[np.isinf(num_open)] = np.inf
-        slots = (ahead == ahead.min()).nonzero()[0]
+        slots = (ahead == ahead[ahead.argmin()]).nonzero()[0]
         to_do = loads.waiting_ahead(Priority.LOW)[slots] + loads.running[slots]
         return int(slots[to_do.argmin()])
 

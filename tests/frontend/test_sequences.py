@@ -198,6 +198,23 @@ def test_figures(harness: FrontendHarness) -> None:
     assert sum(figures.inter_token_latency.counts) == 3
 
 
+def test_the_first_sequence_may_begin_after_another(harness: FrontendHarness) -> None:
+    """Its first token is neither the request's first one nor a later one of its sequence."""
+    key, sink = harness.submit(stream=True, parameters={"n": 2})
+    harness.deliver(key, harness.encode("a"), index=1)
+    first_output_ns = harness.frontend._live[key].first_output_ns
+    (token_id,) = harness.encode("b")
+    harness.deliver_tokens({key: token_id})
+    assert harness.frontend._live[key].first_output_ns == first_output_ns
+    sink.wait_chunks(1)
+    harness.frontend.on_deltas([delta(key, [6], "length", index=i, stats=stats()) for i in range(2)])
+    sink.wait_end()
+    figures = harness.frontend.stats()
+    assert figures.num_generation_tokens == 4
+    assert sum(figures.time_to_first_token.counts) == 1
+    assert sum(figures.inter_token_latency.counts) == 2
+
+
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 

@@ -186,8 +186,7 @@ class Frontend:
         seconds, first = self._columns.add(keys, token_ids, now_ns)
         timings = []
         for request in self._known(first):
-            timings.append(_timing(request, 1, request.arrival_ns, now_ns))
-            request.first_output_ns = now_ns
+            timings.append(_timing(request, 1, self._begin(request, now_ns), now_ns))
             if request.receive_first():
                 self._turns.put(request)
         self._recorder.tokens(timings, seconds)
@@ -217,8 +216,12 @@ class Frontend:
             request.last_token_ns[delta.index] = now_ns
         else:
             since_ns = self._columns.note_token(request.key, now_ns)
+        return since_ns or self._begin(request, now_ns)
+
+    def _begin(self, request: LiveRequest, now_ns: int) -> int:
+        """Note a sequence's first token. Return the time of the arrival if it is the request's first, else 0."""
         if request.has_output:
-            return since_ns
+            return 0
         request.first_output_ns = now_ns
         return request.arrival_ns
 

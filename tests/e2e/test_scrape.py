@@ -83,8 +83,8 @@ def refuse(server: Server) -> None:
 
 def test_an_answered_client_sees_its_request_counted(server: Server) -> None:
     """No wait between the answer and the scrape."""
-    settle(server)
     wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 60, "an idle server")
+    settle(server)
     names = {
         "vllm:prompt_tokens_total": 7, "vllm:generation_tokens_total": 22, "vllm:request_success_total": 1,
         "vllm:time_to_first_token_seconds_count": 1, "vllm:time_per_output_token_seconds_count": 20,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,14 @@ class Baseline:
         self.answers.append(result)
         return result
 
+    @contextlib.contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Send a long request before those of the block, so that they gather however slowly they come."""
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self.infer, PROMPTS[0], 300)
+            yield
+            assert answer.result()[0]
+
     def counts(self) -> np.ndarray:
         """Triton's requests, inferences and batches of the model."""
         return np.array([self.server.metric(f"nv_inference_{name}", model=self.model) for name in COUNTS])
@@ -126,13 +135,13 @@ def test_triton_forms_batches_of_prompts_of_any_length(baseline: Baseline) -> No
         start.wait(60)
         return baseline.infer(PROMPTS[index % len(PROMPTS)], 6)[0]
 
-    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+    with baseline.occupied(), ThreadPoolExecutor(NUM_REQUESTS) as pool:
         answers = list(pool.map(ask, range(NUM_REQUESTS)))
     for index, ids in enumerate(answers):
         assert ids == answers[index % len(PROMPTS)]
     succeeded, inferred, batches = baseline.counted()
-    assert succeeded == inferred == NUM_REQUESTS
-    assert batches <= NUM_REQUESTS / 4
+    assert succeeded == inferred == NUM_REQUESTS + 1
+    assert batches <= NUM_REQUESTS / 4 + 1
 
 
 def test_token_ids_of_any_length_share_a_batch(baseline: Baseline) -> None:
@@ -145,11 +154,11 @@ def test_token_ids_of_any_length_share_a_batch(baseline: Baseline) -> None:
         assert result.as_numpy("num_input_tokens").tolist() == [[index + 1]]
         return int(np.size(result.as_numpy("token_ids")))
 
-    with ThreadPoolExecutor(16) as pool:
+    with baseline.occupied(), ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(16))) == [4] * 16
     _, inferred, batches = baseline.counted()
-    assert inferred == 16
-    assert batches <= 8
+    assert inferred == 17
+    assert batches <= 9
 
 
 def test_generate_over_http(server: Server, baseline: Baseline) -> None:

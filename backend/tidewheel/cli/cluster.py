@@ -76,6 +76,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         metavar="ARG",
         help="one more option of tidewheel serve, as --serve-arg=--no-restart (repeatable)",
     )
+    _add_waiting(parser)
+
+
+def _add_waiting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience-s",
         type=float,

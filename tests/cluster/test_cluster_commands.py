@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.triton.serving import REPOSITORY
+from support.triton.serving import REPOSITORY, wait_for
 from tidewheel.cli.cluster import _show
 from tidewheel.cli.main import main
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace
 from tidewheel.cluster.control_socket import MAX_LINE, ControlSocket, ask
+from tidewheel.cluster.ray_watch import RayWatch
+from tidewheel.server.processes import children
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
 
@@ -73,6 +78,48 @@ def test_down_removes_what_a_killed_one_left(run_dir: Path, capsys: pytest.Captu
     place.token.write_text("secret")
     assert main(("cluster", "down")) == 0
     assert list(run_dir.iterdir()) == []
+
+
+def test_a_cluster_that_ended_says_why_until_down(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir.mkdir()
+    ClusterPlace.here().last_words.write_text("Ray's raylet died")
+    for arguments in (["status"], ["scale", "2"]):
+        assert line_of(capsys, "cluster", *arguments) == "no cluster of yours is up: Ray's raylet died"
+    assert main(("cluster", "down")) == 0
+    assert list(run_dir.iterdir()) == []
+
+
+def test_another_start_forgets_why_the_last_one_ended(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700)
+    place = ClusterPlace.here()
+    place.last_words.write_text("Ray's raylet died")
+    with place.held():
+        assert place.why_it_ended() == ""
+
+
+def test_deaths_of_ray_are_seen(tmp_path: Path) -> None:
+    def start(name: str) -> subprocess.Popen[bytes]:
+        (tmp_path / name).symlink_to(shutil.which("sleep") or "")
+        return subprocess.Popen([tmp_path / name, "600"])
+
+    with start("gcs_server") as store, start("raylet") as raylet:
+        try:
+            wait_for(lambda: {"gcs_server", "raylet"} <= {one.name for one in children(os.getpid())}, 10, "both")
+            watch = RayWatch()
+            assert (watch.look(), watch.has_died) == (False, False)
+            watch.check()
+            store.kill()
+            wait_for(watch.look, 10, "a death")
+            assert (watch.look(), watch.has_died, watch.has_ended_all) == (False, True, False)
+            with pytest.raises(ClusterError, match="gcs_server died: nothing is started again"):
+                watch.check()
+            raylet.kill()
+            wait_for(watch.look, 10, "another death")
+            assert watch.has_ended_all
+            assert watch.reason.startswith("Ray's raylet died")
+        finally:
+            store.kill()
+            raylet.kill()
 
 
 def test_one_process_holds_a_place(run_dir: Path) -> None:

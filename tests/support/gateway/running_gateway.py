@@ -54,10 +54,11 @@ def gateway_to(
     playground: bool = False,
     open_metrics: bool = False,
     continue_greedy: bool = False,
+    upstreams: Upstreams | None = None,
 ) -> Iterator[RunningGateway]:
-    """Run it until the block ends. It has looked at every server once."""
-    every = [*(Address(f"127.0.0.1:{port}") for port in ports), *addresses]
-    upstreams = Upstreams(every)
+    """Run it until the block ends. It has looked at every server once; `upstreams` take the place of addresses."""
+    if upstreams is None:
+        upstreams = Upstreams([*(Address(f"127.0.0.1:{port}") for port in ports), *addresses])
     gateway = Gateway(
         upstreams,
         ApiKeys(keys),

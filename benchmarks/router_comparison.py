@@ -57,23 +57,21 @@ def changes(seconds: float) -> list[Change]:
     return [Change(float(time), joins=bool(number % 2)) for number, time in enumerate(times)]
 
 
-def simulate(name: str, trace: Trace, options: argparse.Namespace, is_churning: bool) -> dict[str, Any]:
+def make_fleet(router: Router[int], trace: Trace, num_replicas: int, changes: Sequence[Change]) -> ChangingFleet:
     config = EngineConfig.from_settings({"model": "simulated", "max_waiting_requests": str(UNBOUNDED),
                                          "max_waiting_tokens": str(UNBOUNDED)})  # fmt: skip
     info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
-    fleet = ChangingFleet(
+    return ChangingFleet(
         trace,
-        COMPARED[name](),
-        changes(options.seconds) if is_churning else [],
+        router,
+        changes,
         make_scheduler=lambda _: build_scheduler(config, info),
         cost=H200_8B,
         num_rows=info.max_num_seqs,
         max_model_len=info.max_model_len,
         session_ttl_s=0.0,
-        num_replicas=options.replicas,
+        num_replicas=num_replicas,
     )
-    outcomes = fleet.run()
-    return figures(fleet, outcomes, options.seconds)
 
 
 def figures(fleet: ChangingFleet, outcomes: Outcomes, seconds: float) -> dict[str, Any]:
@@ -128,7 +126,8 @@ def turns(fleet: ChangingFleet, outcomes: Outcomes, counted: np.ndarray) -> dict
 def run(case: tuple[str, str, int], options: argparse.Namespace) -> dict[str, Any]:
     kind, name, seed = case
     trace = make_trace(KINDS["mixed" if kind == "churn" else kind], options.rate, options.seconds, seed)
-    result = {"trace": kind, "router": name, "seed": seed, **simulate(name, trace, options, kind == "churn")}
+    fleet = make_fleet(COMPARED[name](), trace, options.replicas, changes(options.seconds) if kind == "churn" else [])
+    result = {"trace": kind, "router": name, "seed": seed, **figures(fleet, fleet.run(), options.seconds)}
     show([{key: value for key, value in result.items() if value is not None}])
     return result
 

@@ -6,11 +6,13 @@ Counted is the CPU time of the thread, for the decision (`choose`) and for what 
 every chunk of the prompt. Replicas are a light model, not the scheduler: a first token after the prompt tokens that
 are not cached, ends after the output, and no queue. 70 % of the requests are turns of sessions, all begin with one of
 64 system prompts by Zipf's law, 5 % are CRITICAL, and a replica joins or leaves every thousand requests.
+Collections of garbage are counted where they fall; how many fell into decisions is told, and the p99 of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import time
 from collections import deque
@@ -77,6 +79,11 @@ class LightFleet:
         self._num_joined = num_replicas
         self._events: list[tuple[float, int, Flight[int]]] = []
         self._num_sent = 0
+        self.num_collections = 0  # of garbage
+        gc.callbacks.append(self._collect)
+
+    def _collect(self, phase: str, _: dict[str, int]) -> None:
+        self.num_collections += phase == "stop"
 
     def change(self) -> None:
         if len(self._present) % 2:
@@ -96,17 +103,19 @@ class LightFleet:
                 self.router.started(flight)
                 heapq.heappush(events, (time_s + DECODE_S * OUTPUT_TOKENS, number, flight))
 
-    def send(self, request: RouteRequest, now: float) -> tuple[int, int]:
-        """Return the CPU time of the decision and of noting it, in ns."""
+    def send(self, request: RouteRequest, now: float) -> tuple[int, int, int]:
+        """Return the CPU time of the decision and of noting it, in ns, and the collections during the decision."""
+        before = self.num_collections
         start = time.thread_time_ns()
         replica = self.router.choose(request)
         decided = time.thread_time_ns()
+        collections = self.num_collections - before
         assert replica is not None
         flight = self.router.chosen(request, replica)
         noted = time.thread_time_ns()
         self._num_sent += 1
         heapq.heappush(self._events, (now + PREFILL_S * flight.waiting_tokens, self._num_sent, flight))
-        return decided - start, noted - decided
+        return decided - start, noted - decided, collections
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     router = PrefixAware[int]()
     fleet = LightFleet(router, options.replicas)
     gap = (DECODE_S * OUTPUT_TOKENS) / (OPEN_EACH * options.replicas)
-    times = np.zeros((options.requests, 2), np.int64)
+    times = np.zeros((options.requests, 3), np.int64)
     now, number = 0.0, 0
     ratios: list[float] = []
     cpu = time.process_time()
@@ -130,14 +139,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ratios.append(float(present.max() / present.mean()))
     cpu = time.process_time() - cpu
     router.knowledge.check_invariants()
-    whole = times.sum(axis=1) / 1e3
+    whole = times[:, :2].sum(axis=1) / 1e3
+    decisions = times[:, 0] / 1e3
+    has_collection = times[:, 2] > 0
     return {
         "requests": number,
         "replicas": options.replicas,
         "chunks_known": len(router.knowledge),
         "cpu_s": round(cpu, 1),
-        **{f"decision_us_{name}": round(float(np.quantile(times[:, 0] / 1e3, q)), 1) for name, q in QUANTILES},
-        "decision_us_mean": round(float(times[:, 0].mean() / 1e3), 1),
+        **{f"decision_us_{name}": round(float(np.quantile(decisions, q)), 1) for name, q in QUANTILES},
+        "decision_us_mean": round(float(decisions.mean()), 1),
+        "decision_us_p99_without_collections": round(float(np.quantile(decisions[~has_collection], 0.99)), 1),
+        "decisions_with_collections": int(has_collection.sum()),
         **{f"with_notes_us_{name}": round(float(np.quantile(whole, q)), 1) for name, q in QUANTILES},
         "with_notes_us_mean": round(float(whole.mean()), 1),
         "open_max_over_mean": round(float(np.median(ratios[len(ratios) // 10 :])), 3),
@@ -152,7 +165,7 @@ def main() -> None:
     options = study.begin()
     result = measure(options)
     show([result])
-    print(f"{'reaches' if result['decision_us_p50'] <= GOAL_US else 'misses'} {GOAL_US:g} us")
+    print(f"{'reaches' if result['decision_us_p99'] <= GOAL_US else 'misses'} {GOAL_US:g} us at p99")
     study.save({"goal_us": GOAL_US, **result})
 
 

@@ -25,28 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--replicas",
-        type=_numbers,
-        default=(1, 0),
-        metavar="N[:M]",
-        help="number of replicas; N:M follows the load between both, and 0:M has none while nothing is asked "
-        "(default: 1)",
-    )
-    parser.add_argument(
-        "--scaling",
-        default="reactive",
-        metavar="NAME",
-        help="policy for N:M: reactive, predictive, queue-depth, ongoing or constant (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--scaling-set",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="KEY=NUMBER",
-        help="a setting of the policy, as scale_down_after_s=300 (repeatable)",
-    )
+    _add_number(parser)
     parser.add_argument(
         "--model-repository",
         type=Path,
@@ -77,6 +56,31 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="one more option of tidewheel serve, as --serve-arg=--no-restart (repeatable)",
     )
     _add_waiting(parser)
+
+
+def _add_number(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas",
+        type=_numbers,
+        default=(1, 0),
+        metavar="N[:M]",
+        help="number of replicas; N:M follows the load between both, and 0:M has none while nothing is asked "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--scaling",
+        default="reactive",
+        metavar="NAME",
+        help="policy for N:M: reactive, predictive, queue-depth, ongoing or constant (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--scaling-set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="KEY=NUMBER",
+        help="a setting of the policy, as scale_down_after_s=300 (repeatable)",
+    )
 
 
 def _add_waiting(parser: argparse.ArgumentParser) -> None:

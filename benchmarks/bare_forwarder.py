@@ -35,7 +35,8 @@ async def forward(asked: Asked, writer: asyncio.StreamWriter) -> None:
 async def serve(port: int, asked: Asked) -> None:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         forwarding = asyncio.create_task(forward(asked, writer))
-        await reader.read()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
         forwarding.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await forwarding

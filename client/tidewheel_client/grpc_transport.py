@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any
 
 import grpc
@@ -33,7 +33,8 @@ def encoded(ask: Ask) -> service_pb2.ModelInferRequest:
 
 
 def _stream_method(channel: Any) -> Any:
-    return channel.stream_stream(
+    """Return the method for one request a call, whose message and end go out together."""
+    return channel.unary_stream(
         STREAM_METHOD,
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
         response_deserializer=response_codec.StreamResponse.FromString,
@@ -56,7 +57,7 @@ class GrpcTransport:
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
         request, metadata = encoded(ask), (*self._headers, WITH_STATUS)
-        return GrpcResponses(self._stream(iter((request,)), timeout=timeout_s, metadata=metadata), self._url)
+        return GrpcResponses(self._stream(request, timeout=timeout_s, metadata=metadata), self._url)
 
     def call(self, method: str, request: Any) -> Any:
         try:
@@ -118,7 +119,7 @@ class AsyncGrpcTransport:
 
     def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
         metadata = (*self._headers, WITH_STATUS)
-        return AsyncGrpcResponses(self._stream(_once(request), timeout=timeout_s, metadata=metadata), self._url)
+        return AsyncGrpcResponses(self._stream(request, timeout=timeout_s, metadata=metadata), self._url)
 
     async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:
@@ -173,7 +174,3 @@ class AsyncGrpcResponses:
             async with asyncio.timeout(END_S):
                 async for _ in self._messages:
                     pass
-
-
-async def _once(request: service_pb2.ModelInferRequest) -> AsyncIterator[service_pb2.ModelInferRequest]:
-    yield request

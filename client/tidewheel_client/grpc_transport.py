@@ -32,9 +32,8 @@ def encoded(ask: Ask) -> service_pb2.ModelInferRequest:
     return codec.encode(ask.model, ask.request_id, ask.prompt, ask.params, stream=ask.stream)
 
 
-def _stream_method(channel: Any) -> Any:
-    """Return the method for one request a call, whose message and end go out together."""
-    return channel.unary_stream(
+def _stream_method(make: Any) -> Any:
+    return make(
         STREAM_METHOD,
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
         response_deserializer=response_codec.StreamResponse.FromString,
@@ -53,11 +52,11 @@ class GrpcTransport:
             else grpc.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._stream = _stream_method(self._channel)
+        self._stream = _stream_method(self._channel.stream_stream)
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
         request, metadata = encoded(ask), (*self._headers, WITH_STATUS)
-        return GrpcResponses(self._stream(request, timeout=timeout_s, metadata=metadata), self._url)
+        return GrpcResponses(self._stream(iter((request,)), timeout=timeout_s, metadata=metadata), self._url)
 
     def call(self, method: str, request: Any) -> Any:
         try:
@@ -112,7 +111,7 @@ class AsyncGrpcTransport:
             else grpc.aio.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
         )
         self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._stream = _stream_method(self._channel)
+        self._stream = _stream_method(self._channel.unary_stream)  # message and end go out together
 
     def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
         return self.send(encoded(ask), timeout_s)

@@ -10,7 +10,8 @@ import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.metric_families import BREAKER_STATES
-from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
+from tidewheel.adapter.metric_series import MAX_OBSERVATIONS
+from tidewheel.adapter.metrics import RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming

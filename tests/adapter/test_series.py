@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from support.triton.fake_triton import MetricFamily
-from tidewheel.adapter.metrics import (
+from tidewheel.adapter.metric_series import (
     MAX_OBSERVATIONS,
     MAX_WAITING,
     Counter,

@@ -35,25 +35,33 @@ def counts(tritons: tuple[FakeTriton, FakeTriton]) -> list[int]:
     return [len(triton.asked) for triton in tritons]
 
 
-def test_the_least_loaded_server_is_asked(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+def ask_at_once(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton], num: int, **fields: Any
+) -> list[int]:
+    """Return how many of `num` requests each server has while all of them are open."""
     release = threading.Event()
 
     def wait(asked: Asked) -> Answer:
-        release.wait(30)
+        release.wait(60)
         yield from say(asked)
 
     for triton in tritons:
         triton.answer = wait
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(num) as pool:
         try:
             answers = []
-            for number in range(4):
-                answers.append(pool.submit(gateway.complete))
-                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 60, "request")
-            assert counts(tritons) == [2, 2]
+            for number in range(num):
+                answers.append(pool.submit(gateway.complete, **fields))
+                wait_for(lambda before=number: sum(counts(tritons)) == before + 1, 60, "request")
+            sent = counts(tritons)
         finally:
             release.set()
         assert all(answer.result().ok for answer in answers)
+    return sent
+
+
+def test_the_least_loaded_server_is_asked(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+    assert ask_at_once(gateway, tritons, 4) == [2, 2]
 
 
 def test_a_session_stays_with_its_server(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
@@ -178,7 +186,7 @@ def test_servers_of_a_name_come_and_go(names: Names) -> None:
     release = threading.Event()
 
     def wait(asked: Asked) -> Answer:
-        release.wait(30)
+        release.wait(60)
         yield from say(asked)
 
     with running(FakeTriton(answer=say)) as one, running(FakeTriton(answer=wait), f"127.0.0.2:{one.port}") as other:
@@ -229,24 +237,7 @@ def test_a_busy_server_keeps_no_session_from_being_answered(
     gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
 ) -> None:
     """Two streams of a session are at home. A third goes to the other server: the bound is 1.25 of the mean."""
-    release = threading.Event()
-
-    def wait(asked: Asked) -> Answer:
-        release.wait(30)
-        yield from say(asked)
-
-    for triton in tritons:
-        triton.answer = wait
-    with ThreadPoolExecutor(3) as pool:
-        try:
-            answers = []
-            for number in range(3):
-                answers.append(pool.submit(gateway.complete, session_id="chat-7"))
-                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 60, "request")
-            assert sorted(counts(tritons)) == [1, 2]
-        finally:
-            release.set()
-        assert all(answer.result().ok for answer in answers)
+    assert sorted(ask_at_once(gateway, tritons, 3, session_id="chat-7")) == [1, 2]
 
 
 def test_an_ended_request_counts_no_more(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:

@@ -47,8 +47,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class _Events(web.StreamResponse):
-    _send_headers_immediately = False  # but with the first event: a packet less, and a call
+class _Streamed(web.StreamResponse):
+    _send_headers_immediately = False  # but with the first part of the body, in one packet
 
 
 class Gateway:
@@ -250,7 +250,7 @@ class Gateway:
         """Answer with events from the first output on. An error before it is an answer of its own."""
         request_id = id_of(request, ask)
         answer = Answer(ask, request_id, self._reasoning)
-        response = _Events(headers=_STREAM_HEADERS | {"x-request-id": request_id})
+        response = _Streamed(headers=_STREAM_HEADERS | {"x-request-id": request_id})
         try:
             async with contextlib.aclosing(self._ask(ask, request_id)) as responses:
                 async for number, news in responses:
@@ -271,7 +271,7 @@ class Gateway:
         """Answer as Triton does, from the first byte on. An error before it is an answer of its own."""
         order = HttpOrder(ask, "", ask.prompts[0])
         prepared = await self._beside(ask.size, lambda: (route_request(ask, order.prompt), order.encode()))
-        response = _Events(headers=_STREAM_HEADERS if ask.stream else _JSON_HEADERS)
+        response = _Streamed(headers=_STREAM_HEADERS if ask.stream else _JSON_HEADERS)
         try:
             async with contextlib.aclosing(self._upstreams.generate(order, *prepared)) as parts:
                 async for part in parts:

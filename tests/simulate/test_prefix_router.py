@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tidewheel.fleet import prefix_knowledge
 from tidewheel.fleet.chunk_hashes import chunk_hashes
+from tidewheel.fleet.loads import load_bound
 from tidewheel.fleet.prefix_knowledge import PrefixKnowledge
 from tidewheel.fleet.prefix_router import PrefixAware
 from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest
@@ -105,6 +106,23 @@ def test_a_full_home_overflows_and_the_session_moves_there() -> None:
     for flight in (*busy, away):
         router.ended(flight)
     assert serve(router, RouteRequest(session="s")) == 1 - home
+
+
+def test_requests_that_end_at_once_move_no_session() -> None:
+    router = router_of(4)
+    home = serve(router, RouteRequest(session="s"))
+    flights = [router.chosen(prompt(), replica) for _ in range(16) for replica in range(4)]
+    for flight in flights[:]:  # as many come as go
+        router.ended(flight)
+        flights.append(router.chosen(prompt(), flight.replica))
+    ending = [flight for flight in flights if not flight.has_ended and flight.replica != home]
+    for flight in ending[:30]:
+        router.ended(flight)
+    assert router.loads.open_of(home) == 16 > load_bound(router.loads.total_open, 4)
+    assert router.choose(RouteRequest(session="s")) == home
+    for _ in range(100):
+        serve(router, prompt())
+    assert router.choose(RouteRequest(session="s")) != home  # so little has become usual
 
 
 def test_a_critical_request_goes_where_it_starts_first() -> None:

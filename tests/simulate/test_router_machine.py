@@ -25,6 +25,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.present: set[str] = set()
         self.open: list[tuple[Flight[str], int]] = []  # with the replica's stay
         self.stays: Counter[str] = Counter()
+        self.most_open = 0.0
 
     def counts(self) -> Counter[str]:
         return Counter(
@@ -83,7 +84,10 @@ class RouterMachine(RuleBasedStateMachine):
             before = {name: self.ahead(name, priority) + self.uncached(name, request) for name in allowed}
             assert before[chosen] == min(before.values())
         else:
-            assert counts[chosen] + 1 <= load_bound(sum(counts[name] for name in allowed), len(allowed))
+            total = float(sum(counts[name] for name in allowed))
+            if session:
+                total = max(total, self.router.loads.usual_open * len(allowed) / len(self.present))
+            assert counts[chosen] + 1 <= load_bound(total, len(allowed))
         self.open.append((self.router.chosen(request, chosen), self.stays[chosen]))
 
     @precondition(lambda self: self.open)
@@ -104,6 +108,8 @@ class RouterMachine(RuleBasedStateMachine):
         loads, counts = self.router.loads, self.counts()
         assert set(loads) == self.present
         assert loads.total_open == sum(counts.values())
+        self.most_open = max(self.most_open, loads.total_open)
+        assert 0 <= loads.usual_open <= self.most_open
         for name in self.present:
             assert loads.open_of(name) == counts[name]
             for priority in Priority:

@@ -37,6 +37,7 @@ class Loads(Generic[T]):
         self.waiting: Float64Array = np.zeros((len(Priority), 0))  # prompt tokens of a class and those above it
         self.running: Float64Array = np.zeros(0)  # tokens of started requests
         self.total_open = 0.0
+        self.usual_open = 0.0  # mean of `total_open` over about as many requests as are open
         self.total_waiting: Float64Array = np.zeros(len(Priority))
         self._epochs: list[int] = []
         self._reported: dict[int, ReplicaLoad] = {}  # slot → load of requests that others sent
@@ -93,7 +94,7 @@ class Loads(Generic[T]):
     def add(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> Flight[T]:
         slot = self.slots[replica]
         self.num_open[slot] += 1
-        self.total_open += 1
+        self._count(1)
         self._wait(slot, request.priority, num_uncached_tokens)
         return Flight(replica, request, self._epochs[slot], num_uncached_tokens)
 
@@ -112,7 +113,7 @@ class Loads(Generic[T]):
         if (slot := self.slot_of(flight)) is None:
             return
         self.num_open[slot] -= 1
-        self.total_open -= 1
+        self._count(-1)
         if flight.has_started:
             self.running[slot] -= flight.request.num_tokens
         else:
@@ -136,6 +137,10 @@ class Loads(Generic[T]):
         self.total_open += others.num_requests - before.num_requests
         self._wait(slot, Priority.NORMAL, others.waiting_tokens - before.waiting_tokens)
         self.running[slot] = own_running + others.running_tokens
+
+    def _count(self, change: int) -> None:
+        self.total_open += change
+        self.usual_open += (self.total_open - self.usual_open) / (1.0 + max(self.total_open, self.usual_open))
 
     def _wait(self, slot: int, priority: Priority, num_tokens: int) -> None:
         """Add prompt tokens that requests of the class and those below wait for."""

@@ -76,7 +76,9 @@ class PrefixAware(CountingRouter[T]):
             slot = self.loads.slots.get(self._homes[key]) if key in self._homes else None
             if slot is None:
                 slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
-            if slot is not None and num_open[slot] < bound:
+            # Many requests may end in one step, and all come back: that a replica has most of the rest is no load.
+            usual = max(total, self.loads.usual_open * num_replicas / len(self.loads))
+            if slot is not None and num_open[slot] < load_bound(usual, num_replicas):
                 return slot
         return self._cheapest(request, num_open, bound)
 

@@ -149,3 +149,17 @@ def test_no_more_wait_than_the_limit(
         fleet.set(a=tritons[0])
         assert all(answer.result().ok for answer in answers)
     assert all(isinstance(one, int) for one in itertools.islice(fleet.ray.asked, 2))
+
+
+def test_a_request_waits_while_the_only_replica_has_no_models(
+    fleet: Fleet, gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    """A server that ends unloads its models first, and one that begins has none."""
+    tritons[0].models = ()
+    fleet.set(a=tritons[0])
+    wait_for(lambda: fleet.num_ready == 1, 30, "the replica")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(gateway.complete)
+        wait_for(lambda: len(fleet.ray.asked) == 1 or answer.done(), 30, "Ray, which counts it")
+        tritons[0].models = ("demo",)
+        assert answer.result().ok, answer.result().text

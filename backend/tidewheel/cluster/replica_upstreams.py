@@ -66,8 +66,8 @@ class ReplicaUpstreams(Upstreams):
         return "" if self._may_be_empty else "no replica has started"
 
     def model(self, name: str) -> str:
-        """See `Upstreams.model`. Before the first replica, any name may be right."""
-        return name if name and not self.models and not self._members else super().model(name)
+        """See `Upstreams.model`. While no models are known, any name may be right: replicas come and go."""
+        return name if name and not self.models else super().model(name)
 
     async def _follow_board(self, changed: asyncio.Event) -> None:
         while True:

@@ -58,15 +58,16 @@ def first_token_s(reader: Asker) -> float:
 
 
 def of_chunks(straight: str, gateway: str, model: str, seconds: float) -> dict[str, Any]:
-    """Return microseconds by which chunks of one step come later through the gateway, and through a bare forwarder.
+    """Return microseconds by which chunks of one step come later through the gateway, and through bare forwarders.
 
     Two streams of one engine get their tokens in the same steps; one is read straight, the other not. The front end
     sends the older stream's first, so each is the older one in half of the pairs.
     """
-    with forwarder(straight, model) as bare:
+    with forwarder("grpc.aio", straight, model) as library, forwarder("frames", straight, model) as frames:
         ways: dict[str, Callable[[], Reader]] = {
             "": lambda: OpenAiReader(Asked(gateway, model, LONG)),
-            "forwarder_": lambda: LineReader(bare),
+            "forwarder_": lambda: LineReader(library),
+            "frames_": lambda: LineReader(frames),
         }
         found: dict[str, list[list[float]]] = {name: [] for name in ways}
         for number in range(NUM_PAIRS * len(ways)):
@@ -86,18 +87,11 @@ def later_by(name: str, pairs: list[list[float]]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def forwarder(straight: str, model: str) -> Iterator[str]:
+def forwarder(way: str, straight: str, model: str) -> Iterator[str]:
     """Start `bare_forwarder.py`, and return where it listens."""
     port = free_ports(1)
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("bare_forwarder.py")),
-        str(port),
-        straight,
-        model,
-        str(LONG),
-    ]
-    process = subprocess.Popen(command)
+    program = str(Path(__file__).with_name("bare_forwarder.py"))
+    process = subprocess.Popen([sys.executable, program, str(port), straight, model, str(LONG), way])
     try:
         wait_listening(port)
         yield f"127.0.0.1:{port}"

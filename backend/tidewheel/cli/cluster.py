@@ -42,6 +42,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     add_shared_options(parser)
     add_continue_greedy(parser)
+    routers = (
+        "how a replica is chosen: prefix-aware, session-affinity, least-loaded or round-robin (default: %(default)s)"
+    )
+    parser.add_argument("--router", default="prefix-aware", metavar="NAME", help=routers)
     parser.add_argument(
         "--replica-cpus", type=float, default=1.0, metavar="X", help="cores of each replica (default: %(default)g)"
     )
@@ -131,6 +135,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         model_repository="" if repository is None else str(repository.resolve()),
         models=[name for name in args.models.split(",") if name],
         model=str(Path(args.model).resolve()) if args.model and Path(args.model).is_dir() else args.model,
+        router=args.router,
         replicas=args.replicas[0],
         max_replicas=args.replicas[1],
         scaling=args.scaling,
@@ -163,7 +168,7 @@ def _numbers(text: str) -> tuple[int, int]:
 def _setting(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
-        return name, float(value) if "." in value else int(value)
+        return name, int(value) if value.isdecimal() else float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no setting: write KEY=NUMBER") from None
 

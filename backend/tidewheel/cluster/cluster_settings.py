@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal
 
 import msgspec
@@ -11,9 +12,16 @@ from tidewheel.cluster import ClusterError
 from tidewheel.cluster.ray_scaling import RayScaling
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.named_routers import ROUTERS
+from tidewheel.fleet.scaling import ScalingSettings
 
 MAX_REPLICAS = 1024
 DAY_S = 86_400
+# Bounds are those of the cluster, and limits by class are no number.
+_POLICY_SETTINGS = [
+    field.name
+    for field in fields(ScalingSettings)
+    if field.name not in ("min_replicas", "max_replicas", "queue_limit_s")
+]
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +32,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replicas: int = 1  # the least, where there may be more; 0: none while nothing is asked
     max_replicas: int = 0  # above `replicas`: as many as `scaling` wants. 0: always `replicas`
     scaling: str = "reactive"
-    scaling_settings: dict[str, float] = {}  # fields of `ScalingSettings`
+    scaling_settings: dict[str, float] = {}  # some fields of `ScalingSettings`
     replica_cpus: float = 1.0
     replica_gpus: float | None = None  # null: 1 if the entry's device is cuda, or auto on a cluster with GPUs
     replica_host: Literal["loopback", "node"] = "loopback"  # where it listens; node: at the node's address
@@ -76,10 +84,16 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return {"policy": self.scaling, "settings": {**self.scaling_settings, **bounds}}
 
     def _check_scaling(self) -> None:
+        for name in self.scaling_settings:
+            if name not in _POLICY_SETTINGS:
+                raise ClusterError(
+                    f"scaling_settings has {name!r}: it may have {', '.join(_POLICY_SETTINGS)}; "
+                    "replicas and max_replicas bound the number"
+                )
         try:
             RayScaling(**self.scaling_arguments())
-        except (ConfigError, TypeError) as error:
-            raise ClusterError(f"scaling: {error}") from None
+        except ConfigError as error:
+            raise ClusterError(str(error)) from None
 
 
 _RANGES = (

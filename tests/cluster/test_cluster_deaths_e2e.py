@@ -66,7 +66,7 @@ def test_a_cluster_without_ray_says_so_and_leaves_nothing(folder: Path, name: st
         (victim,) = cluster.processes(name)
         victim.kill()
         word = name.rpartition("/")[2]
-        wait_for(lambda: f"Ray's {word} died" in cluster.command("status").stderr, 30, "the news")
+        wait_for(lambda: f"Ray's {word} died" in cluster.command("status").stderr, 120, "the news")
         told = cluster.command("scale", "2")
         assert (told.returncode, len(told.stderr.splitlines())) == (2, 1), told.stderr
         end = future.result()

@@ -56,7 +56,7 @@ def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["raylet/raylet", "gcs_server"])
 def test_a_cluster_without_ray_says_so_and_leaves_nothing(folder: Path, name: str) -> None:
-    """Nothing starts the raylet or the store of state again. Streams end with a tagged error, or well."""
+    """Nothing starts the raylet or the store of state again. Replicas and gateway end with the raylet."""
     with up(folder, *ONE) as cluster, ThreadPoolExecutor(1) as pool:
         cluster.wait_ready(1)
         ports = cluster.listening()
@@ -74,7 +74,7 @@ def test_a_cluster_without_ray_says_so_and_leaves_nothing(folder: Path, name: st
             assert end.is_done, end
             assert cluster.chat("A tuple is", max_tokens=4).ok, "the gateway and its replica live"
         else:
-            assert end.is_done or end.errors, end
+            assert end.is_done or end.errors or end.is_broken, end
         done = cluster.command("down")
         assert done.returncode == 0, done.stderr
         assert cluster.processes() == []

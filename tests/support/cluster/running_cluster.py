@@ -43,7 +43,7 @@ class RunningCluster:
     def chat(self, content: str, **fields: Any) -> requests.Response:
         body = {"model": "demo", "messages": [{"role": "user", "content": content}], **fields}
         return requests.post(
-            f"{self.url}/v1/chat/completions", json=body, timeout=60, stream=bool(fields.get("stream"))
+            f"{self.url}/v1/chat/completions", json=body, timeout=300, stream=bool(fields.get("stream"))
         )
 
     def replicas(self) -> list[psutil.Process]:
@@ -88,6 +88,7 @@ class Streamed:
     errors: list[dict[str, Any]] = field(default_factory=list)
     status: int = 0
     is_done: bool = False
+    is_broken: bool = False  # its connection ended before it
     last_news_s: float = 0.0  # on the monotonic clock
 
     def read(self, cluster: RunningCluster, content: str, **fields: Any) -> Streamed:
@@ -96,9 +97,12 @@ class Streamed:
             if not answer.ok:
                 self.errors.append(answer.json())
                 return self
-            for line in answer.iter_lines(chunk_size=1):
-                if line.startswith(b"data: "):
-                    self.take(line.removeprefix(b"data: "))
+            try:
+                for line in answer.iter_lines(chunk_size=1):
+                    if line.startswith(b"data: "):
+                        self.take(line.removeprefix(b"data: "))
+            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
+                self.is_broken = True
         return self
 
     def take(self, data: bytes) -> None:

@@ -66,10 +66,10 @@ faults: venv
 	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 \
 		--ignore tests/faults/test_planted_defects.py --ignore tests/faults/test_marathon.py tests/faults || exit 1; done
 
-# Tests of queue and cluster that take longer, REPEAT times: kills of workers, Redis, engines and servers.
+# Tests of queue and cluster that start servers or take longer, REPEAT times: kills of workers, Redis, replicas, Ray.
 EXTRA := tests/durable $(wildcard tests/cluster) tests/faults/test_queue_kills.py
 test-extra: venv
-	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m slow --timeout 600 $(EXTRA) || exit 1; done
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m "slow or e2e" --timeout 600 $(EXTRA) || exit 1; done
 
 # Whether those cases find defects of our own code, and a short marathon passes.
 defects: venv

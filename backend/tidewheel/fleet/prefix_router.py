@@ -76,7 +76,7 @@ class PrefixAware(CountingRouter[T]):
             slot = self.loads.slots.get(self._homes[key]) if key in self._homes else None
             if slot is None:
                 slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
-            # Many requests may end in one step, and all come back: that a replica has most of the rest is no load.
+            # The mean may be low for a moment only: many requests end in one step, and their users ask again at once.
             usual = max(total, self.loads.usual_open * num_replicas / len(self.loads))
             if slot is not None and num_open[slot] < load_bound(usual, num_replicas):
                 return slot

@@ -126,6 +126,15 @@ def test_a_burst_comes_whole_over_several_flushes() -> None:
     assert value("h_sum") == pytest.approx(100 + 900 + 96)
 
 
+def test_no_value_is_left_to_rounding() -> None:
+    """The shares of 1793 values that wait and rest, summed up again, are less than the last value."""
+    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    total = observed((1.0,), *[0.5] * 1793)
+    while series.advance(total, has_time=True):
+        pass
+    assert value("h_count") == 1793
+
+
 def test_a_large_number_of_values_is_thinned_by_bucket() -> None:
     bounds = (1.0, 2.0)
     series, total = HistogramSeries("h", "d", bounds, LABELS), Histogram(bounds)

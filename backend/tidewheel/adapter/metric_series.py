@@ -103,12 +103,12 @@ class HistogramSeries:
         if has_time:
             self._wake()
         num_waiting = self._num_waiting
-        if num_waiting < 1.0:
+        if num_waiting < 1.0 - _ROUNDING:
             return False
         share = min(1.0, MAX_OBSERVATIONS / num_waiting)
         for bucket, count in enumerate(self._waiting[0].tolist()):
             self._observe(bucket, int(share * count + _ROUNDING))
-        return share < 1.0 or bool(self._resting[0].sum() >= 1.0)
+        return share < 1.0 or bool(self._resting[0].sum() >= 1.0 - _ROUNDING)
 
     def follow(self, now: Histogram) -> None:
         """Skip what others have published."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from llguidance.gbnf_to_lark import any_to_lark
-
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
 _ROOT, _LARK_ROOT = "root", "start"
 _PART = re.compile(
@@ -28,6 +26,8 @@ def to_lark(rules: str) -> str:
     The library's converter drops the first of two rules with one name, takes names that differ in case or in `-` for
     one, and breaks characters written as `\\u00e9`.
     """
+    from llguidance.gbnf_to_lark import any_to_lark
+
     names = _RULE.findall(rules)
     if not names:
         return str(any_to_lark(rules))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import tokenizers
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.grammar import Grammar, GrammarKind
@@ -25,6 +24,9 @@ from tidewheel.regular_files import read_at_most
 from tidewheel.runner.gbnf import to_lark
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from llguidance import LLExecutor, LLMatcher
     from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -37,7 +39,7 @@ STACK_BYTES = 16 << 20
 _END = "<|tidewheel end of answer|>"
 _ERROR_CHARS = 300
 # A state of the lexer takes 1 to 2 kB, a mask stops at 200,000 units of work (some 15 ms). Errors quote no grammar.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_MAX_LEXER_STATES = 50_000
 _UNSUPPORTED = re.compile("unimplemented|(not|only) (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
 _PLAIN = tuple(
     (re.compile(pattern), words)
@@ -82,7 +84,8 @@ class GrammarCompiler:
     """Thread-safe. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._pool = LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
+        self._library = library = _llguidance()
+        self._pool = library.LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
         path = folder / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_str(read_at_most(path, MAX_TOKENIZER_BYTES).decode("utf-8"))
@@ -91,7 +94,7 @@ class GrammarCompiler:
             backend.add_special_tokens([_END])
             self._end_bit: int = backend.token_to_id(_END) or 0
             num_tokens = max(vocab_size, self._end_bit + 1)
-            self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self._end_bit)
+            self._tokenizer = library.LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self._end_bit)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | MemoryError):
                 raise
@@ -109,30 +112,41 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
 
     def _started(self, source: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+        limits = self._library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher: LLMatcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # some grammars fail only here
         return matcher
 
 
+def _llguidance() -> ModuleType:
+    """Import the library. Raise `ConfigError` where it is missing: all but grammars works without it."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(f"grammars need the package llguidance: {error}; pip install llguidance") from None
+    return llguidance
+
+
 def to_source(grammar: Grammar) -> str:
     """Return the text to compile. Raise `InvalidRequest`."""
+    matcher = _llguidance().LLMatcher
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 schema = json.loads(grammar.text)
                 check_bounds(grammar.name, schema)
                 read_plainly(schema)
-                return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), _DEFAULTS, _STRICT))
+                return str(matcher.grammar_from_json_schema(json.dumps(schema), _DEFAULTS, _STRICT))
             case GrammarKind.JSON_OBJECT:
-                return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
+                return str(matcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
             case GrammarKind.REGEX:
-                return str(LLMatcher.grammar_from_regex(grammar.text))
+                return str(matcher.grammar_from_regex(grammar.text))
             case GrammarKind.CHOICE:
                 choices = json.loads(grammar.text)
-                return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
+                return str(matcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
             case GrammarKind.EBNF:
-                return str(LLMatcher.grammar_from_lark(to_lark(grammar.text)))
+                return str(matcher.grammar_from_lark(to_lark(grammar.text)))
     except TidewheelError:
         raise
     except RecursionError:

@@ -10,7 +10,7 @@ TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
 .PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults \
-	defects marathon soak fuzz lint docs lines aot bench bench-gpu clean
+	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder clean
 
 venv: $(STAMP)
 
@@ -150,11 +150,15 @@ bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/
 		$(if $(SHAPE),--model build/$(SHAPE) --dtype bfloat16 --set max_model_len=4096 --set kv_cache_memory_mb=8192) \
 		$(if $(RECORD),--record benchmarks/results/$(or $(SHAPE),cpu)_capacity.json) $(BENCH_ARGS)
 
-# Everything that is said about speed on a GPU, within ten minutes; benchmarks/gpu/README.md. PYTHON_GPU, a Python with
-# CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.
+# Whether all is right on a GPU and how far its goals are, within eight minutes; benchmarks/gpu/README.md. PYTHON_GPU, a
+# Python with CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.
 bench-gpu: $(if $(PYTHON_GPU),,venv)
-	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client tests))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
 		$(or $(PYTHON_GPU),$(BIN)/python) -P -m gpu $(if $(PEERS),--peers $(PEERS)) $(GPU_ARGS)
+
+# A folder of at most 40 MiB that does the same on a machine without a network. KERNELS: compiled ones of an earlier run.
+gpu-folder: venv
+	PYTHONPATH=benchmarks $(BIN)/python -P -m gpu.pack build/gpu_machine $(if $(KERNELS),--kernels $(KERNELS))
 
 build/%/config.json: | venv
 	$(BIN)/python benchmarks/random_model.py build/$* --shape $*

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from roofline import H200, SHAPES, Shape, workload_seconds
+from roofline import H200, SHAPES, Device, Shape, workload_seconds
 from study import RESULTS, Study, show
 from tidewheel.runner.prompt_graphs import MOST_TOKENS, prompt_sizes
 
@@ -114,7 +114,14 @@ class Model:
     """Step times of a decoder, with all factors at their slow or their fast end."""
 
     def __init__(
-        self, shape: Shape, host: Host, end: str, *, fp8_cache: bool = False, fp8_weights: bool = False
+        self,
+        shape: Shape,
+        host: Host,
+        end: str,
+        *,
+        fp8_cache: bool = False,
+        fp8_weights: bool = False,
+        device: Device | None = None,  # with other ceilings than `FACTORS` has
     ) -> None:
         self._shape = shape
         self._fp8_weights = fp8_weights
@@ -122,6 +129,8 @@ class Model:
         self._kv_bytes = 2 if fp8_cache else 4  # of a key and a value
         self._host = host
         self._at = {name: float(getattr(factor, end)) for name, factor in FACTORS.items()}
+        if device is not None:
+            self._at |= {"bandwidth": device.copy_bandwidth, "arithmetic": device.flops}
 
     def step(self, work: Work) -> Step:
         shape, at = self._shape, self._at

@@ -1,7 +1,8 @@
-"""Measure all claims about speed on a GPU, in one command.
+"""Show in eight minutes whether all is right on a GPU, and how fast it is.
 
-    make bench-gpu                                all stages, within ten minutes
-    make bench-gpu PEERS=peers.tar.xz             peer kernels and engines too, in another ten
+    make bench-gpu                                correctness, and the figures that have goals
+    make bench-gpu PEERS=peers.tar.xz             kernels and engines of others beside ours
+    python -m gpu --stages engine,kernels         stages at full length
     python -m gpu --device cpu                    a dry run of the programs, which measures nothing
 
 Each stage is also a program: python -m gpu.kernels --help. benchmarks/gpu/README.md says what a machine needs.
@@ -10,8 +11,10 @@ Each stage is also a program: python -m gpu.kernels --help. benchmarks/gpu/READM
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import signal
 import sys
@@ -20,7 +23,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from gpu.measurements import Measurement
+from gpu import kernel_archive
+from gpu.measurements import Ceilings, Measurement
+from gpu.profile import TIMELINES
 from gpu.results_page import draw, markdown
 from gpu.suite import (
     INTERRUPTED,
@@ -39,8 +44,9 @@ from tidewheel.bench import environment
 RESULTS = Path(__file__).parents[1] / "results"
 DRY_RUN = Path("build/gpu_dry_run")
 PACKAGES = (*environment.PACKAGES, "vllm", "sglang", "lmdeploy")
-SECONDS = 555.0  # leaves time for the plots within ten minutes
-OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")
+SECONDS = 470.0  # leaves time for plots and the archive within eight minutes
+LOG = "run.log"
+OURS = ("results.json", "results.md", "*.png", LOG, TIMELINES, kernel_archive.NAME)
 
 
 def main() -> None:
@@ -57,23 +63,81 @@ def main() -> None:
     out = _emptied(options.out or (DRY_RUN if options.dry else RESULTS / name))
     signal.signal(signal.SIGTERM, _interrupt)
     print(f"bench-gpu: {facts['machine']['gpu'] or 'dry run on the CPU'}, results in {out}", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        plans = choose(options.stages, with_peers=options.peers is not None)
-        bundle = options.peers and unpacked(options.peers, folder / "bundle")
-        common = ["--device", options.device, "--out", str(out), "--shape", "tiny" if options.dry else "real"]
-        if options.models:
-            common += ["--models", options.models]
-        suite = Suite(plans, common, folder, options.seconds, bundle)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _keep_kernels(options.kernel_cache or folder / "kernels", options.kernels)
+        suite = _suite(options, out, folder, stack)
+        report = Report(out, facts, options.dry)
         try:
-            suite.run(lambda findings: _save(out, facts, findings, options.dry))
+            suite.run(report.save)
         except KeyboardInterrupt:
             print(f"bench-gpu: interrupted; what was measured is in {out}", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
-    _save(out, facts, suite.findings, options.dry, with_plots=True)
+        finally:
+            report.keep_kernels()
+        report.save(suite.findings, with_plots=True)
     print(f"bench-gpu: {len(suite.findings.of_type('result'))} figures in {out / 'results.md'}")
-    if any(stage["outcome"].startswith(("FAILED", "stopped")) for stage in suite.findings.stages):
+    if report.is_unsaved or suite.findings.any_stage_failed:
         raise SystemExit(1)
+
+
+def _suite(options: argparse.Namespace, out: Path, folder: Path, stack: contextlib.ExitStack) -> Suite:
+    plans = choose(options.stages, with_peers=options.peers is not None)
+    bundle = options.peers and unpacked(options.peers, folder / "bundle")
+    common = ["--device", options.device, "--out", str(out), "--shape", "tiny" if options.dry else "real"]
+    common += ["--eager"] if options.eager else []
+    common += ["--models", options.models] if options.models else []
+    log = None
+    with contextlib.suppress(OSError):  # a full disk: the terminal shows the same
+        log = stack.enter_context((out / LOG).open("w", encoding="utf-8"))
+    return Suite(plans, common, folder, options.seconds, bundle=bundle, log=log)
+
+
+def _keep_kernels(folder: Path, archive: Path | None) -> None:
+    """Give engine, kernels and tests one cache of compiled kernels, with those of an earlier run."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    if archive is not None:
+        print(f"bench-gpu: {kernel_archive.unpack(archive, folder)} compiled kernels from {archive.name}", flush=True)
+
+
+class Report:
+    """Results on disk, as far as there is room; what cannot be written goes to the terminal at the end."""
+
+    def __init__(self, out: Path, facts: dict[str, Any], is_dry: bool) -> None:
+        self._out = out
+        self._facts = facts
+        self._is_dry = is_dry
+        self.is_unsaved = False
+
+    def save(self, findings: Findings, *, with_plots: bool = False) -> None:
+        result = {
+            **self._facts,
+            "dry_run": self._is_dry,
+            "workload": "random weights, bfloat16; benchmarks/gpu says what each figure is",
+            "stages": findings.stages,
+            "fallback": findings.helped,
+            "records": findings.records,
+        }
+        pairs = [(record["stage"], Measurement.from_json(record)) for record in findings.of_type("result")]
+        page = markdown(result, pairs, [], Ceilings.of(findings.records))
+        try:
+            (self._out / "results.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+            (self._out / "results.md").write_text(page)
+            if with_plots and importlib.util.find_spec("matplotlib"):
+                plots = draw([measurement for _, measurement in pairs], self._out)
+                (self._out / "results.md").write_text(markdown(result, pairs, plots, Ceilings.of(findings.records)))
+            self.is_unsaved = False
+        except OSError as error:
+            self.is_unsaved = True
+            print(f"bench-gpu: results cannot be written: {error}", file=sys.stderr)
+            if with_plots:
+                print(page)
+
+    def keep_kernels(self) -> None:
+        try:
+            kernel_archive.pack(Path(os.environ["TRITON_CACHE_DIR"]), self._out)
+        except OSError as error:
+            print(f"bench-gpu: compiled kernels cannot be kept: {error}", file=sys.stderr)
 
 
 def _options() -> argparse.Namespace:
@@ -86,6 +150,8 @@ def _options() -> argparse.Namespace:
     made.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default: %(default)g)")
     made.add_argument("--peers", type=Path, help="a bundle of other engines, or the folder it was unpacked to")
     made.add_argument("--suffix", default="", help="of the folder's name: a second run beside the first")
+    made.add_argument("--kernels", type=Path, help=f"compiled kernels of an earlier run: its {kernel_archive.NAME}")
+    made.add_argument("--kernel-cache", type=Path, help="folder for compiled kernels (default: a temporary one)")
     made.add_argument("--commit", default="", help="to record, where there is no git")
     options = made.parse_args()
     options.dry = is_dry(options)
@@ -95,8 +161,9 @@ def _options() -> argparse.Namespace:
         made.error(str(error))
     if options.dry and options.out is not None and RESULTS in options.out.resolve().parents:
         made.error(f"--out {options.out}: a dry run measures nothing, so it is never saved among the results")
-    if options.peers is not None and not options.peers.exists():
-        made.error(f"--peers {options.peers}: no such file")
+    for name in ("peers", "kernels"):
+        if (path := getattr(options, name)) is not None and not path.exists():
+            made.error(f"--{name} {path}: no such file")
     if options.peers is not None and not options.suffix:
         options.suffix = "_peers"
     return options
@@ -107,9 +174,8 @@ def _names(text: str) -> list[str]:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    for package in ("torch", "msgspec", "zmq", "tritonclient"):
-        if importlib.util.find_spec(package) is None:
-            return f"this Python has no {package}: benchmarks/gpu/README.md says how to bring what is missing"
+    if importlib.util.find_spec("torch") is None:
+        return "this Python has no torch: benchmarks/gpu/README.md says what a machine needs"
     return device_problem(options.device)
 
 
@@ -129,22 +195,6 @@ def _emptied(folder: Path) -> Path:
 def _interrupt(*_: object) -> None:
     if threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
-
-
-def _save(out: Path, facts: dict[str, Any], findings: Findings, is_dry: bool, *, with_plots: bool = False) -> None:
-    result = {
-        **facts,
-        "dry_run": is_dry,
-        "workload": "random weights, bfloat16; benchmarks/gpu says what each figure is",
-        "stages": findings.stages,
-        "records": findings.records,
-    }
-    pairs = [(record["stage"], Measurement.from_json(record)) for record in findings.of_type("result")]
-    plots: list[str] = []
-    if with_plots and importlib.util.find_spec("matplotlib"):
-        plots = draw([measurement for _, measurement in pairs], out)
-    (out / "results.json").write_text(json.dumps(result, indent=None, separators=(",", ":")) + "\n")
-    (out / "results.md").write_text(markdown(result, pairs, plots))
 
 
 if __name__ == "__main__":

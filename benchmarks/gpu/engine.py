@@ -103,10 +103,13 @@ def _main_engine(stage: Stage, model: str, folder: Path) -> None:
     with open_engine(stage, model, folder) as engine:
         work = headline_work(stage, model)
         warm_up(engine, work, TEMPERATURE)
-        runs = [engine.timed(work, TEMPERATURE) for _ in range(1 if stage.is_dry else REPEATS.get(model, 2))]
+        repeats = 1 if stage.is_dry or stage.options.once else REPEATS.get(model, 2)
+        runs = [engine.timed(work, TEMPERATURE) for _ in range(repeats)]
         report(stage, model, HEADLINE, work, [timed.seconds for timed in runs], OURS)
         _steps(stage, model, HEADLINE, runs[-1])
         report_in_process(stage, model, runs[-1], work)
+        if stage.options.once:
+            return
         with stage.part(f"{model}, {SHAREGPT}"):
             stage.check_time(NEEDS_S.get(model, 0.0))
             _sharegpt(stage, model, engine)
@@ -137,7 +140,7 @@ def body(stage: Stage) -> None:
         for model in stage.models:
             with stage.part(f"engine throughput, {model}"):
                 _main_engine(stage, model, folder)
-        for model in stage.models:
+        for model in () if stage.options.once else stage.models:
             for who, settings in VARIANTS:
                 with stage.part(f"{model} {who}"):
                     stage.check_time(NEEDS_S.get(model, 0.0))
@@ -145,4 +148,6 @@ def body(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    run("engine", body, parser(__doc__).parse_args())
+    made = parser(__doc__)
+    made.add_argument("--once", action="store_true", help="one run of the first workload for each model, no variants")
+    run("engine", body, made.parse_args())

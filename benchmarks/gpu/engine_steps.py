@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gpu.stage import Stage
 from random_model import without_weights
@@ -119,6 +119,7 @@ def limit_ratio(steps: Sequence[DecodeStep], shape: Shape, device: Device) -> fl
     return sum(step.seconds for step in steps) / least
 
 
+Engine = TypeVar("Engine", bound=TimedLLM)
 MAX_NUM_SEQS = 256
 OFFLINE: Mapping[str, object] = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 2304, "max_num_batched_tokens": 8192}
 DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_num_batched_tokens": 256}
@@ -128,16 +129,19 @@ def settings_of(stage: Stage, **settings: object) -> dict[str, object]:
     """Return settings for weights made on the device; prefix caching would help later runs."""
     return {
         "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
-        **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
+        "enforce_eager": stage.options.eager, **OFFLINE,
+        **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> Iterator[TimedLLM]:
+def open_engine(
+    stage: Stage, model: str, folder: Path, *, kind: type[Engine] = TimedLLM, **settings: object
+) -> Iterator[Engine]:
     chosen = settings_of(stage, **settings)
     source = without_weights(folder / model, SHAPES[model]) if chosen["load_format"] == "dummy" else folder
     start = time.perf_counter()
-    engine = TimedLLM(str(source), skip_tokenizer_init=True, **chosen)
+    engine = kind(str(source), skip_tokenizer_init=True, **chosen)
     try:
         stage.facts(
             model=model,

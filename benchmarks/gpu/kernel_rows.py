@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from tidewheel_kernels import (
     silu_and_mul,
 )
 
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 EPS = 1e-6
 BLOCK_SIZE = 64
 CONTEXT = 8192
@@ -58,19 +59,36 @@ def gated_activation(shape: Shape, num_tokens: int) -> KernelCase:
     return KernelCase("SiLU-mul", case, 3 * 2 * num_tokens * shape.intermediate, {OURS: make, "torch": unfused})
 
 
-def down_product(shape: Shape, num_tokens: int) -> KernelCase:
-    """Multiply as with `deterministic`, beside cuBLAS."""
-    inputs, outputs = shape.intermediate, shape.hidden
+def products(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of a model's matrix products."""
+    queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "qkv": (shape.hidden, queries + 2 * kv),
+        "o": (queries, shape.hidden),
+        "gate-up": (shape.hidden, 2 * shape.intermediate),
+        "down": (shape.intermediate, shape.hidden),
+        "head": (shape.hidden, shape.vocab),
+    }
 
-    def maker(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Maker:
+
+def product(name: str, num_tokens: int, inputs: int, outputs: int, makers: Mapping[str, Multiply]) -> KernelCase:
+    """Return a product, which few tokens bind by bandwidth and more by arithmetic."""
+
+    def maker(multiply: Multiply) -> Maker:
         return lambda device: partial(
             multiply, _random(num_tokens, inputs, device=device), _random(outputs, inputs, device=device)
         )
 
     moved = 2 * (num_tokens * inputs + outputs * inputs + num_tokens * outputs)
     flops = 2.0 * num_tokens * inputs * outputs if num_tokens > FEW_ROWS else 0.0
-    makers = {OURS: maker(invariant_linear), "torch": maker(linear)}
-    return KernelCase("invariant product", f"{num_tokens} tokens, {outputs} x {inputs}", moved, makers, flops)
+    made = {who: maker(multiply) for who, multiply in makers.items()}
+    return KernelCase(name, f"{num_tokens} tokens, {outputs} x {inputs}", moved, made, flops)
+
+
+def down_product(shape: Shape, num_tokens: int) -> KernelCase:
+    """Multiply as with `deterministic`, beside cuBLAS."""
+    makers = {OURS: invariant_linear, "torch": linear}
+    return product("invariant product", num_tokens, shape.intermediate, shape.hidden, makers)
 
 
 def norm_rope_write(shape: Shape, num_tokens: int) -> KernelCase:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.nn.functional import linear
 
 from gpu import kernel_attention as attention
 from gpu import kernel_rows as rows
@@ -24,6 +25,7 @@ LLAMA, QWEN = (32, 8), (16, 8)  # query and KV heads
 PEER_DECODES = ((1, 512), (1, 8192), (32, 2048), (128, 512), (128, 2048))  # batch, context
 FLEX_CASES = (AttentionCase(128, 2048), AttentionCase(1, 8192, 8192))  # seconds to compile
 FLEX_NEEDS_S = 20.0
+PRODUCT_TOKENS = (1, 128, 256, 2048)
 
 
 def decode_cases(is_dry: bool) -> list[AttentionCase]:
@@ -74,6 +76,22 @@ def product_cases(is_dry: bool) -> Iterator[KernelCase]:
         yield rows.down_product(shape, num_tokens)
 
 
+def serving_products(models: Iterable[str], is_dry: bool) -> Iterator[KernelCase]:
+    """Yield every product of the models as cuBLAS computes it, at sizes of serving."""
+    for model in models:
+        for name, (inputs, outputs) in rows.products(SHAPES[model]).items():
+            for num_tokens in (8,) if is_dry else PRODUCT_TOKENS:
+                yield rows.product(f"{model} {name}", num_tokens, inputs, outputs, {"torch": linear})
+
+
+def goals(stage: Stage, run_all: Callable[[Iterable[KernelCase]], None]) -> None:
+    """Measure the attentions that have goals, and products."""
+    decodes, prompts = decode_cases(stage.is_dry)[:2], prefill_cases(stage.is_dry)
+    chosen = [case for case in prompts if case.context in (32, 2048, 8192) and case.heads in (4, LLAMA[0])]
+    run_all(case.by(OURS, attention.ours) for case in decodes + chosen)
+    run_all(serving_products(stage.models, stage.is_dry))
+
+
 def measure(stage: Stage, timer: Timer, cases: Iterable[KernelCase], needs_s: float = 3.0) -> None:
     for case in cases:
         amount, unit, limit = 1e-9 * case.num_bytes, "GB/s", 1e-9 * stage.ceilings.copy_bandwidth
@@ -100,6 +118,9 @@ def body(stage: Stage) -> None:
         return
     gc.freeze()
     is_dry, run_all = stage.is_dry, partial(measure, stage, Timer(stage.device, is_dry=stage.is_dry))
+    if stage.options.goals:
+        goals(stage, run_all)
+        return
     decodes, prompts = decode_cases(is_dry), prefill_cases(is_dry)
     beside = [case for case in decodes if (case.batch, case.context) in PEER_DECODES and case.heads == LLAMA[0]]
     beside = decodes if is_dry else beside
@@ -113,6 +134,7 @@ def body(stage: Stage) -> None:
     run_all(row_cases(is_dry))
     run_all(sampling_cases(is_dry))
     run_all(product_cases(is_dry))
+    run_all(serving_products(stage.models, is_dry))
     run_all(copy_case(largest_layout(is_dry), count) for count in ((2,) if is_dry else COPIED))
     swaps(stage)
     run_all(case.by(OURS, attention.ours) for case in decodes[2:])
@@ -125,5 +147,6 @@ def body(stage: Stage) -> None:
 
 if __name__ == "__main__":
     made = parser(__doc__)
+    made.add_argument("--goals", action="store_true", help="attentions that have goals, and products of the models")
     made.add_argument("--sweep", action="store_true", help="time alternative launch configurations instead")
     run("kernels", body, made.parse_args())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from gpu.engine_steps import DecodeStep, TimedLLM, limit_ratio, open_engine, warm_up
 from gpu.measurements import duration, throughput
@@ -21,7 +22,40 @@ REPEATS = 5
 MARGIN = 512  # most tokens added to a context
 
 
+class Goals(NamedTuple):
+    """Decode steps by (batch, context), and the lone prompt, that have a goal."""
+
+    decodes: tuple[tuple[int, int], ...]
+    prompt: int = 8192
+
+
+GOALS = {
+    "qwen3-0.6b": Goals(((256, 512),)),
+    "llama-3.1-8b": Goals(((128, 512),)),
+    "tiny": Goals(((2, 16),), 64),
+}
+
+
+def goals(stage: Stage) -> None:
+    """Measure what has a goal alone."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in stage.models:
+            chosen = GOALS[model]
+            with (
+                stage.part(f"latency, {model}"),
+                open_engine(stage, model, Path(scratch), max_model_len=chosen.prompt + MARGIN) as engine,
+            ):
+                warm_up(engine, of_length(8, 64, 16, SHAPES[model].vocab), 0.0)
+                for batch, context in chosen.decodes:
+                    with stage.part(f"decode step, {model}, batch {batch}, context {context}"):
+                        _decode(stage, model, engine, batch, context)
+                _first_token(stage, model, engine, chosen.prompt)
+
+
 def body(stage: Stage) -> None:
+    if stage.options.goals:
+        goals(stage)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         for model in stage.models:
             longest = max(_prompts(stage)) + MARGIN
@@ -41,13 +75,17 @@ def _prompts(stage: Stage) -> tuple[int, ...]:
 
 def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
     for length in _prompts(stage):
-        with stage.part(f"prompt of {length}, {model}"):
-            stage.check_time(1.0)
-            seconds = engine.prompt_seconds(length, SHAPES[model].vocab, 1 if stage.is_dry else REPEATS)
-            least = prefill_seconds(SHAPES[model], [length], stage.ceilings)
-            case = f"{model}, lone prompt of {length}"
-            stage.result(duration("time to first token", case, seconds, least, details={"model": model}))
-            stage.result(throughput("prefill", case, seconds, length, "tokens/s", length / least))
+        _first_token(stage, model, engine, length)
+
+
+def _first_token(stage: Stage, model: str, engine: TimedLLM, length: int) -> None:
+    with stage.part(f"prompt of {length}, {model}"):
+        stage.check_time(1.0)
+        seconds = engine.prompt_seconds(length, SHAPES[model].vocab, 1 if stage.is_dry else REPEATS)
+        least = prefill_seconds(SHAPES[model], [length], stage.ceilings)
+        case = f"{model}, lone prompt of {length}"
+        stage.result(duration("time to first token", case, seconds, least, details={"model": model}))
+        stage.result(throughput("prefill", case, seconds, length, "tokens/s", length / least))
 
 
 def _packed_prefill(stage: Stage, model: str, engine: TimedLLM) -> None:
@@ -109,4 +147,6 @@ def _report_steps(stage: Stage, model: str, batch: int, context: int, steps: lis
 
 
 if __name__ == "__main__":
-    run("latency", body, parser(__doc__).parse_args())
+    made = parser(__doc__)
+    made.add_argument("--goals", action="store_true", help="only what has a goal")
+    run("latency", body, made.parse_args())

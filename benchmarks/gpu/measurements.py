@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,9 @@ class Ceilings(Device):
     @classmethod
     def load(cls, path: Path) -> Ceilings:
         return cls(**json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, records: Sequence[dict[str, Any]]) -> Ceilings:
+        """Return the last ceilings that a stage noted, else those of an H200."""
+        noted = [record["ceilings"] for record in records if record.get("are_measured")]
+        return cls(**noted[-1]) if noted else cls()

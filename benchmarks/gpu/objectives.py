@@ -1,13 +1,22 @@
-"""Objectives of speed on an H200 beside measurements; ratios are within one run."""
+"""Objectives of speed beside measurements, physical limits and what the step model expects, all of one device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import sub, truediv
 from typing import NamedTuple
 
-from gpu.measurements import OURS, Measurement
+from gpu.expected_figures import (
+    Range,
+    decode_step_ms,
+    headline_percent,
+    percent_of_bandwidth,
+    prompt_ms,
+    prompt_percent,
+)
+from gpu.measurements import OURS, Ceilings, Measurement
 
 LEVEL = 0.95  # counts as level
 BANDWIDTH = "% of bandwidth"
@@ -16,7 +25,7 @@ SMALL_KERNELS = ("residual RMSNorm", "qk-norm, RoPE, KV write", "RoPE, KV write"
 
 
 class Objective(NamedTuple):
-    """`found` has the target's unit; None: not measured."""
+    """All numbers have the target's unit. `found` is None if it was not measured."""
 
     point: int
     what: str
@@ -24,6 +33,8 @@ class Objective(NamedTuple):
     at_least: bool  # else at most
     unit: str
     found: float | None
+    limit: float | None = None  # of the device
+    estimate: Range | None = None
 
     @property
     def verdict(self) -> str:
@@ -31,6 +42,14 @@ class Objective(NamedTuple):
             return "not measured"
         is_met = self.found >= self.target if self.at_least else self.found <= self.target
         return "met" if is_met else "MISSED"
+
+    @property
+    def times_apart(self) -> float:
+        """Return by what factor the target is missed; 1 or less if it is met or was not measured."""
+        if self.found is None:
+            return 0.0
+        more, less = (self.target, self.found) if self.at_least else (self.found, self.target)
+        return more / less if less > 0 else math.inf if more > 0 else 1.0
 
 
 class Results:
@@ -68,14 +87,21 @@ def _worst(values: Sequence[float | None], choose: Callable[[Sequence[float]], f
     return choose(known) if known else None
 
 
-def objectives(measurements: Sequence[Measurement]) -> list[Objective]:
+def objectives(measurements: Sequence[Measurement], device: Ceilings) -> list[Objective]:
     results = Results(measurements)
-    parts = (_correctness, _kernels, _steps, _throughput, _path, _swap)
+    parts = (_correctness, partial(_kernels, device=device), partial(_steps, device=device),
+             partial(_throughput, device=device), _path, _swap)  # fmt: skip
     return [objective for part in parts for objective in part(results)]
 
 
+def largest_differences(found: Sequence[Objective], count: int = 5) -> list[Objective]:
+    """Return the missed objectives, the farthest first."""
+    missed = [one for one in found if one.verdict == "MISSED"]
+    return sorted(missed, key=lambda one: -one.times_apart)[:count]
+
+
 def _correctness(results: Results) -> Iterator[Objective]:
-    for name in ("tests of the kernels", "tests marked gpu"):
+    for name in ("smoke", "tests of the kernels", "tests marked gpu"):
         tests = results.last(name)
         failures = None if tests is None else float(tests.details["failures"] + tests.details["errors"])
         yield Objective(1, f"failed {name}", 0, False, "", failures)
@@ -87,35 +113,57 @@ def _correctness(results: Results) -> Iterator[Objective]:
     yield Objective(1, "bfloat16: logits apart at the first divergence", 2, False, "spacings", spacings)
 
 
-def _kernels(results: Results) -> Iterator[Objective]:
+def _kernels(results: Results, device: Ceilings) -> Iterator[Objective]:
     decode, over_fa3 = "decode attention", partial(results.compared, truediv, other="FlashAttention-3")
     busy, long = ("32:8 heads", "batch 128, context 2048"), ("32:8 heads", "batch 1, context 8192")
-    yield Objective(2, f"{decode}, batch 128, context 2k", 80, True, BANDWIDTH, results.percent(decode, *busy))
-    yield Objective(2, f"{decode}, batch 1, context 8k", 65, True, BANDWIDTH, results.percent(decode, *long))
+    expected = percent_of_bandwidth(decode)
+    for what, case, target in (("batch 128, context 2k", busy, 80), ("batch 1, context 8k", long, 65)):
+        yield Objective(
+            2, f"{decode}, {what}", target, True, BANDWIDTH, results.percent(decode, *case), 100, expected
+        )
     level = _worst([over_fa3(decode, *case) for case in (busy, long)], min)
     yield Objective(2, "decode attention over FlashAttention-3", LEVEL, True, "x", level)
+    prefill = results.percent("prefill attention", "32:8 heads", "context 8192")
+    expected = prompt_percent(device)
+    yield Objective(2, "prefill attention, 8k causal", 50, True, "% of arithmetic", prefill, 100, expected)
     causal = over_fa3("prefill attention", "32:8 heads", "context 8192")
     yield Objective(2, "prefill attention, 8k causal, over FlashAttention-3", 0.75, True, "x", causal)
     small = [m.percent for name in SMALL_KERNELS for m in results.every(name, "8192 tokens")]
-    yield Objective(2, "fused small kernels at 8k tokens, the slowest", 80, True, BANDWIDTH, _worst(small, min))
+    expected = percent_of_bandwidth("small kernels")
+    yield Objective(
+        2, "fused small kernels at 8k tokens, the slowest", 80, True, BANDWIDTH, _worst(small, min), 100, expected
+    )
 
 
-def _steps(results: Results) -> Iterator[Objective]:
-    for model, name, batches, target in (
-        (LLAMA, "8B decode step over its limit, batch 8-128, context 512-2k", (8, 32, 128), 1.25),
-        (QWEN, "0.6B decode step over its limit, batch 256", (256,), 1.5),
-    ):
-        cases = [f"{model}, batch {batch}, context {context}" for batch in batches for context in (512, 2048)]
-        steps = [results.last("decode step", case) for case in cases]
-        slowest = _worst([None if step is None else float(step.details["times_limit"]) for step in steps], max)
-        yield Objective(3, name, target, False, "x", slowest)
+def _steps(results: Results, device: Ceilings) -> Iterator[Objective]:
+    """Yield steps that have a limit, in milliseconds, with targets of so many times the limit."""
+    for model, batch, times in ((QWEN, 256, 1.4), (LLAMA, 128, 1.25)):
+        case = f"{model}, batch {batch}, context 512"
+        step = results.last("decode step", case)
+        yield _timed(f"decode step, {case}", step, times, decode_step_ms(model, batch, 512, device))
+    for model in (QWEN, LLAMA):
+        case = f"{model}, lone prompt of 8192"
+        first = results.last("time to first token", case)
+        yield _timed(f"first token, {case}", first, 1.35, prompt_ms(model, 8192, device))
+    cases = [f"{LLAMA}, batch {batch}, context {context}" for batch in (8, 32, 128) for context in (512, 2048)]
+    steps = [results.last("decode step", case) for case in cases]
+    ratios = [None if step is None else float(step.details["times_limit"]) for step in steps]
+    yield Objective(
+        3, "8B decode steps over their limit, batch 8-128, context 512-2k", 1.25, False, "x", _worst(ratios, max), 1
+    )
 
 
-def _throughput(results: Results) -> Iterator[Objective]:
+def _timed(what: str, found: Measurement | None, times: float, expected: Range) -> Objective:
+    limit = None if found is None else found.limit
+    target = times * (limit or expected.low)
+    return Objective(3, what, target, False, "ms", None if found is None else found.value, limit, expected)
+
+
+def _throughput(results: Results, device: Ceilings) -> Iterator[Objective]:
     for model in (QWEN, LLAMA):
         runs = results.every("engine throughput", model, "256 requests")
-        percent = runs[0].percent if runs else None
-        yield Objective(4, f"{model}, 256 requests", 70, True, "% of speed of light", percent)
+        percent, expected = (runs[0].percent if runs else None), headline_percent(model, device)
+        yield Objective(4, f"{model}, 256 requests", 75, True, "% of speed of light", percent, 100, expected)
     best = [m.value for m in results.others("ours over peer", QWEN) if m.who.startswith("transformers")]
     yield Objective(4, "over transformers generate_batch, 0.6B", 3.0, True, "x", _worst(best, min))
     for model, target in ((QWEN, 1.0), (LLAMA, LEVEL)):

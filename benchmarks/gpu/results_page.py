@@ -6,23 +6,31 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.measurements import OURS, Measurement
-from gpu.objectives import Objective, objectives
+from gpu.measurements import OURS, Ceilings, Measurement
 from tidewheel.bench.text_tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OBJECTIVE_HEAD = ("point", "objective", "target", "measured", "")
+    from gpu.objectives import Objective
+
+OBJECTIVE_HEAD = ("point", "objective", "measured", "limit", "goal", "estimate", "")
 RESULT_HEAD = ("what", "case", "who", "value", "of the limit", "samples")
 WIDTH, BAR_HEIGHT = 11.0, 0.13  # inches
 GAP = 0.6  # between groups, in bars
 
 
-def markdown(result: dict[str, Any], measurements: Sequence[tuple[str, Measurement]], plots: Sequence[str]) -> str:
+def markdown(
+    result: dict[str, Any],
+    measurements: Sequence[tuple[str, Measurement]],
+    plots: Sequence[str],
+    device: Ceilings,
+) -> str:
     parts = [_head(result)]
+    if result["fallback"]:
+        parts.append(f"**The engine failed as it is set by default; what helped: {result['fallback']}.**")
     if not result["dry_run"]:
-        parts.append(_table("Objectives", OBJECTIVE_HEAD, _objective_rows(objectives([m for _, m in measurements]))))
+        parts += _objectives([measurement for _, measurement in measurements], device)
     parts += [f"![{name}]({name})" for name in plots]
     stages = [stage["name"] for stage in result["stages"]]
     parts.append(
@@ -49,14 +57,27 @@ def _head(result: dict[str, Any]) -> str:
     return f"{title}\n\n{facts}\n\n`{result['command']}`"
 
 
+def _objectives(measurements: Sequence[Measurement], device: Ceilings) -> list[str]:
+    """Return the farthest misses, then all objectives; one line if the model behind estimates cannot be imported."""
+    try:
+        from gpu.objectives import largest_differences, objectives
+    except ImportError as error:
+        return [f"No objectives and estimates: {error}"]
+    found = objectives(measurements, device)
+    missed = _table("Where to look next", OBJECTIVE_HEAD, _objective_rows(largest_differences(found)))
+    return [missed, _table("Objectives", OBJECTIVE_HEAD, _objective_rows(found))]
+
+
 def _objective_rows(found: Iterable[Objective]) -> list[list[str]]:
     return [
         [
             str(one.point),
             one.what,
-            f"{'at least' if one.at_least else 'at most'} {one.target:g} {one.unit}",
             "" if one.found is None else f"{one.found:.3g}",
-            one.verdict,
+            "" if one.limit is None else f"{one.limit:.3g}",
+            f"{'at least' if one.at_least else 'at most'} {one.target:.3g} {one.unit}",
+            "" if one.estimate is None else str(one.estimate),
+            f"{one.verdict}, {one.times_apart:.2f} times" if one.verdict == "MISSED" else one.verdict,
         ]
         for one in found
     ]
@@ -80,6 +101,8 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
     shown = [m for m in measurements if m.unit in ("GB/s", "TFLOP/s") and m.percent is not None]
     kernels = [(f"{m.name}, {m.case}", m.who, m.percent or 0.0) for m in shown]
     shown = [m for m in measurements if m.name in ("engine throughput", "streamed tokens", "preemption")]
+    is_compared = any(m.name == "engine throughput" and not m.who.startswith(OURS) for m in shown)
+    shown = shown if is_compared else []
     engines = [(f"{m.name}, {m.case}", m.who, m.value) for m in shown]
     limit = "percent of this device's copy bandwidth or matrix arithmetic"
     pictures = {

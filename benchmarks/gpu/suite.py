@@ -1,4 +1,8 @@
-"""Stages by importance, each in its own process with a share of the time, and the options that all have."""
+"""Stages by importance, each in its own process with a share of the time, and the options that all have.
+
+Records of a stage come through a pipe, and its output goes to the terminal and the log: neither a stage that dies nor a
+full disk loses what was measured.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 NO_DEVICE, INTERRUPTED = 2, 130  # exit status
 TINY = "tiny"
@@ -22,34 +27,63 @@ MODEL_NAMES = ("qwen3-0.6b", "llama-3.1-8b")
 # Folders of a bundle of other engines (README.md).
 FA3_FOLDER = "site-shim"  # flash_attn_interface over the library below
 FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
-END_S = 20.0
+END_S = 4.0  # of a stage's share, for its end
 POLL_S = 0.1
 FREE_BYTES = 3 << 30  # device memory in use when idle
 FREE_WAIT_S = 20.0
+DONE = "done"
+MAX_LINE = 300
 
 
 class StagePlan(NamedTuple):
-    """`seconds` is the largest share; a stage needs half of it to start."""
+    """`seconds` is the share of the time: more if others leave some; a stage needs half of it to start."""
 
     name: str
     seconds: float
     arguments: tuple[str, ...] = ()
 
 
-DEFAULT = (
-    StagePlan("ceilings", 40.0),
-    StagePlan("correctness", 100.0),
+class Fallback(NamedTuple):
+    """Another way to run the engine, tried where it fails."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
+
+
+FIRST = (  # a device for the first time: is all right, and how far are the goals
+    StagePlan("machine_check", 20.0),
+    StagePlan("smoke", 50.0),
+    StagePlan("device_tests", 80.0),
+    StagePlan("ceilings", 25.0),
+    StagePlan("parity", 35.0, ("--dtypes", "bfloat16")),
+    StagePlan("latency", 85.0, ("--goals",)),
+    StagePlan("engine", 95.0, ("--once",)),
+    StagePlan("profile", 45.0),
+    StagePlan("kernels", 45.0, ("--goals",)),
+)
+WHOLE = (
+    StagePlan("device_tests", 100.0),
+    StagePlan("parity", 60.0),
     StagePlan("engine", 150.0),
     StagePlan("kernels", 110.0),
     StagePlan("latency", 80.0),
     StagePlan("triton_tax", 100.0),
-    StagePlan("idle", 50.0),
+    StagePlan("profile", 60.0),
     StagePlan("swap", 50.0),
 )
 PEERS = StagePlan("peers", 420.0)
-BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # with a bundle of peers
 SWEEP = StagePlan("kernels", 480.0, ("--sweep",))
-NAMES = (*(plan.name for plan in DEFAULT), "peers", "sweep")
+CEILINGS = StagePlan("ceilings", 40.0)
+BESIDE = (CEILINGS, StagePlan("kernels", 100.0), PEERS)  # with a bundle of peers
+ALONE = {plan.name: plan for plan in (*FIRST, *WHOLE)} | {"peers": PEERS, "sweep": SWEEP}
+NAMES = tuple(ALONE)
+PROBE = "parity"  # the first stage that runs the engine
+FALLBACKS = (
+    Fallback("without CUDA graphs", ("--eager",)),
+    Fallback("through triton-lang's own launcher", (), {"TIDEWHEEL_LAUNCH": "triton"}),
+    Fallback("with reference kernels", ("--eager",), {"TIDEWHEEL_KERNELS": "reference"}),
+)
 
 
 def add_common_options(made: argparse.ArgumentParser) -> None:
@@ -57,6 +91,7 @@ def add_common_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--shape", choices=["real", "tiny"], help="tiny: small sizes and few samples; default on cpu, real on cuda"
     )
+    made.add_argument("--eager", action="store_true", help="without CUDA graphs")
     made.add_argument("--models", default="", help=f"comma-separated; default: {', '.join(MODEL_NAMES)}")
     made.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results (default: %(default)s)")
 
@@ -91,21 +126,26 @@ def unpacked(bundle: Path, folder: Path) -> Path:
 
 
 def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:
-    """Return plans, ceilings first for percentages; raise ValueError for an unknown name."""
-    known = {plan.name: plan for plan in DEFAULT} | {"peers": PEERS, "sweep": SWEEP}
-    if unknown := [name for name in names if name not in known]:
+    """Return plans, with ceilings first for percentages if any are named; raise ValueError for an unknown name."""
+    if unknown := [name for name in names if name not in ALONE]:
         raise ValueError(f"--stages {','.join(unknown)}: choose from {', '.join(NAMES)}")
-    if names:
-        if "engine" not in names:  # measures equal requests in-process
-            known["triton_tax"] = known["triton_tax"]._replace(arguments=("--in-process",))
-        return [known["ceilings"], *(known[name] for name in names if name != "ceilings")]
-    return list(BESIDE if with_peers else DEFAULT)
+    if not names:
+        return list(BESIDE if with_peers else FIRST)
+    plans = {name: ALONE[name] for name in names if name != "ceilings"}
+    if "triton_tax" in plans and "engine" not in plans:  # which measures equal requests in-process
+        plans["triton_tax"] = plans["triton_tax"]._replace(arguments=("--in-process",))
+    return [CEILINGS, *plans.values()]
 
 
 @dataclass
 class Findings:
     records: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)  # name, seconds, outcome
+    helped: str = ""  # the fallback with which the engine ran
+
+    @property
+    def any_stage_failed(self) -> bool:
+        return any(stage["outcome"].startswith(("FAILED", "stopped")) for stage in self.stages)
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["type"] == kind]
@@ -118,7 +158,9 @@ class Suite:
         common: Sequence[str],
         folder: Path,
         seconds: float,
+        *,
         bundle: Path | None = None,
+        log: IO[str] | None = None,
     ) -> None:
         self.findings = Findings()
         self._plans = plans
@@ -127,49 +169,75 @@ class Suite:
         self._end = time.monotonic() + seconds
         self._ceilings = folder / "ceilings.json"
         self._bundle = bundle
+        self._log = log
+        self._fallback = Fallback("")
 
     def run(self, save: Callable[[Findings], None]) -> None:
         """Run the stages, with `save` after each and on Ctrl-C."""
-        for number, plan in enumerate(self._plans):
-            left = self._end - time.monotonic()
-            label = plan.name + "".join(f" {argument}" for argument in plan.arguments)
-            if left < 0.5 * min(plan.seconds, 120.0):
-                reason = f"{max(left, 0.0):.0f} s are left, and it takes up to {plan.seconds:.0f}"
-                self._note(label, 0.0, f"skipped: {reason}")
-                continue
-            print(f"[{number + 1}/{len(self._plans)}] {label}: at most {min(plan.seconds, left):.0f} s", flush=True)
-            try:
-                self._run_stage(plan, label, min(plan.seconds, left))
-            except KeyboardInterrupt:
-                self._note(label, 0.0, "interrupted")
+        try:
+            for number, plan in enumerate(self._plans):
+                self._run_plan(plan, sum(later.seconds for later in self._plans[number + 1 :]))
                 save(self.findings)
-                raise
+        except KeyboardInterrupt:
             save(self.findings)
+            raise
 
-    def _run_stage(self, plan: StagePlan, label: str, seconds: float) -> None:
-        records = self._folder / "records.jsonl"
-        records.unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", f"gpu.{plan.name}", *self._common, *plan.arguments]
-        command += ["--records", str(records), "--seconds", f"{seconds:.1f}"]
+    def _run_plan(self, plan: StagePlan, later_s: float) -> None:
+        left = self._end - time.monotonic()
+        if left < 0.5 * min(plan.seconds, 120.0):
+            reason = f"{max(left, 0.0):.0f} s are left, and it takes up to {plan.seconds:.0f}"
+            self._note(plan.name, 0.0, f"skipped: {reason}")
+            return
+        seconds = max(min(plan.seconds, left), left - later_s)
+        if not self._run_stage(plan, self._fallback, seconds) and plan.name == PROBE:
+            self._try_fallbacks(plan)
+
+    def _try_fallbacks(self, plan: StagePlan) -> None:
+        """Look for a way in which the engine runs, and keep to it."""
+        for fallback in FALLBACKS:
+            left = self._end - time.monotonic()
+            if left > plan.seconds and self._run_stage(plan, fallback, plan.seconds):
+                self.findings.helped, self._fallback = fallback.name, fallback
+                return
+        self.findings.helped = "none of " + ", ".join(fallback.name for fallback in FALLBACKS)
+
+    def _run_stage(self, plan: StagePlan, fallback: Fallback, seconds: float) -> bool:
+        """Return whether the stage ended well and no part of it failed."""
+        label = " ".join(filter(None, (plan.name, *plan.arguments, fallback.name)))
+        print(f"{label}: at most {seconds:.0f} s", flush=True)
+        start, before, outcome = time.monotonic(), len(self.findings.of_type("failed")), "interrupted"
+        process = StageProcess(self._command(plan, fallback, seconds), self._environment(plan, fallback), self._log)
+        try:
+            outcome = process.wait(seconds - END_S)
+        finally:
+            process.end()
+            self.findings.records += process.records
+            self._note(label, time.monotonic() - start, outcome)
+            wait_for_free_memory()
+        return outcome == DONE and len(self.findings.of_type("failed")) == before
+
+    def _command(self, plan: StagePlan, fallback: Fallback, seconds: float) -> list[str]:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            f"gpu.{plan.name}",
+            *self._common,
+            *plan.arguments,
+            *fallback.arguments,
+        ]
+        command += ["--seconds", f"{seconds - 2 * END_S:.1f}"]
         if plan.name == "ceilings":
             command += ["--ceilings-out", str(self._ceilings)]
         elif self._ceilings.exists():
             command += ["--ceilings", str(self._ceilings)]
         if plan.name == "peers" and self._bundle is not None:
             command += ["--peers", str(self._bundle)]
-        start, outcome = time.monotonic(), "interrupted"
-        try:
-            with _process(command, self._environment(plan)) as process:
-                outcome = _wait(process, seconds + END_S)
-        finally:
-            self.findings.records += read_records(records)
-            if outcome != "interrupted":
-                self._note(label, time.monotonic() - start, outcome)
-            wait_for_free_memory()
+        return command
 
-    def _environment(self, plan: StagePlan) -> dict[str, str]:
+    def _environment(self, plan: StagePlan, fallback: Fallback) -> dict[str, str]:
         """Show a bundle's FlashAttention-3 only to the kernels stage."""
-        environment = dict(os.environ)
+        environment = {**os.environ, **fallback.environment, "PYTHONUNBUFFERED": "1"}
         if plan.name == "kernels" and self._bundle is not None:
             paths = (environment.get("PYTHONPATH", ""), str(self._bundle / FA3_FOLDER))
             environment |= {"PYTHONPATH": os.pathsep.join(paths), "FA3_SO": str(self._bundle / FA3_LIBRARY)}
@@ -180,42 +248,69 @@ class Suite:
         self.findings.stages.append({"name": label, "seconds": round(seconds, 1), "outcome": outcome})
 
 
-@contextlib.contextmanager
-def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run in a process group, and end all of it."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            _signal(process, signal.SIGINT)
+class StageProcess:
+    """Process group of a stage, with its records so far and its last line."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: IO[str] | None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._last_line = ""
+        self._log = log
+        read_end, write_end = os.pipe()
+        self._process = subprocess.Popen(
+            [*command, "--records", f"/dev/fd/{write_end}"], env=environment, start_new_session=True,
+            pass_fds=[write_end], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        os.close(write_end)
+        assert self._process.stdout is not None
+        readers = ((self._read_output, self._process.stdout), (self._read_records, os.fdopen(read_end)))
+        self._readers = [threading.Thread(target=read, args=(pipe,), daemon=True) for read, pipe in readers]
+        for reader in self._readers:
+            reader.start()
+
+    def wait(self, seconds: float) -> str:
+        """Return the outcome in a line."""
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"stopped: it did not end within {seconds:.0f} s; last: {self._last_line}"
+        if status == 0:
+            return DONE
+        self._join()
+        cause = f"status {status}" if status > 0 else signal.Signals(-status).name
+        return f"FAILED with {cause}: {self._last_line}"
+
+    def end(self) -> None:
+        """End the group: with Ctrl-C, then at once."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-        _signal(process, signal.SIGKILL)
-        process.wait()
+                self._process.wait(END_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._join()
 
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join(END_S)
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
+    def _read_output(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            self._last_line = line.strip()[:MAX_LINE] or self._last_line
+            with contextlib.suppress(OSError, ValueError):  # a full disk
+                if self._log is not None:
+                    self._log.write(line)
+                    self._log.flush()
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
-    try:
-        status = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return f"stopped: it ran over its time by {END_S:.0f} s"
-    return "done" if status == 0 else f"FAILED with status {status}"
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    def _read_records(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            with contextlib.suppress(ValueError):  # cut short
+                self.records.append(json.loads(line))
 
 
 def memory_in_use() -> int | None:

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from gpu import __main__ as suite_program
-from gpu import correctness, engine, idle, kernels, latency, offline_run, peers, swap, timing
-from gpu.correctness import first_divergence, read_report
+from gpu import engine, kernels, latency, machine_check, offline_run, parity, peers, profile, swap, timing
 from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
-from gpu.idle import Interval, gaps, idle_fraction, read_timeline
 from gpu.kernel_sweep import UnknownField, replaced
 from gpu.measurements import Ceilings, Measurement, duration, throughput
-from gpu.objectives import objectives
+from gpu.objectives import largest_differences, objectives
+from gpu.parity import first_divergence
+from gpu.profile import Interval, gaps, idle_fraction, read_timeline
 from gpu.results_page import draw, markdown
 from gpu.stage import Stage
-from gpu.suite import DEFAULT, FA3_FOLDER, NAMES, TINY, Findings, choose, read_records
+from gpu.suite import FA3_FOLDER, FIRST, NAMES, TINY, Findings, choose
 from gpu.timing import Timer
 from roofline import SHAPES, decode_seconds, prefill_seconds, workload_seconds
 from tidewheel_kernels import launch_config
@@ -32,7 +32,10 @@ from work_items import headline, sharegpt
 
 
 def make_stage(out: Path, **options: Any) -> Stage:
-    given = {"sweep": False, "peers": None, "ceilings_out": None, **options}
+    given = {
+        "sweep": False, "goals": False, "once": False, "eager": False, "dtypes": "float32,bfloat16", "peers": None,
+        "ceilings_out": None, **options,
+    }  # fmt: skip
     return Stage(
         name="test", device=torch.device("cpu"), models=[TINY], is_dry=True, end=time.monotonic() + 300.0,
         ceilings=Ceilings(to_host=1e9, from_host=1e9), out=out, records=io.StringIO(),
@@ -58,7 +61,12 @@ BODIES: dict[str, tuple[Callable[[Stage], None], dict[str, Any], set[str]]] = {
     "engine": (engine.body, {}, {"engine throughput", "decode steps over limit", "streamed tokens"}),
     "latency": (latency.body, {}, {"decode step", "time to first token", "prefill"}),
     "swap": (swap.body, {}, {"recompute over swap", "preemption"}),
-    "parity": (correctness.body, {}, {"parity with transformers"}),
+    "parity": (parity.body, {}, {"parity with transformers"}),
+    "machine_check": (machine_check.body, {}, {"import"}),
+    "profile": (profile.body, {}, {"idle device"}),
+    "goals of kernels": (kernels.body, {"goals": True}, {"decode attention", "tiny gate-up", "tiny head"}),
+    "goals of latency": (latency.body, {"goals": True}, {"decode step", "time to first token"}),
+    "engine once": (engine.body, {"once": True}, {"engine throughput", "decode steps over limit"}),
 }  # fmt: skip
 
 
@@ -75,15 +83,9 @@ def test_a_dry_run_of_a_stage_measures_everything_it_names(name: str, tmp_path: 
 
 def test_parity_finds_the_tokens_of_transformers(tmp_path: Path) -> None:
     stage = make_stage(tmp_path)
-    correctness.parity(stage, "float32")
+    parity.parity(stage, "float32")
     (record,) = [record for record in written(stage) if record["type"] == "result"]
     assert record["value"] == 2.0
-
-
-def test_what_needs_cuda_says_so(tmp_path: Path) -> None:
-    stage = make_stage(tmp_path)
-    idle.body(stage)
-    assert [record["type"] for record in written(stage)] == ["skipped"]
 
 
 def test_without_a_device_the_command_ends_with_status_2(
@@ -130,21 +132,14 @@ def test_a_lost_device_ends_the_stage(tmp_path: Path) -> None:
 
 
 def test_the_ceilings_come_first_and_names_are_checked() -> None:
-    assert [plan.name for plan in choose(["idle", "engine"], with_peers=False)] == ["ceilings", "idle", "engine"]
-    assert choose([], with_peers=False) == list(DEFAULT)
+    assert [plan.name for plan in choose(["swap", "engine"], with_peers=False)] == ["ceilings", "swap", "engine"]
+    assert choose([], with_peers=False) == list(FIRST)
     assert choose(["triton_tax"], with_peers=False)[1].arguments == ("--in-process",)
     assert choose(["engine", "triton_tax"], with_peers=False)[2].arguments == ()
     assert "peers" in [plan.name for plan in choose([], with_peers=True)]
     assert all(choose([name], with_peers=False) for name in NAMES)
     with pytest.raises(ValueError, match="warp"):
         choose(["warp"], with_peers=False)
-
-
-def test_records_that_were_cut_short_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text('{"type": "facts"}\n{"type": "res')
-    assert read_records(path) == [{"type": "facts"}]
-    assert read_records(tmp_path / "none") == []
 
 
 def test_peers_of_a_bundle_are_found_by_their_folders(tmp_path: Path) -> None:
@@ -336,17 +331,6 @@ def test_another_configuration_holds_only_while_it_is_measured() -> None:
     assert launch_config.row_config(1024) == recorded
 
 
-def test_counts_and_failures_are_read_from_the_report_of_pytest(tmp_path: Path) -> None:
-    path = tmp_path / "tests.xml"
-    path.write_text(
-        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">'
-        '<testcase classname="a" name="b"><failure message="2 is not 3"/></testcase></testsuite></testsuites>'
-    )
-    counts, failed = read_report(path)
-    assert counts == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
-    assert failed == [{"test": "a::b", "message": "2 is not 3"}]
-
-
 # --- report ------------------------------------------------------------------------------------------------------
 
 
@@ -360,10 +344,24 @@ def step(batch: int, context: int, ratio: float) -> Measurement:
 def test_objectives_say_what_was_met_missed_and_not_measured() -> None:
     fast = throughput("decode attention", "32:8 heads, batch 128, context 2048", [1.0], 90.0, "GB/s", 100.0)
     steps = [step(8, 512, 1.1), step(128, 2048, 1.3)]
-    verdicts = {one.what: one.verdict for one in objectives([fast, *steps])}
+    verdicts = {one.what: one.verdict for one in objectives([fast, *steps], Ceilings())}
     assert verdicts["decode attention, batch 128, context 2k"] == "met"
-    assert verdicts["8B decode step over its limit, batch 8-128, context 512-2k"] == "MISSED"
+    assert verdicts["8B decode steps over their limit, batch 8-128, context 512-2k"] == "MISSED"
     assert verdicts["device idle, llama-3.1-8b"] == "not measured"
+
+
+def test_the_farthest_misses_come_first_beside_limit_and_estimate() -> None:
+    percent = throughput("decode attention", "32:8 heads, batch 1, context 8192", [1.0], 60.0, "GB/s", 100.0)
+    slow = duration(
+        "decode step", "llama-3.1-8b, batch 128, context 512", [0.02], 0.005, details={"times_limit": 4.0}
+    )
+    farthest, second, *_ = largest_differences(objectives([percent, slow], Ceilings()))
+    assert farthest.what == "decode step, llama-3.1-8b, batch 128, context 512"
+    assert (farthest.limit, farthest.target) == (5.0, 6.25)
+    assert farthest.estimate is not None and farthest.estimate.low < farthest.estimate.high
+    assert farthest.times_apart == pytest.approx(20 / 6.25)
+    assert second.times_apart > 1
+    assert all(one.verdict == "MISSED" for one in (farthest, second))
 
 
 def test_a_report_has_figures_failures_and_pictures(tmp_path: Path) -> None:
@@ -379,11 +377,13 @@ def test_a_report_has_figures_failures_and_pictures(tmp_path: Path) -> None:
     result = {
         "commit": "abc", "started": "now", "command": "python -m gpu", "dry_run": False, "versions": {"torch": "2"},
         "machine": {"gpu": "H", "processor": "p", "cores": 2}, "stages": findings.stages, "records": findings.records,
+        "fallback": "without CUDA graphs",
     }  # fmt: skip
     plots = draw(figures, tmp_path)
-    assert plots == ["kernels.png", "decode_steps.png", "engines.png"]
-    text = markdown(result, [("engine", figure) for figure in figures], plots)
+    assert plots == ["kernels.png", "decode_steps.png"]
+    text = markdown(result, [("engine", figure) for figure in figures], plots, Ceilings())
     assert "| decode attention | batch 1 | tidewheel | 50 GB/s | 50.0 % | 1 |" in text
     assert "| idle | trace | no kernel |" in text
     assert "not measured" in text
+    assert "what helped: without CUDA graphs" in text
     assert draw([], tmp_path / "none") == []

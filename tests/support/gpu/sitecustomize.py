@@ -58,3 +58,8 @@ def block(present: set[str]) -> None:
 
 if files := os.environ.get("BARE_MACHINE"):
     block({"tidewheel", *with_requirements(name for file in files.split(os.pathsep) for name in listed(Path(file)))})
+
+if os.environ.get("PLANTED"):
+    from planted_faults import plant
+
+    plant()

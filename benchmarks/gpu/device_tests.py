@@ -1,0 +1,113 @@
+"""Tests on the device: each file in a process of its own, whose tests count as they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu.line_reports import PREFIX
+from gpu.measurements import Measurement
+from gpu.stage import Stage, parser, run
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATION = Path(__file__).with_name("pytest.ini")
+KERNELS, GRAPHS = "tests of the kernels", "tests marked gpu"
+# Of tests/kernels all but these: compilation without a device, and checks that `smoke` ran.
+NOT_RUN = ("test_aot.py", "test_smoke.py")
+MARKED = ("test_decode_graphs_gpu.py", "test_deterministic.py", "test_warm_up.py")  # of tests/runner
+WORKERS = 8  # files at once, which mostly compile
+MOST_REPORTED = 50  # failures
+TAIL_CHARS = 600
+NORMAL_ENDS = (0, 1, 5)  # of pytest: passed, failed, no test chosen
+
+
+class FileRun(NamedTuple):
+    """Ended tests of one process, and why it ended before its time, if it did."""
+
+    name: str
+    tests: list[dict[str, str]]  # test, outcome, message
+    stopped: str
+
+    def check(self) -> None:
+        """Raise RuntimeError with the first failure."""
+        messages = [test["message"] for test in self.tests if test["outcome"] == "failed"]
+        if self.stopped or messages:
+            raise RuntimeError(self.stopped or messages[0])
+
+
+def files_to_run(is_dry: bool) -> dict[str, list[Path]]:
+    kernels = [path for path in sorted((ROOT / "tests/kernels").glob("test_*.py")) if path.name not in NOT_RUN]
+    if is_dry:  # `make test-kernels` runs the others
+        return {KERNELS: [path for path in kernels if path.name in ("test_norm.py", "test_kv_cache.py")]}
+    return {KERNELS: kernels, GRAPHS: [ROOT / "tests/runner" / name for name in MARKED]}
+
+
+def body(stage: Stage) -> None:
+    for name, paths in files_to_run(stage.is_dry).items():
+        with stage.part(name):
+            stage.check_time(5.0)
+            marks = "gpu" if name == GRAPHS else "not slow"
+            with ThreadPoolExecutor(WORKERS) as pool:
+                done = list(pool.map(lambda path, marks=marks: run_tests(str(path), stage, marks), paths))  # type: ignore[misc]
+            stage.result(measured(name, done))
+
+
+def run_tests(chosen: str, stage: Stage, marks: str) -> FileRun:
+    """Run a file, or a test of it, as long as the stage has time."""
+    name, seconds = Path(chosen).name, max(stage.seconds_left, 1.0)
+    command = [
+        sys.executable, "-P", "-m", "pytest", "-q", "-c", str(CONFIGURATION), "--rootdir", str(ROOT),
+        "-p", "no:cacheprovider", "-p", "gpu.line_reports", "-m", marks, chosen,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if not stage.is_cuda:
+        environment["TRITON_INTERPRET"] = "1"
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds,
+            check=False,
+        )  # fmt: skip
+        status, output = done.returncode, done.stdout
+        stopped = "" if status in NORMAL_ENDS else f"ended with status {status}"
+    except subprocess.TimeoutExpired as late:
+        output, stopped = late.stdout or b"", f"stopped after {seconds:.0f} s"
+    text = output.decode("utf-8", "replace")
+    return FileRun(name, ended_tests(text.splitlines()), stopped and f"{stopped}: {text[-TAIL_CHARS:]}")
+
+
+def ended_tests(lines: Iterable[str]) -> list[dict[str, str]]:
+    return [json.loads(line.removeprefix(PREFIX)) for line in lines if line.startswith(PREFIX) and line.endswith("}")]
+
+
+def measured(name: str, runs: Sequence[FileRun]) -> Measurement:
+    """Count tests that passed. A run that was stopped is an error beside its failures."""
+    tests = [test for run in runs for test in run.tests]
+    counts = Counter(test["outcome"] for test in tests)
+    stopped = {run.name: run.stopped for run in runs if run.stopped}
+    failed = [test for test in tests if test["outcome"] == "failed"]
+    return Measurement(
+        name=name,
+        case=f"{counts['skipped']} skipped" + "".join(f", {run} unfinished" for run in stopped),
+        value=float(counts["passed"]),
+        unit=f"of {counts['passed'] + counts['failed']} passed",
+        samples=[],
+        sample_unit="",
+        details={
+            "failures": counts["failed"],
+            "errors": len(stopped),
+            "failed": failed[:MOST_REPORTED],
+            "stopped": stopped,
+            "by_file": {run.name: dict(Counter(test["outcome"] for test in run.tests)) for run in runs},
+        },
+    )
+
+
+if __name__ == "__main__":
+    run("device_tests", body, parser(__doc__).parse_args())

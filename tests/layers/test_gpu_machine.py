@@ -1,0 +1,51 @@
+"""What the GPU recipe starts, with nothing importable but what its machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu.device_tests import CONFIGURATION, ROOT, files_to_run
+from gpu.pack import WHEELS
+from gpu.smoke import TESTS
+from gpu.suite import FIRST
+
+MACHINE = WHEELS.with_name("machine.txt")
+FOLDERS = ("benchmarks", "backend", "kernels", "client", "tests", "tests/support/gpu")
+ABSENT = ("hypothesis", "jsonschema", "tritonclient", "psutil", "locust", "pytest_timeout", "ray", "redis")
+
+
+def on_the_machine(*arguments: str) -> str:
+    """Run Python there; return its output, or fail with it."""
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in FOLDERS),
+        "BARE_MACHINE": f"{MACHINE}{os.pathsep}{WHEELS}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TRITON_INTERPRET": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-P", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ABSENT)
+def test_other_packages_are_absent(module: str) -> None:
+    code = f"import importlib.util as u; assert u.find_spec({module!r}) is None"
+    on_the_machine("-c", code)
+
+
+def test_all_stages_and_the_engine_are_imported() -> None:
+    modules = ["tidewheel.llm", "gpu.__main__", *(f"gpu.{plan.name}" for plan in FIRST)]
+    on_the_machine("-c", f"import {', '.join(modules)}")
+
+
+def test_all_tests_are_collected() -> None:
+    files = [str(path) for paths in files_to_run(is_dry=False).values() for path in paths]
+    options = ("-c", str(CONFIGURATION), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "gpu.line_reports")
+    found = on_the_machine("-m", "pytest", "-q", "--collect-only", *options, *files, str(TESTS))
+    assert "test_decode_graphs_gpu.py::test_every_size_has_its_graph" in found
+    assert f"{Path(TESTS).name}::test_prompt_attention" in found

@@ -1,7 +1,7 @@
 """Stages by importance, each in its own process with a share of the time, and the options that all have.
 
-Records of a stage come through a pipe, and its output goes to the terminal and the log: neither a stage that dies nor a
-full disk loses what was measured.
+Records of a stage come through a pipe, and its output goes to the terminal and the log: neither a stage that dies
+nor a full disk loses what was measured.
 """
 
 from __future__ import annotations

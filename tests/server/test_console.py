@@ -55,6 +55,7 @@ def test_what_runs_and_where() -> None:
         "http://127.0.0.1:8002/metrics",
         "http://127.0.0.1:8003/ready",
         "tidewheel generate --model demo ",
+        "tidewheel top --metrics-url http://127.0.0.1:8002/metrics --health-url http://127.0.0.1:8003/ready",
         "curl -N http://127.0.0.1:8000/v2/models/demo/generate_stream",
     ):
         assert part in text
@@ -63,7 +64,10 @@ def test_what_runs_and_where() -> None:
 def test_the_gateway_is_named_where_there_is_one() -> None:
     assert "OpenAI" not in describe_endpoints(endpoints(), MODELS)
     with_gateway = dataclasses.replace(endpoints(), openai=8080)
-    assert "  OpenAI    http://127.0.0.1:8080/v1" in describe_endpoints(with_gateway, MODELS)
+    text = describe_endpoints(with_gateway, MODELS)
+    assert "  OpenAI    http://127.0.0.1:8080/v1" in text
+    assert "playground" not in text
+    assert "http://127.0.0.1:8080/playground" in describe_endpoints(with_gateway, MODELS, has_playground=True)
 
 
 def test_examples_name_the_server_only_when_it_is_not_the_usual_one() -> None:

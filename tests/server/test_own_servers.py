@@ -47,6 +47,16 @@ def test_a_server_is_found_by_its_port(base: Path, tmp_path: Path) -> None:
             assert seen_from(base, 7002) == []
 
 
+def test_living_servers_are_listed(base: Path, tmp_path: Path) -> None:
+    assert own_servers.living() == []
+    with work_dir(base, tmp_path) as one:
+        announce(one, Endpoints(metrics=8002))
+        os.environ[RUN_DIR] = str(base)
+        with work_dir(base, tmp_path):  # has announced nothing yet
+            os.environ[RUN_DIR] = str(base)
+            assert own_servers.living() == [Endpoints(metrics=8002)]
+
+
 def test_a_dead_server_is_not_found(base: Path) -> None:
     root = base / "tidewheel-serve-dead"
     work = WorkDir(root)

@@ -11,6 +11,8 @@ import pytest
 from support.triton.serving import free_ports
 from tidewheel.cli.main import main
 from tidewheel.health_endpoint import READY, HealthEndpoint
+from tidewheel.server import own_servers
+from tidewheel.server.endpoints import Endpoints
 
 
 def pages(port: int) -> list[str]:
@@ -22,6 +24,20 @@ def only_line(capsys: pytest.CaptureFixture[str]) -> str:
     assert out == ""
     assert err.count("\n") == 1
     return err
+
+
+def test_without_an_address_it_finds_the_server_of_this_user(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports(1)
+    one, other = (Endpoints(metrics=port, health=number) for number in (1, 2))
+    monkeypatch.setattr(own_servers, "living", lambda: [one])
+    assert main(["top", "--once"]) == 2
+    assert f"no server answers at http://127.0.0.1:{port}/metrics" in only_line(capsys)
+    monkeypatch.setattr(own_servers, "living", lambda: [one, other])
+    assert main(["top", "--once"]) == 2
+    text = capsys.readouterr().err
+    assert text.count(f"tidewheel top --metrics-url http://127.0.0.1:{port}/metrics") == 2
 
 
 @pytest.mark.parametrize("how", [["--once"], ["--json"]])

@@ -29,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     with connect(args) as client:
         print(f"{client.model} at {client.url}. {_HELP}")
-        _Chat(client, args.system, params, stats=args.stats).run()
+        Conversation(client, args.system, params, stats=args.stats).run()
     return 0
 
 
-class _Chat:
-    """Conversation loop."""
+class Conversation:
+    """Messages and answers so far, asked for in the terminal."""
 
     def __init__(self, client: Client, system: str | None, params: dict[str, object], *, stats: bool) -> None:
         self._client = client
@@ -44,27 +44,27 @@ class _Chat:
         self._stats = stats
 
     def run(self) -> None:
+        """Read questions until the end of input."""
+        from tidewheel_client import RequestError
+
         while (line := _read_line()) is not None:
             if line == "/new":
                 self._messages = list(self._opening)
             elif line:
-                self._turn(line)
+                try:
+                    self.ask(line)
+                except RequestError as error:
+                    print(f"error: {error}", file=sys.stderr)
 
-    def _turn(self, line: str) -> None:
-        """Ask a question, which is forgotten if it fails."""
-        from tidewheel_client import RequestError
-
-        messages = [*self._messages, {"role": "user", "content": line}]
-        try:
-            answer = self._ask(messages)
-        except RequestError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return
+    def ask(self, question: str) -> None:
+        """Print the answer. Raise `RequestError`; the question is forgotten then."""
+        messages = [*self._messages, {"role": "user", "content": question}]
+        answer = self._answer(messages)
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         if self._stats:
             print(answer.stats, file=sys.stderr)
 
-    def _ask(self, messages: list[dict[str, str]]) -> Answer:
+    def _answer(self, messages: list[dict[str, str]]) -> Answer:
         with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
             return show(stream)
 

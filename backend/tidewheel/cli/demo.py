@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidewheel.cli.chat import Conversation
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError, show
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 MODEL = "demo"
 PROMPTS = ("A tuple is", "The server process", "To create a table")
+QUESTIONS = ("What is the capital of France?", "Name three things to see there, in one sentence.")
+CHAT_SETTINGS = {"max_model_len": "2048"}  # enough to talk, whatever the model could take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with the entry demo (default: %(default)s)",
     )
     parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="a model with a chat template: it is asked two questions, and in a terminal the conversation goes on",
+    )
+    parser.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="longest text in tokens (default: %(default)s)"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
@@ -35,17 +44,20 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.server.endpoints import Endpoints
     from tidewheel.server.run_server import ServeOptions, serve
 
-    if not args.model_repository.is_dir():
+    if args.model is None and not args.model_repository.is_dir():
         raise UsageError(
             f"no folder {str(args.model_repository)!r} here: the demo model comes with Tidewheel's source; run this "
             "there, or name its model_repository with --model-repository"
         )
-    session = _Session(args.max_tokens)
+    session = _Session(args.max_tokens, is_chat=args.model is not None)
     options = ServeOptions(
-        model_repository=args.model_repository,
-        models=(MODEL,),  # loading the others takes time
-        settings={},
-        endpoints=Endpoints(),
+        model=args.model,
+        model_name="" if args.model is None else MODEL,
+        model_repository=args.model_repository if args.model is None else None,
+        models=(MODEL,) if args.model is None else (),  # loading the others takes time
+        settings={} if args.model is None else CHAT_SETTINGS,
+        endpoints=Endpoints(openai=None if args.model is None else 0),
+        gateway_arguments=() if args.model is None else ("--playground",),
         drain_s=0.0,
         verbose=args.verbose,
     )
@@ -56,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Session:
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, is_chat: bool) -> None:
         self._max_tokens = max_tokens
+        self._is_chat = is_chat
         self.error: Exception | None = None
 
     def run(self, endpoints: Endpoints) -> None:
@@ -65,10 +78,28 @@ class _Session:
 
         try:
             with Client(endpoints.authority(endpoints.grpc), MODEL) as client:
+                if self._is_chat:
+                    self._talk(client, endpoints)
+                    return
                 for seed, prompt in enumerate(PROMPTS):
                     self._write(client, prompt, seed)
         except RequestError as error:
             self.error = error
+
+    def _talk(self, client: Client, endpoints: Endpoints) -> None:
+        conversation = Conversation(client, None, {"temperature": 0.0, "max_tokens": self._max_tokens}, stats=True)
+        for question in QUESTIONS:
+            print(f"\n> {question}", flush=True)
+            conversation.ask(question)
+        if sys.stdin.isatty():
+            authority = endpoints.authority(endpoints.grpc)
+            assert endpoints.openai is not None
+            print(
+                f"\nThe server stays. In a browser:  http://{endpoints.authority(endpoints.openai)}/playground"
+                f"\nIn another terminal:             tidewheel chat --url {authority} --model {MODEL}"
+                "\nHere: ask on; /new starts over, Ctrl-D ends the demo."
+            )
+            conversation.run()
 
     def _write(self, client: Client, prompt: str, seed: int) -> None:
         print(f"\n> {prompt}", end="", flush=True)

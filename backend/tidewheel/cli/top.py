@@ -11,6 +11,7 @@ from tidewheel.cli.usage import DEFAULT_URL, UsageError
 
 if TYPE_CHECKING:
     from tidewheel.top.watching import Watch
+    from tidewheel_client.server_pages import ServerPages
 
 KEY_VARIABLE = "TIDEWHEEL_API_KEY"
 
@@ -18,8 +19,8 @@ KEY_VARIABLE = "TIDEWHEEL_API_KEY"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     where.add_argument(
-        "--url", default=DEFAULT_URL, help="a server, whose metrics are on port 8002 and readiness on 8003 of its "
-        "host (default: %(default)s)",
+        "--url", help="a server, whose metrics are on port 8002 and readiness on 8003 of its host (default: the one "
+        f"that this user serves on this machine, else {DEFAULT_URL})",
     )  # fmt: skip
     where.add_argument("--metrics-url", metavar="URL", help="its metrics, if elsewhere: http://HOST:PORT/metrics")
     where.add_argument("--health-url", metavar="URL", help="its readiness, if elsewhere: http://HOST:PORT/ready")
@@ -53,10 +54,23 @@ def _watch(args: argparse.Namespace) -> Watch:
     import os
 
     from tidewheel.top.watching import Target, Watch
+
+    return Watch(Target(_pages(args), args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
+
+
+def _pages(args: argparse.Namespace) -> ServerPages:
+    """Return the pages of the server that is named, or else of the only one that this user serves."""
+    from tidewheel.server import own_servers
+    from tidewheel.server.console import top_command
     from tidewheel_client.server_pages import ServerPages
 
-    pages = ServerPages(args.url, args.metrics_url, args.health_url)
-    return Watch(Target(pages, args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
+    if args.url is None and args.metrics_url is None and (found := own_servers.living()):
+        if len(found) > 1:
+            raise UsageError("\n  ".join(["several servers of this user live; name one:", *map(top_command, found)]))
+        return ServerPages(
+            found[0].authority(found[0].grpc), found[0].metrics_url, args.health_url or found[0].ready_url
+        )
+    return ServerPages(args.url or DEFAULT_URL, args.metrics_url, args.health_url)
 
 
 def _print_once(watch: Watch, interval_s: float, *, as_json: bool) -> int:

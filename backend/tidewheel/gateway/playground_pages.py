@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tidewheel.errors import BY_TAG, cause_and_remedy
 
-PAGE = "/playground"
+ROOT, PAGE = "/", "/playground"
 _FOLDER = Path(__file__).with_name("playground")
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".json": "application/json"}
 _HEADERS = MappingProxyType(
@@ -27,7 +27,8 @@ _HEADERS = MappingProxyType(
 
 
 def routes() -> Iterator[web.RouteDef]:
-    """Yield a route for each file, which is read now."""
+    """Yield a route for each file, which is read now, and one from `/` to the page."""
+    yield web.get(ROOT, _to_page)
     for path in sorted(_FOLDER.iterdir()):
         url = PAGE if path.name == "index.html" else f"{PAGE}/{path.name}"
         yield _route(url, path.read_bytes(), _KINDS[path.suffix])
@@ -37,7 +38,11 @@ def routes() -> Iterator[web.RouteDef]:
 
 def is_open(path: str) -> bool:
     """Return whether it is the playground's, which everyone may read: with it comes no key and no answer."""
-    return path == PAGE or path.startswith(f"{PAGE}/")
+    return path in (ROOT, PAGE) or path.startswith(f"{PAGE}/")
+
+
+async def _to_page(_: web.Request) -> web.Response:
+    return web.Response(status=302, headers={"Location": PAGE})
 
 
 def _route(url: str, body: bytes, kind: str) -> web.RouteDef:

@@ -113,19 +113,26 @@ def describe_models(
     return "\n".join([*lines, ""])
 
 
-def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) -> str:
+def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel], *, has_playground: bool = False) -> str:
     lines = [
         f"  HTTP      http://{endpoints.authority(endpoints.http)}",
         f"  gRPC      {endpoints.authority(endpoints.grpc)}",
-        f"  metrics   http://{endpoints.authority(endpoints.metrics)}/metrics",
-        f"  readiness http://{endpoints.authority(endpoints.health)}/ready",
+        f"  metrics   {endpoints.metrics_url}",
+        f"  readiness {endpoints.ready_url}",
     ]
     if endpoints.openai is not None:
         lines.append(f"  OpenAI    http://{endpoints.authority(endpoints.openai)}/v1")
+        lines += [f"  a page    http://{endpoints.authority(endpoints.openai)}/playground"] if has_playground else []
     example = next((m.name for m in models if m.decoupled and m.backend == BACKEND), None)
     if example is not None:
         lines += ["", "Try it:", *_examples(example, endpoints)]
+    lines += ["", f"Watch it: {top_command(endpoints)}"]
     return "\n".join([*lines, "", "Ctrl-C ends the server."])
+
+
+def top_command(endpoints: Endpoints) -> str:
+    """Return the command that shows this server, wherever it is typed."""
+    return f"tidewheel top --metrics-url {endpoints.metrics_url} --health-url {endpoints.ready_url}"
 
 
 def version_warning(version: str, host: str) -> str | None:

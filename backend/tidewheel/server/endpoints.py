@@ -37,6 +37,14 @@ class Endpoints:
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.authority(self.metrics)}/metrics"
+
+    @property
+    def ready_url(self) -> str:
+        return f"http://{self.authority(self.health)}/ready"
+
     def connect(self) -> socket.socket:
         """Return a connection to the HTTP endpoint, unconnected if it does not answer.
 

@@ -58,16 +58,25 @@ def current_engines_of(metrics_port: int) -> list[Path]:
 
     Without one, return those of a tritonserver that was started by itself.
     """
-    base = Path(os.environ.get(RUN_DIR) or tempfile.gettempdir()).absolute()
-    for work in work_dirs(base):
-        if _metrics_port(work) == metrics_port:
+    for work in _work_dirs():
+        endpoints = _announced(work)
+        if endpoints is not None and endpoints.metrics == metrics_port:
             return sorted(work.run.glob(f"*/{CURRENT}"))
     return sorted(alone.glob(f"*/{CURRENT}")) if _is_own(alone := run_dir_path()) else []
 
 
-def _metrics_port(work: WorkDir) -> int | None:
+def living() -> list[Endpoints]:
+    """Return the endpoints of this user's servers that live on this machine."""
+    return [endpoints for work in _work_dirs() if (endpoints := _announced(work)) is not None]
+
+
+def _work_dirs() -> list[WorkDir]:
+    return work_dirs(Path(os.environ.get(RUN_DIR) or tempfile.gettempdir()).absolute())
+
+
+def _announced(work: WorkDir) -> Endpoints | None:
     try:
-        return _decoder.decode((work.root / ENDPOINTS).read_bytes()).metrics
+        return _decoder.decode((work.root / ENDPOINTS).read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
 

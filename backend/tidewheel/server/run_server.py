@@ -114,7 +114,9 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             if _wait_ready(supervisor, plan):
                 if gateway is not None:
                     gateway.wait_ready()
-                _announce(console, plan, log.version, with_endpoints=session is None)
+                _announce(console, plan, log.version)
+                if session is None:
+                    _describe_endpoints(console, plan, options)
                 _stay(supervisor, plan, console, health, gateway, session, options)
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(options.drain_s, plan.endpoints)
@@ -251,7 +253,7 @@ def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
         progress.close()
 
 
-def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bool) -> None:
+def _announce(console: Console, plan: _Plan, version: str) -> None:
     models = _deployed(console, plan)
     statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
     infos = {name: status.info for name, status in statuses.items() if status is not None and status.info is not None}
@@ -259,8 +261,11 @@ def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bo
     if warning is not None:
         console.note(f"warning: {warning}")
     console.report(describe_models(version, plan.install.origin, models, infos))
-    if with_endpoints:
-        console.report(describe_endpoints(plan.endpoints, models))
+
+
+def _describe_endpoints(console: Console, plan: _Plan, options: ServeOptions) -> None:
+    has_playground = "--playground" in options.gateway_arguments
+    console.report(describe_endpoints(plan.endpoints, _deployed(console, plan), has_playground=has_playground))
 
 
 def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:

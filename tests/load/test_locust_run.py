@@ -143,3 +143,13 @@ def test_a_wrong_option_is_one_line() -> None:
     done = run_locust("--output-tokens", "0-5")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("write whole numbers from 1")
+
+
+@pytest.mark.parametrize("user", ["GrpcStreamUser", "HttpStreamUser"])
+def test_without_a_server_it_stops_at_once_with_the_address(user: str) -> None:
+    (port,) = free_ports(1)
+    where = ["--grpc-url", f"127.0.0.1:{port}"] if user.startswith("Grpc") else ["--host", f"http://127.0.0.1:{port}"]
+    done = run_locust("-u", "2", "-r", "2", "-t", "100s", *where, user)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}: start one with 'tidewheel serve'" in done.stderr
+    assert "no server answers at" in done.stderr

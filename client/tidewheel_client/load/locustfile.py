@@ -9,7 +9,9 @@ web page. `tidewheel_client/load/locust_rows.py` explains the rows of the statis
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import gevent
 from grpc.experimental import gevent as grpc_gevent
@@ -21,6 +23,7 @@ from tidewheel_client.load.users import GrpcStreamUser, HttpInferUser, HttpStrea
 __all__ = ["GrpcStreamUser", "HttpInferUser", "HttpStreamUser"]
 
 
+CONNECT_TIMEOUT_S = 5.0
 logger = logging.getLogger("tidewheel_client.load")
 
 
@@ -37,11 +40,30 @@ def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]
-def _check_options(environment: Any, **kwargs: Any) -> None:
-    """End a test with bad options from the web page."""
+def _check_test(environment: Any, **kwargs: Any) -> None:
+    """End a test with bad options from the web page, or without a server."""
     del kwargs
     try:
-        LoadOptions.from_arguments(environment.parsed_options)
+        options = LoadOptions.from_arguments(environment.parsed_options)
     except OptionError as error:
         logger.error("%s", error)
         gevent.spawn(environment.runner.stop)
+        return
+    addresses = {user.address(options, environment.host) for user in environment.user_classes}
+    silent = [address for address in sorted(addresses) if not _answers(address)]
+    if silent:
+        logger.error(
+            "no server answers at %s: start one with 'tidewheel serve', or name its address", ", ".join(silent)
+        )
+        environment.process_exit_code = 1
+        gevent.spawn(environment.runner.stop if environment.web_ui else environment.runner.quit)
+
+
+def _answers(address: str) -> bool:
+    place = urlsplit(address if "//" in address else f"//{address}")
+    try:
+        port = place.port or {"https": 443}.get(place.scheme, 80)
+        socket.create_connection((place.hostname or "", port), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -62,6 +62,11 @@ class LoadUser(User):
     def target_model(self) -> str:
         return self.options.model
 
+    @classmethod
+    def address(cls, options: LoadOptions, host: str | None) -> str:
+        """Return the URL or HOST:PORT that users of this class ask; `host` is locust's option."""
+        raise NotImplementedError
+
     def connect(self) -> None:
         raise NotImplementedError
 
@@ -77,6 +82,11 @@ class LoadUser(User):
 class GrpcStreamUser(LoadUser):
     kind = "GRPC"
     _client: Client | None = None
+
+    @classmethod
+    def address(cls, options: LoadOptions, host: str | None) -> str:
+        del host
+        return options.grpc_url
 
     def connect(self) -> None:
         self._client = Client(self.options.grpc_url, self.options.model, timeout_s=self.options.request_timeout_s)
@@ -98,6 +108,11 @@ class _HttpUser(LoadUser):
     abstract = True
     host = "http://127.0.0.1:8000"
     _session: requests.Session | None = None
+
+    @classmethod
+    def address(cls, options: LoadOptions, host: str | None) -> str:
+        del options
+        return host or cls.host
 
     def connect(self) -> None:
         self._session = requests.Session()

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from tidewheel.runner.graph_capture import capture_into
+
 Call = Callable[[], object]
 Factory = Callable[[int], Call]  # call on the i-th set
 Maker = Callable[[torch.device], Call]
@@ -81,14 +83,19 @@ class Timer:
         rounds = calls * max(1, round(wanted / len(calls)))
         num_calls = len(rounds)
         num_samples = max(3, min(self._num_samples, round(MAX_MEASURING_S / max(once * num_calls, 1e-6))))
+
+        def run() -> None:
+            for call in rounds:
+                call()
+
+        torch.cuda.empty_cache()  # for the capture, which frees none of it
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream):
-                for call in rounds:
-                    call()
+            with torch.cuda.stream(stream):
+                capture_into(graph, run, torch.cuda.graph_pool_handle())
         except RuntimeError:  # not an operation for a graph
             torch.cuda.synchronize(self._device)
-            times = [self._events(lambda: [call() for call in rounds]) for _ in range(num_samples)]
+            times = [self._events(run) for _ in range(num_samples)]
             return Timing([seconds / num_calls for seconds in times], False, len(calls))
         graph.replay()
         torch.cuda.synchronize(self._device)

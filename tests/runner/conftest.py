@@ -13,7 +13,8 @@ from support.runner import capturable
 from support.runner.graphed_runner import LOADED_SIZES
 from support.runner.recorded_graphs import RecordingAccelerator
 from tidewheel.config import EngineConfig
-from tidewheel.runner import model_runner
+from tidewheel.runner import loading, model_runner
+from tidewheel.runner.kv_tensors import MemoryBudget, cpu_budget
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 
@@ -48,6 +49,12 @@ def runner(config: EngineConfig) -> ModelRunner:
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
     """Load runners as on a GPU, with graphs of `LOADED_SIZES` that are recorded."""
     accelerator = RecordingAccelerator()
+
+    def budget(config: EngineConfig) -> MemoryBudget:
+        accelerator.allocator.empty_cache()  # as `gpu_budget` does
+        return cpu_budget(config)
+
+    monkeypatch.setattr(loading, "cpu_budget", budget)
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
     monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: GraphSizes(LOADED_SIZES))
     monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))

@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tidewheel.runner.accelerator import CudaGraphPool, _Address
+from support.runner.recorded_graphs import NotCapturable, RecordedGraph, RecordingPool
+from tidewheel.runner import graph_capture
+from tidewheel.runner.accelerator import Cuda, CudaGraphPool, _Address
 from tidewheel.runner.profiling import estimated_graph_bytes
 
 DEVICE = torch.device("cuda", 0)
@@ -47,7 +49,8 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    handles = iter(("pool", "another pool"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.graph)
     monkeypatch.setattr(torch.cuda, "stream", fake.on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -89,6 +92,73 @@ def test_a_capture_that_fails_is_ended_and_tells_why(cuda: FakeCuda) -> None:
     with mock.patch.object(torch.cuda, "CUDAGraph", lambda: graph), pytest.raises(torch.OutOfMemoryError):
         CudaGraphPool(DEVICE, cuda.stream).capture(function)
     graph.capture_end.assert_called_once()
+
+
+@pytest.fixture
+def recording(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingPool]:
+    """Capture by recording, with the allocators of torch before 2.13."""
+    recording = RecordingPool()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: RecordedGraph(recording))
+    with recording.allocator.installed():
+        yield recording
+
+
+def test_after_a_capture_that_cuda_refuses_others_succeed(cuda: FakeCuda, recording: RecordingPool) -> None:
+    pool, allocator, x = CudaGraphPool(DEVICE, cuda.stream), recording.allocator, torch.ones(2)
+    before = pool.capture(lambda: x + 1)
+    with pytest.raises(NotCapturable, match="item waits for the device"):
+        pool.capture(lambda: x * x.sum().item())
+    allocator.empty_cache()
+    assert allocator.released == ["pool"]
+    allocator.generator.graphsafe_set_state.assert_called_once_with(allocator.generator.clone_state())
+    assert pool.capture(lambda: x + 2).output.tolist() == [3.0, 3.0]
+    before.graph.replay()
+    assert before.output.tolist() == [2.0, 2.0]
+
+
+def test_an_error_in_a_capture_that_cuda_takes_closes_nothing_twice(cuda: FakeCuda, recording: RecordingPool) -> None:
+    calls = iter((torch.ones(1),))
+    with pytest.raises(StopIteration):
+        CudaGraphPool(DEVICE, cuda.stream).capture(lambda: next(calls))
+    recording.allocator.empty_cache()
+    assert recording.allocator.released == []
+
+
+def test_a_graph_that_does_not_load_closes_nothing_twice(
+    cuda: FakeCuda, recording: RecordingPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = RecordedGraph.capture_end
+
+    def refuse(self: RecordedGraph) -> None:
+        end(self)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(RecordedGraph, "capture_end", refuse)
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        CudaGraphPool(DEVICE, cuda.stream).capture(lambda: torch.ones(1))
+    recording.allocator.empty_cache()
+    assert recording.allocator.released == []
+
+
+def test_torch_since_2_13_closes_captures_itself(
+    cuda: FakeCuda, recording: RecordingPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_capture, "LEAVES_CAPTURES_OPEN", False)
+    with pytest.raises(NotCapturable):
+        CudaGraphPool(DEVICE, cuda.stream).capture(lambda: torch.ones(1).sum().item())
+    assert recording.allocator.released == []
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_torch_refuses_to_wait_until_the_end_even_after_an_error(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = [mode]
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(ValueError, match="inside"), Cuda(DEVICE).no_waiting():
+        assert modes[-1] == "error"
+        raise ValueError("inside")
+    assert modes == [mode, "error", mode]
 
 
 def test_memory_is_named_by_address_and_strides_in_bytes() -> None:

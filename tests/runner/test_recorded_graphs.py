@@ -7,6 +7,7 @@ import torch
 
 from support.runner import capturable
 from support.runner.recorded_graphs import NotCapturable, RecordingPool
+from tidewheel.runner import graph_capture
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
@@ -53,6 +54,18 @@ def test_a_replay_spoils_what_other_graphs_made_but_not_what_it_reads() -> None:
 def test_what_is_made_of_composed_operations_is_looked_into() -> None:
     with torch.inference_mode(), pytest.raises(NotCapturable, match="aten::index"):
         RecordingPool().capture(lambda: torch.arange(3)[torch.arange(3) > 1])
+
+
+def test_a_capture_that_stays_open_spoils_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch before 2.13: the cache cannot be emptied, and the pool takes no other capture."""
+    pool = RecordingPool()
+    monkeypatch.setattr(graph_capture, "_close", lambda pool: None)
+    with pytest.raises(NotCapturable, match="tolist"):
+        pool.capture(lambda: torch.ones(2).tolist())
+    with pytest.raises(RuntimeError, match="INTERNAL ASSERT FAILED"):
+        pool.allocator.empty_cache()
+    with pytest.raises(RuntimeError, match="already recording"):
+        pool.capture(lambda: torch.ones(2))
 
 
 def metadata(seq_lens: list[int], max_seq_len: int) -> AttentionMetadata:

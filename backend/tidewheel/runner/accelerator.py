@@ -5,11 +5,13 @@ Graphs freeze host values, control flow, and addresses of inputs and outputs; ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+
+from tidewheel.runner.graph_capture import capture_into
 
 T = TypeVar("T")  # one or more tensors
 
@@ -61,18 +63,13 @@ class CudaGraphPool:
         self._stream.synchronize()
 
     def _capture(self, function: Callable[[], T]) -> Captured[T]:
-        """Capture. `torch.cuda.graph` would collect garbage too: a minute for all graphs, not half a second."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may use the device
-            try:
-                output = function()
-            except BaseException:
-                with suppress(RuntimeError):  # it only repeats that the error ended the capture
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return Captured(graph, output)
+        try:
+            with torch.cuda.stream(self._stream):
+                return Captured(graph, capture_into(graph, function, self._pool))
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # for pinned memory torch may keep the old one open
+            raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Alias through the CUDA array interface, which has no bfloat16."""
@@ -113,6 +110,9 @@ class Accelerator(Protocol):
 
     def graph_pool(self) -> GraphPool: ...
 
+    def no_waiting(self) -> AbstractContextManager[None]:
+        """Let operations raise that wait for the device."""
+
 
 class Cuda:
     def __init__(self, device: torch.device) -> None:
@@ -127,6 +127,16 @@ class Cuda:
 
     def graph_pool(self) -> GraphPool:
         return CudaGraphPool(self.device, self._capture_stream)
+
+    @contextmanager
+    def no_waiting(self) -> Iterator[None]:
+        """Let torch raise: for values, and for copies of pageable memory, but not in every operation."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:

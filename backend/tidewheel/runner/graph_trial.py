@@ -1,7 +1,8 @@
 """A trial of CUDA graphs, for models of which nothing proves that a replay computes what they do.
 
 A graph freezes what a model computes on the host. So one is captured on padding, as all are, and replayed for decodes
-at other positions; its logits must be those of the model itself.
+at other positions; its logits must be those of the model itself. Before that the model decodes once under watch: one
+that waits for the device is found without a capture that fails.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class TrialRunner(Protocol):
 
     def run(self, batch: ScheduledBatch) -> SampledTokens: ...
 
+    def decode_without_waiting(self, batch: ScheduledBatch) -> None: ...
+
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -54,18 +57,17 @@ def objection_to_graphs(runner: TrialRunner) -> str | None:
     longest = min(size.tokens_per_row - NUM_DECODES, info.max_num_batched_tokens)
     if longest < 1:
         return f"max_model_len is {info.max_model_len}, too short for a trial"
+    lengths = [min(length, longest) for length in LENGTHS[: size.num_rows]]
+    decodes = [_step(range(size.num_rows), lengths, done) for done in range(NUM_DECODES)]
     try:
-        runner.capture(GraphSizes([size.num_rows]), no_progress)
-        lengths = [min(length, longest) for length in LENGTHS[: size.num_rows]]
         _fill(runner, lengths, size.num_blocks(info.block_size))
-        differences = [
-            relative_difference(*runner.logits_of_both(_step(range(size.num_rows), lengths, done)))
-            for done in range(NUM_DECODES)
-        ]
+        runner.decode_without_waiting(decodes[0])
+        runner.capture(GraphSizes([size.num_rows]), no_progress)
+        differences = [relative_difference(*runner.logits_of_both(decode)) for decode in decodes]
     except (torch.OutOfMemoryError, ConfigError):
         raise
     except Exception as error:  # layers may raise anything
-        return f"a capture fails: {one_line(error)}"
+        return f"no graph can hold a step: {one_line(error)}"
     limit = TOLERANCE[DTYPES[info.dtype]]
     if all(difference <= limit for difference in differences):  # neither may be NaN
         return None

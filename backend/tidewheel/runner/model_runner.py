@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -185,11 +187,24 @@ class ModelRunner:
         graph = None if self._graphs is None else self._graphs.find_decodes(batch)
         assert graph is not None and graph.num_rows == len(batch.rows)
         with torch.inference_mode():
-            changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
-            inputs = DeviceInputs(*self._send(batch, host, {}, changes).group("inputs"))
-            computed = self._forward(inputs, Bounds.exact(batch, host))
+            computed = self._eager_forward(batch)()
             graph.forward.replay()
         return computed, graph.logits
+
+    def decode_without_waiting(self, batch: ScheduledBatch) -> None:
+        """Compute decodes twice; raise if the second time, when all is compiled, waits for the device."""
+        assert self._accelerator is not None
+        with torch.inference_mode():
+            forward = self._eager_forward(batch)
+            forward()
+            with self._accelerator.no_waiting():
+                forward()
+
+    def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
+        """Send a step's inputs; return the call that computes its logits."""
+        changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
+        inputs = DeviceInputs(*self._send(batch, host, {}, changes).group("inputs"))
+        return partial(self._forward, inputs, Bounds.exact(batch, host))
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group

@@ -4,18 +4,22 @@ A capture runs the function once and writes down every aten operation with its a
 operations again and writes their results where they lay before: host values and control flow are those of the
 capture, inputs are read where they were. What would wait for the device, or read it, during a capture raises.
 The memory of a pool is shared, as on a GPU: a replay spoils whatever other graphs of it computed.
+A capture that fails stays open in the allocator, as in torch before 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tidewheel.runner import graph_capture
 from tidewheel.runner.accelerator import Captured
 
 T = TypeVar("T")
@@ -40,14 +44,19 @@ class NotCapturable(AssertionError):
 class Watch(TorchFunctionMode):
     """Make calls raise that read values of tensors, or make tensors of host values."""
 
+    has_raised = False
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in READING_CALLS:
+            self.has_raised = True
             raise NotCapturable(f"{name} waits for the device, or brings it values of the host")
         return function(*args, **(kwargs or {}))
 
 
 class _Record(TorchDispatchMode):
+    has_raised = False
+
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
@@ -59,6 +68,7 @@ class _Record(TorchDispatchMode):
             return parts
         name = function._schema.name
         if name in READING_OPERATIONS or (name == "aten::index" and _has_mask(args[1])):
+            self.has_raised = True
             raise NotCapturable(f"{name} during a capture")
         result = function(*args, **(kwargs or {}))
         self.operations.append(_Operation(function, args, kwargs or {}, result))
@@ -90,33 +100,92 @@ class _Operation:
             made.copy_(again)
 
 
+class RecordedAllocator:
+    """The allocators of device and pinned memory in torch before 2.13: which pools captures are open in."""
+
+    def __init__(self) -> None:
+        self.of_device: list[object] = []
+        self.of_host: list[object] = []
+        self.released: list[object] = []
+        self.generator = mock.Mock()  # of the device
+
+    def begin(self, pool: object) -> None:
+        for opened in (self.of_device, self.of_host):
+            if pool in opened:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            opened.append(pool)
+
+    def end_on_device(self, device: int, pool: object) -> None:
+        if pool not in self.of_device:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.of_device.remove(pool)
+
+    def end(self, pool: object) -> None:
+        self.end_on_device(0, pool)
+        self.of_host.remove(pool)
+
+    def empty_cache(self) -> None:
+        if self.of_device:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Offer it where torch offers its own, and take this torch for one before 2.13."""
+        with ExitStack() as stack:
+            for owner, name, value in (
+                (graph_capture, "LEAVES_CAPTURES_OPEN", True),
+                (torch._C, "_cuda_endAllocateToPool", self.end_on_device),
+                (torch._C, "_cuda_releasePool", lambda device, pool: self.released.append(pool)),
+                (torch.cuda, "current_device", lambda: 0),
+                (torch.cuda, "default_generators", [self.generator]),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield
+
+
 class RecordedGraph:
-    def __init__(self, pool: RecordingPool, operations: list[_Operation]) -> None:
+    def __init__(self, pool: RecordingPool) -> None:
         self._pool = pool
-        self._operations = operations
-        self.made = [tensor for operation in operations for tensor in operation.made]
-        self.storages = {_storage(tensor) for tensor in self.made}
-        self.read = {storage for operation in operations for storage in operation.read}
+        self._modes = ExitStack()
+        self._watch, self._record = Watch(), _Record()
+        self.made: list[torch.Tensor] = []
         self.num_replays = 0
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self._pool.allocator.begin(pool)
+        self._handle = pool
+        self._modes.enter_context(self._watch)
+        self._modes.enter_context(self._record)
+
+    def capture_end(self) -> None:
+        self._modes.close()
+        if self._watch.has_raised or self._record.has_raised:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._pool.allocator.end(self._handle)
+        self.made = [tensor for operation in self._record.operations for tensor in operation.made]
+        self.storages = {_storage(tensor) for tensor in self.made}
+        self.read = {storage for operation in self._record.operations for storage in operation.read}
 
     def replay(self) -> None:
         self._pool.spoil_others(self)
-        for operation in self._operations:
+        for operation in self._record.operations:
             operation.replay()
         self.num_replays += 1
 
 
 class RecordingPool:
-    def __init__(self) -> None:
+    def __init__(self, allocator: RecordedAllocator | None = None) -> None:
+        self.allocator = allocator or RecordedAllocator()
+        self._handle = object()
         self.graphs: list[RecordedGraph] = []
         self._holding: list[RecordedGraph] = []  # that nobody has spoiled since they ran
         self.num_bytes = 0
 
     def capture(self, function: Callable[[], T]) -> Captured[T]:
         function()  # the warm-up
-        with Watch(), _Record() as record:
-            output = function()
-        graph = RecordedGraph(self, record.operations)
+        graph = RecordedGraph(self)
+        with self.allocator.installed():
+            output = graph_capture.capture_into(graph, function, self._handle)
         self.graphs.append(graph)
         self.num_bytes += sum(tensor.nbytes for tensor in graph.made)
         graph.replay()
@@ -154,6 +223,7 @@ class RecordingAccelerator:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
         self.pools: list[RecordingPool] = []
+        self.allocator = RecordedAllocator()
         self._num_events = 0
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -164,5 +234,10 @@ class RecordingAccelerator:
         return RecordedEvent(self.events, self._num_events - 1)
 
     def graph_pool(self) -> RecordingPool:
-        self.pools.append(RecordingPool())
+        self.pools.append(RecordingPool(self.allocator))
         return self.pools[-1]
+
+    @contextmanager
+    def no_waiting(self) -> Iterator[None]:
+        with Watch(), _Record():
+            yield

@@ -73,6 +73,10 @@ class EmbeddingLM(CausalLM, Protocol):
         """Return what `forward` does, and the normed states [P, hidden_size] that logits are made of."""
         ...
 
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits [P, vocab_size] of normed states."""
+        ...
+
 
 class Cut(NamedTuple):
     """Forward pass before an attention."""

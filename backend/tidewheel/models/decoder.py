@@ -288,7 +288,7 @@ class Decoder:
             self._normed(x.index_select(0, indices), residual.index_select(0, indices))
             for indices in (logit_indices, hidden_indices)
         )
-        return self._logits_of(chosen), pooled
+        return self.logits_of(chosen), pooled
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return embedding(token_ids, self.embedding)
@@ -296,10 +296,10 @@ class Decoder:
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
         if len(logit_indices) < len(x):  # else all tokens, in order
             x, residual = x.index_select(0, logit_indices), residual.index_select(0, logit_indices)
-        return self._logits_of(self._normed(x, residual))
+        return self.logits_of(self._normed(x, residual))
 
-    def _logits_of(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(normed).to(self._logits_dtype)
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(states).to(self._logits_dtype)
 
     def _run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]

@@ -31,9 +31,10 @@ from tidewheel.runner.profiling import (
 )
 from tidewheel.runner.sampler import PendingTokens, Sampled, pool_states, sample_tokens, score_prompts
 from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan, SamplingTable
-from tidewheel.runner.staging import Group, GroupName, Groups, Sender, Sent, SharedMemory, Staging
+from tidewheel.runner.staging import Group, Groups, Sender, Sent, SharedMemory, Staging
 from tidewheel.runner.step_graphs import GraphBytes, GraphSizes, StepGraphs
 from tidewheel.runner.warm_up import demanding_batch, warm_up
+from tidewheel_kernels import LogprobsOutput
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,17 @@ class _More(NamedTuple):
     @property
     def is_nothing(self) -> bool:
         return self.scoring is None and self.pooling is None
+
+    def groups(self) -> Groups:
+        scoring, pooling = self
+        return {
+            "prompt": None if scoring is None else (scoring.scored, scoring.sampled_rows, scoring.scored_rows),
+            "pooling": None if pooling is None else (pooling.hidden_indices, pooling.owners),
+        }
+
+
+# Logits to sample from, log-probabilities of prompts, and sums of hidden states.
+_LogitsAndMore = tuple[torch.Tensor, LogprobsOutput | None, torch.Tensor | None]
 
 
 class ModelRunner:
@@ -225,41 +237,47 @@ class ModelRunner:
     def _computed_with_more(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _More
     ) -> Sampled:
-        """Compute a step with logits of prompt positions too, or with hidden states."""
-        scoring, pooling = more
-        groups: dict[GroupName, Group | None] = {} if plan is None else dict(plan.groups())
-        if scoring is not None:
-            host = host._replace(logit_indices=scoring.logit_indices)
-            groups["prompt"] = (scoring.sampled, scoring.scored)
-        if pooling is not None:
-            groups["pooling"] = (pooling.hidden_indices, pooling.owners)
-        sent = self._send(batch, host, groups, changes)
-        inputs, bounds = DeviceInputs(*sent.group("inputs")), Bounds.exact(batch, host)
-        of_prompts = pooled = None
-        if pooling is None:
-            logits = self._forward(inputs, bounds)
-        else:
-            hidden_indices, owners = sent.group("pooling")
-            logits, states = self._embed(inputs, bounds, hidden_indices)
-            pooled = pool_states(states, owners, pooling)
-        if scoring is not None:
-            sampled_rows, scored_rows = sent.group("prompt")
-            positions = inputs.logit_indices.index_select(0, scored_rows)
-            next_tokens = self._rows.tokens_at(inputs.token_indices.index_select(0, positions) + 1)
-            of_prompts = score_prompts(logits.index_select(0, scored_rows), next_tokens, scoring)
-            logits = logits.index_select(0, sampled_rows)
+        """Compute a step with log-probabilities of prompts too, or with hidden states."""
+        compute = self._from_states
+        if not isinstance(self._model, EmbeddingLM):
+            assert more.scoring is not None, "the front end refuses embeddings of such models"
+            compute, host = self._from_logits, host._replace(logit_indices=more.scoring.with_sampled)
+        sent = self._send(batch, host, {**({} if plan is None else plan.groups()), **more.groups()}, changes)
+        inputs = DeviceInputs(*sent.group("inputs"))
+        logits, of_prompts, pooled = compute(inputs, Bounds.exact(batch, host), sent, more)
         sampled = Sampled(None) if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
         return replace(sampled, prompt_logprobs=of_prompts, pooled=pooled)
 
-    def _embed(
-        self, inputs: DeviceInputs, bounds: Bounds, hidden_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _from_states(self, inputs: DeviceInputs, bounds: Bounds, sent: Sent, more: _More) -> _LogitsAndMore:
+        """Compute logits from hidden states, those of prompts some at a time."""
         model, rows = self._model, self._rows
-        assert isinstance(model, EmbeddingLM), "the front end refuses embeddings of others"
+        assert isinstance(model, EmbeddingLM)
         token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
-        meta = rows.metadata(inputs, bounds)
-        positions, layers = inputs.positions, self.kv.layers
-        return model.forward_with_hidden(token_ids, positions, meta, layers, inputs.logit_indices, hidden_indices)
+        scored, pooled = sent.group("prompt")[:1], sent.group("pooling")
+        logits, states = model.forward_with_hidden(
+            token_ids, inputs.positions, rows.metadata(inputs, bounds), self.kv.layers, inputs.logit_indices,
+            torch.cat((*scored, *pooled[:1])),
+        )  # fmt: skip
+        of_prompts = sums = None
+        if more.scoring is not None:
+            before, states = states.tensor_split([len(scored[0])])
+            of_prompts = score_prompts(before, model.logits_of, self._tokens_after(scored[0], inputs), more.scoring)
+        if more.pooling is not None:
+            sums = pool_states(states, pooled[1], more.pooling)
+        return logits, of_prompts, sums
+
+    def _from_logits(self, inputs: DeviceInputs, bounds: Bounds, sent: Sent, more: _More) -> _LogitsAndMore:
+        """Compute the logits of all scored tokens at once, for a model that returns no hidden states."""
+        assert more.scoring is not None
+        scored, sampled_rows, scored_rows = sent.group("prompt")
+        logits = self._forward(inputs, bounds)
+        of_rows = partial(logits.index_select, 0)
+        of_prompts = score_prompts(scored_rows, of_rows, self._tokens_after(scored, inputs), more.scoring)
+        return of_rows(sampled_rows), of_prompts, None
+
+    def _tokens_after(self, tokens: torch.Tensor, inputs: DeviceInputs) -> torch.Tensor:
+        """Return the ids of the tokens that follow some of the step's in their rows."""
+        return self._rows.tokens_at(inputs.token_indices.index_select(0, tokens) + 1)
 
     def _replayed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph

@@ -17,6 +17,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MemoryBudget, Share
+from tidewheel.runner.sampling_plan import SCORED_AT_ONCE
 
 T = TypeVar("T")
 
@@ -44,10 +45,16 @@ def smallest_step(info: RunnerInfo) -> StepSize:
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Add a layer's residual, its norm, gate, up and their product, logits in two formats, and penalty counts."""
+    """Add a layer's residual, its norm, gate, up and their product, and the larger of what logits need.
+
+    These are logits in two formats, of the sampled rows beside penalty counts, or of scored tokens of prompts.
+    """
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
-    logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize + torch.int32.itemsize)
-    return size.num_rows * size.tokens_per_row * per_token + logits
+    num_tokens = size.num_rows * size.tokens_per_row
+    per_logit = dtype.itemsize + torch.float32.itemsize
+    sampled = size.num_rows * (per_logit + torch.int32.itemsize)
+    scored = min(num_tokens, SCORED_AT_ONCE) * per_logit
+    return num_tokens * per_token + shape.vocab_size * max(sampled, scored)
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:

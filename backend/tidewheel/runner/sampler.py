@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from tidewheel.batch import Float32Array, Int32Array, Launch, SampledTokens, ScheduledBatch
 from tidewheel.runner.accelerator import Accelerator, Event
-from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan
+from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.runner.staging import Sent
 from tidewheel.sampling import TopLogprobs
 from tidewheel_kernels import (
@@ -76,9 +76,17 @@ def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history:
     return Sampled(token_ids, compute_logprobs(raw, token_ids.index_select(0, logprob_rows[0]), num_top))
 
 
-def score_prompts(logits: torch.Tensor, token_ids: torch.Tensor, scoring: PromptScoring) -> LogprobsOutput:
-    """Return log-probabilities of the prompt's own tokens, [P], from logits [P, V]."""
-    return compute_logprobs(logits, token_ids, int(scoring.num_top.max()))
+def score_prompts(
+    states: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    token_ids: torch.Tensor,
+    scoring: PromptScoring,
+) -> LogprobsOutput:
+    """Return log-probabilities of the prompt's own tokens, [P]; `logits_of` takes some of `states`, [P, …]."""
+    num_top = int(scoring.num_top.max())
+    slices = zip(*(torch.split(tensor, SCORED_AT_ONCE) for tensor in (states, token_ids)), strict=True)
+    outputs = [compute_logprobs(logits_of(some), tokens, num_top) for some, tokens in slices]
+    return LogprobsOutput(*(torch.cat(parts) for parts in zip(*outputs, strict=True)))
 
 
 def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan) -> torch.Tensor:

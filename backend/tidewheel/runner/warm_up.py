@@ -73,8 +73,9 @@ Settings = dict[str, Any]  # arguments of `SamplingParams`
 
 # Enables every sampling stage, so that its memory holds for any request.
 EVERY_STAGE = SamplingParams(
-    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
-)
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5,
+    prompt_logprobs=5,
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 GREEDILY: Settings = {"temperature": 0.0}
 DRAWN: Settings = {"temperature": 1.0}

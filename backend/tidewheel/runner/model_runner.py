@@ -195,13 +195,14 @@ class ModelRunner:
         return pending
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the logits of decodes that fill a graph, and replay them."""
+        """Compute the logits of decodes, and replay them."""
         graph = None if self._graphs is None else self._graphs.find_decodes(batch)
-        assert graph is not None and graph.num_rows == len(batch.rows)
+        assert graph is not None
         with torch.inference_mode():
             computed = self._eager_forward(batch)()
+            self._send(batch, self._rows.padded(self._rows.host_inputs(batch), graph.num_rows), {}, ())
             graph.forward.replay()
-        return computed, graph.logits
+        return computed, graph.logits[: len(batch.rows)]
 
     def decode_without_waiting(self, batch: ScheduledBatch) -> None:
         """Compute decodes twice; raise if the second time, when all is compiled, waits for the device."""

@@ -12,8 +12,8 @@ from support.runner import capturable
 from support.runner.recorded_graphs import RecordedGraph, RecordingAccelerator
 from support.runner.step_loop import StepLoop, poison
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.config import EngineConfig
-from tidewheel.models.causal_lm import CausalLM, no_progress
+from tidewheel.config import DType, EngineConfig
+from tidewheel.models.causal_lm import DTYPES, CausalLM, no_progress
 from tidewheel.request import Request
 from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
@@ -27,10 +27,10 @@ DECODES = GraphSizes(SIZES)
 LOADED_SIZES = [1, 2, 4, 5]  # of runners that are loaded with graphs
 
 
-def loaded(folder: Path) -> ModelRunner:
+def loaded(folder: Path, dtype: DType = "float32") -> ModelRunner:
     return ModelRunner.load(
         EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
+            model=str(folder), dtype=dtype, device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
             num_threads=1,
         )
     )  # fmt: skip
@@ -42,7 +42,7 @@ def with_graphs(plain: ModelRunner, sizes: GraphSizes = DECODES) -> ModelRunner:
 
 def model_of(runner: ModelRunner) -> CausalLM:
     """Return the model of a runner once more, from its folder."""
-    config = EngineConfig(model=runner.info.model, dtype="float32", device="cpu", num_threads=1)
+    config = EngineConfig(model=runner.info.model, dtype=runner.info.dtype, device="cpu", num_threads=1)
     return load_parts(config, no_progress).model
 
 
@@ -52,7 +52,7 @@ def with_model(plain: ModelRunner, model: CausalLM, sizes: GraphSizes | None = D
     With graphs it has a recording accelerator: call and use it with the capturable operations.
     """
     info, device = plain.info, torch.device("cpu")
-    kv = KVTensors(CacheLayout(model.shape, info.block_size, torch.float32), info.num_blocks, device)
+    kv = KVTensors(CacheLayout(model.shape, info.block_size, DTYPES[info.dtype]), info.num_blocks, device)
     if sizes is None:
         return ModelRunner(model, Cache(kv, None), info, device)
     runner = ModelRunner(model, Cache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())

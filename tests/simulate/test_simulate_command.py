@@ -185,3 +185,44 @@ def test_bad_input_is_one_line_that_names_it(
     assert main(["simulate", "--requests", "5", *arguments]) in (1, 2)
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+def test_it_says_what_is_offered_and_whether_the_system_keeps_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--requests", "600", "--rate", "20"]) == 0
+    assert re.search(
+        r"^priority: \d+(\.\d)? requests/s are offered, and it keeps up; ", capsys.readouterr().out, re.M
+    )
+    assert main(["simulate", "--requests", "3000", "--rate", "500"]) == 0
+    said = re.search(r"it does not keep up, (\d+) of 3000 refused; (\d+) finish", capsys.readouterr().out)
+    assert said is not None
+    assert int(said[1]) > 0 and int(said[2]) < 250
+
+
+def test_policies_that_cannot_differ_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--requests", "600", "--rate", "200", "--policy", "fifo,priority"]) == 0
+    assert "fifo, priority decide alike: all requests have one class and one tenant" in capsys.readouterr().out
+    assert main(["simulate", "--requests", "60", "--rate", "1", "--policy", "fifo,sjf"]) == 0
+    assert "fifo, sjf decide alike: nothing waits at this load" in capsys.readouterr().out
+
+
+def test_the_number_of_replicas_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--requests", "3000", "--rate", "500", "--find-replicas"]) == 0
+    found = re.match(r"priority: (\d+) x h200-8b keep up with 500 requests/s", capsys.readouterr().out)
+    assert found is not None
+    count = int(found[1])
+    assert count > 1
+    for replicas, keeps_up in ((count, "it keeps up"), (count - 1, "it does not keep up")):
+        assert main(["simulate", "--requests", "3000", "--rate", "500", "--replicas", str(replicas)]) == 0
+        assert keeps_up in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [([], "needs --rate"), (["--rate", "5", "--replicas", "3"], "--replicas: not with"),
+     (["--rate", "5", "--json", "-"], "--json: not with")],
+)  # fmt: skip
+def test_the_search_refuses_what_it_decides(
+    capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert main(["simulate", "--find-replicas", *options]) == 2
+    assert says in capsys.readouterr().err

@@ -67,9 +67,12 @@ def run(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from tidewheel.cli.simulation import print_results, scenario_of, write_charts, write_json
+    from tidewheel.cli.simulation import print_replicas, print_results, scenario_of, write_charts, write_json
 
     scenario = scenario_of(args)
+    if args.find_replicas:
+        print_replicas(scenario)
+        return 0
     results = list(tqdm(scenario.results(), total=scenario.num_runs, disable=None))  # None: on a terminal only
     if args.json != "-":
         print_results(scenario, results)
@@ -116,5 +119,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
     add("--scaling", metavar="NAME", help=policies)
     add("--startup-s", type=float, metavar="S", help="time until a new engine is ready (default: 120)")
     add("--scale", action="append", default=[], metavar="KEY=VALUE", help="a setting of --scaling (repeatable)")
+    search = "print the least number of engines that keep up with --rate, instead of a table"
+    add("--find-replicas", action="store_true", help=search)
     add("--history", type=Path, metavar="FILE", help="trace of the days before, for --scaling predictive")
     add("--coarse", action="store_true", help="merge decode steps: for days of traffic")

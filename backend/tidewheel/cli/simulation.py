@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from tidewheel.workload.traces import Prefixes, Tenants, Trace
 
 DEFAULT_LOAD = 0.8
 MAX_LOAD = 10.0
+HARDLY_ANY = 0.05  # requests that wait, in the mean
 _COLUMNS = (
     Column("finished", "", "finished"),
     Column("refused", "", "refused"),
@@ -61,6 +63,8 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     scaling = scaling_options(args)
     if args.coarse:
         _check_coarse(args, trace)
+    if args.find_replicas:
+        _check_search(args)
     scenario = Scenario(
         arrivals=args.trace,
         recorded_trace=trace,
@@ -90,6 +94,18 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     return scenario
 
 
+def _check_search(args: argparse.Namespace) -> None:
+    """Refuse what the search for a number of replicas decides itself, or does not write."""
+    if args.rate is None:
+        raise UsageError("--find-replicas needs --rate: the load that they are to keep up with")
+    given = {
+        "--replicas": args.replicas != "1", "--scaling": args.scaling, "--json": args.json, "--plots": args.plots,
+        "--record": args.record,
+    }  # fmt: skip
+    if others := [name for name, value in given.items() if value]:
+        raise UsageError(f"{', '.join(others)}: not with --find-replicas, which prints a number of replicas")
+
+
 def _check_coarse(args: argparse.Namespace, trace: Trace | None) -> None:
     """Refuse what coarse replicas do not simulate."""
     if args.record is not None:
@@ -114,6 +130,42 @@ def print_results(scenario: Scenario, results: Sequence[Result]) -> None:
     ]
     if parts:
         print("\n" + Table(["policy", "part", *headings(_PART_COLUMNS)], parts).as_text())
+    print("\n" + "\n".join([*map(verdict, results), *alike(results)]))
+
+
+def verdict(result: Result) -> str:
+    """Say what was offered, whether the system keeps up, and what it finishes in the middle of the run."""
+    figures = result.figures
+    steady = figures["steady_requests_per_s"]
+    rate = "too few finished for a steady rate" if steady is None else f"{steady:.3g} finish in the middle of the run"
+    lost = f", {figures['refused']} of {figures['num_requests']} refused" if figures["refused"] else ""
+    does = "keeps up" if figures["keeps_up"] else "does not keep up"
+    return f"{_name(result)}: {figures['offered_per_s']:.3g} requests/s are offered, and it {does}{lost}; {rate}."
+
+
+def alike(results: Sequence[Result]) -> list[str]:
+    """Say which policies decided alike, and why that may be."""
+    same = [(a, b) for a, b in itertools.combinations(results, 2) if a.load == b.load and a.figures == b.figures]
+    if not same:
+        return []
+    names = ", ".join(dict.fromkeys(_name(result) for pair in same for result in pair))
+    figures = same[0][0].figures
+    if figures["mean_waiting"] < HARDLY_ANY:
+        return [f"{names} decide alike: nothing waits at this load."]
+    if len(figures["classes"]) == len(figures["tenants"]) == 1:
+        return [f"{names} decide alike: all requests have one class and one tenant (--tenants NAME:SHARE:CLASS,…)."]
+    return [f"{names} decide alike at this load."]
+
+
+def print_replicas(scenario: Scenario) -> None:
+    """Print the least number of replicas that keep up, for each policy."""
+    for policy in scenario.policies:
+        count, figures = scenario.replicas_needed(policy)
+        ttft = figures["ttft_s"]["p99"]
+        print(
+            f"{policy}: {count} x {scenario.cost.name} keep up with {scenario.rate:g} requests/s; p99 of the first "
+            f"token {1e3 * ttft:.0f} ms"
+        )
 
 
 def _name(result: Result) -> str:

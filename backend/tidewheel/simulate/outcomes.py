@@ -120,13 +120,34 @@ class Outcomes:
 
 def throughput(outcomes: Outcomes) -> float:
     """Return requests per second in the middle of a run; raise `ConfigError` if too few finished."""
+    rate = steady_rate(outcomes)
+    if rate is None:
+        count = int(outcomes.finished.sum())
+        raise ConfigError(f"only {count} of {len(outcomes.trace)} requests can run: see max_model_len and num_blocks")
+    return rate
+
+
+def steady_rate(outcomes: Outcomes) -> float | None:
+    """Return finished requests per second in the middle of a run, without start and end; None for too few."""
     ends = np.sort(outcomes.last_token[outcomes.finished])
     first, last = len(ends) // 5, len(ends) * 7 // 10
     if len(ends) < 10 or ends[last] <= ends[first]:
-        raise ConfigError(
-            f"only {len(ends)} of {len(outcomes.trace)} requests can run: see max_model_len and num_blocks"
-        )
+        return None
     return float((last - first) / (ends[last] - ends[first]))
+
+
+def keeps_up(outcomes: Outcomes) -> bool:
+    """Return whether nothing was lost, and requests waited no longer late in the run than before.
+
+    The median of the last quarter's queue times may be twice that of the second quarter, and 50 ms more.
+    """
+    if np.isin(outcomes.ends, (REFUSED, FAILED)).any():
+        return False
+    waits = np.nan_to_num(outcomes.queue_time[outcomes.finished])
+    quarter = len(waits) // 4
+    if quarter == 0:
+        return True
+    return bool(np.median(waits[-quarter:]) <= 2.0 * np.median(waits[quarter : 2 * quarter]) + 0.05)
 
 
 def summarise(outcomes: Outcomes) -> Figures:
@@ -142,6 +163,8 @@ def summarise(outcomes: Outcomes) -> Figures:
         "late_share": float(outcomes.misses(Objective()).mean()),
         "span_s": outcomes.span,
         "requests_per_s": float(finished.sum()) / span,
+        "steady_requests_per_s": steady_rate(outcomes),
+        "keeps_up": keeps_up(outcomes),
         "output_tokens_per_s": float(outcomes.output_tokens.sum()) / span,
         **_latencies(outcomes, finished),
         "mean_in_system": float(np.nansum(outcomes.latency)) / span,  # Little's law

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_rules import make_scaling
 from tidewheel.simulate.coarse_replica import CoarseLimits
@@ -32,6 +34,7 @@ ARRIVALS = {
 }
 CAPACITY_BATCHES = 8  # full batches to measure the capacity
 UNBOUNDED = 1 << 30
+MAX_REPLICAS = 256  # that `replicas_needed` tries
 MODEL = "simulated"
 
 
@@ -111,6 +114,33 @@ class Scenario:
                 simulator = self.simulator(self.config(policy), self.trace(rate), self.num_replicas)
                 simulator.run()
                 yield Result(policy, load, simulator.summary())
+
+    def replicas_needed(self, policy: str) -> tuple[int, Figures]:
+        """Return the least number of replicas that keep up with `rate`, at most `MAX_REPLICAS`, and their figures.
+
+        Raise `ConfigError` if that many do not keep up.
+        """
+        assert self.rate is not None
+        trace, config = self.trace(self.rate), self.config(policy)
+
+        def figures(count: int) -> Figures:
+            simulator = self.simulator(config, trace, count, is_scaled=False)
+            simulator.run()
+            return simulator.summary()
+
+        count = min(max(1, math.ceil(self.rate / self.capacity(policy))), MAX_REPLICAS)
+        found = figures(count)
+        step = -1 if found["keeps_up"] else 1
+        while 1 <= count + step <= MAX_REPLICAS:
+            other = figures(count + step)
+            if step < 0 and not other["keeps_up"]:
+                return count, found
+            count, found = count + step, other
+            if step > 0 and found["keeps_up"]:
+                return count, found
+        if not found["keeps_up"]:
+            raise ConfigError(f"{count} replicas do not keep up with {self.rate:g} requests/s of policy {policy}")
+        return count, found
 
     def simulator(
         self, config: EngineConfig, trace: Trace, num_replicas: int, *, is_scaled: bool = True

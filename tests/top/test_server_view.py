@@ -96,6 +96,12 @@ def rejected(tag: str, count: float) -> str:
     return counted("tidewheel_requests_rejected_total", count, tag=tag)
 
 
+def limited(refused: int, by_rates: int) -> str:
+    names = ("tidewheel_tenant_requests_total", "tidewheel_tenant_requests_rejected_total")
+    of_tenant = "".join(counted(name, refused, tenant="acme") for name in names)
+    return rejected("TW-BUSY", refused) + counted("tidewheel_requests_rate_limited_total", by_rates) + of_tenant
+
+
 def failed(tag: str, count: float) -> str:
     return counted("tidewheel_requests_failed_total", count, tag=tag)
 
@@ -120,6 +126,8 @@ LATER = counted("tidewheel_steps_total", 100) + counted("tidewheel_step_seconds_
     ("before", "after", "words"),
     [
         (page(more=rejected("TW-BUSY", 0)), page(0, 16, 30, rejected("TW-BUSY", 30)), "OVERLOADED: refuses TW-BUSY"),
+        (page(more=limited(0, 0)), page(0, 3, 0, limited(30, 30)), "OVER ITS RATE: acme has 3.00/s refused"),
+        (page(more=limited(0, 0)), page(0, 3, 0, limited(40, 30)), "OVERLOADED: refuses TW-BUSY"),
         (page(more=rejected("TW-KV-FULL", 0)), page(0, 2, 9, rejected("TW-KV-FULL", 30)), "OVERLOADED: refuses"),
         (page(more=rejected("TW-INPUT", 0)), page(0, 1, 0, rejected("TW-INPUT", 9)), "SERVING: no queue"),
         (page(), page(0, 2, 9, BLOCKS % ("used", 97) + BLOCKS % ("max", 100)), "KV CACHE FULL: 97 % in use; 9 wait"),

@@ -35,6 +35,7 @@ def traffic(change: Change) -> Traffic:
         received_rate=change.rate(FAMILY),
         finished_rate=change.rate("vllm:request_success_total"),
         refused_rate=change.rate(_REJECTED),
+        rate_limited_rate=change.rate("tidewheel_requests_rate_limited_total"),
         failed_rate=change.rate(_FAILED),
         prompt_tokens_rate=change.rate("vllm:prompt_tokens_total"),
         output_tokens_rate=change.rate("vllm:generation_tokens_total"),

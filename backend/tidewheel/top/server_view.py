@@ -34,6 +34,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     received_rate: float | None
     finished_rate: float | None
     refused_rate: float | None
+    rate_limited_rate: float | None  # of those, refused by a tenant's own rates
     failed_rate: float | None
     prompt_tokens_rate: float | None
     output_tokens_rate: float | None

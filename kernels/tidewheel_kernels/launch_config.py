@@ -5,6 +5,7 @@ Attention tiles are the largest without register spills, but for float32 prefill
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,6 +29,8 @@ MAX_LINEAR_SPLITS = 8
 FP8_REGISTERS = 168
 # Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
+# Below it, in bytes, triton-lang 3.8 and 3.9 clear a bit of tensor descriptors.
+SMALL_TENSOR = 128 * 1024
 # Architecture for tensors off the GPU.
 compile_target: ContextVar[int] = ContextVar("compile_target", default=90)
 
@@ -139,6 +142,20 @@ def prefill_config(
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
     block_m = max(block_m, next_power_of_2(group))
     return AttentionConfig(block_m, min(block_n, block_size), block_d, num_warps, num_stages, tma)
+
+
+def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
+    """Return the number of blocks to declare in a descriptor, at least the real `shape[0]`.
+
+    `driver.c` of triton-lang 3.8 and 3.9 adds up the bytes to the last element in 32 bits with a sign, and takes some
+    tensors over 2 GiB for small ones. No box is asked for beyond the real blocks, so a few more do no harm.
+    """
+    last_byte = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element_size
+    wrapped, overflow = last_byte % 2**32, 2**31 - 1
+    if last_byte < overflow or SMALL_TENSOR <= wrapped < overflow:
+        return shape[0]
+    missing = (SMALL_TENSOR - wrapped) % 2**32
+    return shape[0] + cdiv(missing, strides[0] * element_size)
 
 
 @lru_cache

@@ -23,7 +23,13 @@ from tidewheel_kernels.attention.triton_tiles import (
     for_cache,
     store_rows,
 )
-from tidewheel_kernels.launch_config import AttentionConfig, architecture, decode_config, prefill_config
+from tidewheel_kernels.launch_config import (
+    AttentionConfig,
+    architecture,
+    declared_blocks,
+    decode_config,
+    prefill_config,
+)
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 # These change with every batch.
@@ -243,14 +249,15 @@ def launch_prefill(
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """Return `tensor`'s descriptor for boxes of shape `box`, kept while the tensor lives and does not move.
 
-    It reads zeros outside the tensor. Raise AssertionError unless address and strides are multiples of 16 bytes and
-    the last dimension is contiguous.
+    It reads zeros outside a block. Raise AssertionError unless address and strides are multiples of 16 bytes and the
+    last dimension is contiguous.
     """
     boxes: dict[tuple[int, ...], TensorDescriptor] = _descriptors.setdefault(tensor, {})
     descriptor = boxes.get(box)
     if descriptor is None or descriptor.base.data_ptr() != tensor.data_ptr():
-        descriptor = TensorDescriptor.from_tensor(_alias(tensor), list(box))
-        boxes[box] = descriptor
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        shape[0] = declared_blocks(shape, strides, tensor.element_size())
+        descriptor = boxes[box] = TensorDescriptor(_alias(tensor), shape, strides, list(box))
     return descriptor
 
 

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 # With fewer keys per decode program the merge costs too much.
@@ -214,6 +216,12 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
     # Sequences of one length are not split once they fill the device: a share is twice the mean.
     extra = min(wanted, max(resident - num_seqs, num_seqs // 2))
     return DecodeSplits(min(extra, num_seqs * (cdiv(max(max_seq_len, 1), min_keys) - 1)), min_keys)
+
+
+def splits_none(seq_lens: npt.NDArray[np.int32], limits: DecodeSplits) -> bool:
+    """Return whether the plan splits none of such decodes, whatever its tiles, and whatever their window."""
+    longest = int(seq_lens.max())
+    return longest <= limits.min_keys or longest * limits.extra <= int(seq_lens.sum())
 
 
 @lru_cache

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from support.kernels.kernel_harness import paged_batch
 from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.attention import triton_decode, triton_splits
+from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.attention.triton_kernels import paged_attention
 from tidewheel_kernels.attention.triton_splits import split_plan
-from tidewheel_kernels.launch_config import DecodeSplits, cdiv, decode_splits
+from tidewheel_kernels.launch_config import DecodeSplits, cdiv, decode_splits, splits_none
 
 BLOCK_N = 64
 Row = tuple[int, int, int, int]
@@ -21,6 +26,7 @@ def planned(lengths: list[int], limits: DecodeSplits, device: str, window: int =
     """Return the plan's rows, without fields that nobody reads."""
     meta = paged_batch([(1, length) for length in lengths], num_kv_heads=1, head_dim=8, device=device).meta
     plan = split_plan(meta, limits, BLOCK_N, window)
+    assert plan is not None
     assert split_plan(meta, limits, BLOCK_N, window) is plan  # for the next layer
     programs, merges = (rows.tolist() for rows in plan)
     return (
@@ -76,8 +82,6 @@ def test_one_long_sequence_among_many_short_ones_is_shared_first(device: str) ->
 
 def test_splits_of_many_are_merged(device: str) -> None:
     """Sequences that fill the device alone, with some long ones of which a program takes 1,024 keys."""
-    from tidewheel_kernels.attention.reference import paged_attention_reference
-
     lengths = [30] * 6 + [1100] * 2 + [0, 1, 17, 64]
     batch = paged_batch([(1, length) for length in lengths], head_dim=8, block_size=64, device=device)
     limits = decode_splits(len(lengths), 2, 1100, 8)
@@ -87,6 +91,51 @@ def test_splits_of_many_are_merged(device: str) -> None:
     paged_attention(*arguments, ours, 0.2, 0, 0.0, None)
     paged_attention_reference(*arguments, expected, 0.2, 0, 0.0, None)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_lengths_that_are_none_split_for_the_host_are_so_for_the_device(window: int) -> None:
+    draw, num_unsplit = random.Random(window), 0
+    for _ in range(3000):
+        lengths = [draw.choice((64, 512, 1024, draw.randint(1, 2500))) for _ in range(draw.choice((1, 3, 40, 130)))]
+        limits = DecodeSplits(draw.randint(1, 40), draw.choice((128, 1024)))
+        if splits_none(np.array(lengths, dtype=np.int32), limits):
+            num_unsplit += 1
+            _, merges = reference(lengths, limits, window)
+            assert not any(num_splits for _, _, num_splits, _ in merges), (lengths, limits)
+    assert num_unsplit > 300
+
+
+def test_one_long_sequence_is_split_as_the_host_says() -> None:
+    limits, even = decode_splits(64, 8, 40_960, 132), np.full(64, 2048, dtype=np.int32)
+    assert splits_none(even, limits) and splits_none(np.append(even[1:], np.int32(4096)), limits)
+    assert not splits_none(np.append(even[1:], np.int32(4200)), limits)
+    assert splits_none(np.append(np.full(63, 10, dtype=np.int32), np.int32(1024)), limits)  # the merge costs too much
+
+
+@pytest.mark.parametrize("known", ["lengths", "nothing", "no split wanted"])
+def test_decodes_that_are_not_split_have_no_plan_and_no_merge(
+    known: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_decode, "decode_splits", lambda *_: DecodeSplits(4, 128))
+    lengths = [700] * 8 if known == "lengths" else [700] * 7 + [1700]
+    batch = paged_batch([(1, length) for length in lengths], head_dim=8, block_size=64, device=device)
+    host = np.array(lengths, dtype=np.int32) if known == "lengths" else None
+    meta = replace(batch.meta, seq_lens_cpu=host, may_split=known != "no split wanted")
+    ours, expected = torch.empty_like(batch.q), torch.empty_like(batch.q)
+    with mock.patch.object(triton_splits, "_planned", wraps=triton_splits._planned) as planned:
+        paged_attention(batch.q, batch.k_cache, batch.v_cache, meta, ours, 0.2, 0, 0.0, None)
+    assert planned.called == (known == "nothing")
+    paged_attention_reference(batch.q, batch.k_cache, batch.v_cache, batch.meta, expected, 0.2, 0, 0.0, None)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_prompts_beside_decodes_do_not_count(device: str) -> None:
+    """A prompt of any length leaves equal decodes as they are."""
+    meta = paged_batch([(1, 300)] * 3 + [(5, 5000)], num_kv_heads=1, head_dim=8, device=device).meta
+    limits, host = DecodeSplits(2, 128), meta.seq_lens.cpu().numpy()
+    assert split_plan(replace(meta, seq_lens_cpu=host), limits, BLOCK_N, 0) is None
+    assert split_plan(meta, limits, BLOCK_N, 0) is not None
 
 
 def test_other_lengths_get_another_plan(device: str) -> None:

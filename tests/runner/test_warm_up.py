@@ -47,6 +47,7 @@ SHAPES = {
     "odd heads": (14, 2, 80, 4097, 3, 300, 33, False),
     "one row": (4, 1, 64, 384, 1, 200, 16, False),
     "tiny context": (4, 2, 64, 384, 5, 3, 8, False),
+    "short context": (4, 2, 64, 384, 5, 200, 64, False),  # only rows of unlike lengths are split
     "deterministic": (16, 4, 128, 4097, 9, 300, 200, True),  # of the output product, inputs are split
 }
 

@@ -2,6 +2,9 @@
 
 Each size has a forward pass and two samplers: greedy, or by row with all filters. Biases, penalties and
 log-probabilities run eagerly on the graph's logits.
+
+A graph makes a plan of splits and merges them in each layer, as lengths may be any. Steps of many rows have a second
+graph without both, for lengths of which none would be split.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from tidewheel.runner.inputs import Bounds, DeviceInputs, RowTable
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel.runner.staging import Sender
+from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
+
+# With so many rows, only one that has over 1,024 keys and twice the mean is split; with 24, each of equal ones. Of 35
+# sizes up to 256 rows, 25 have a second graph.
+LEAST_UNSPLIT = 64
 
 Forward = Callable[[DeviceInputs, Bounds], torch.Tensor]  # logits
 
@@ -29,6 +37,16 @@ def decode_sizes(max_num_rows: int) -> list[int]:
         sizes.append(size)
         size += size if size < 8 else 8 * max(1, size // 256)
     return [*sizes, max_num_rows]
+
+
+def unsplit_sizes(sizes: Sequence[int], num_kv_heads: int, max_model_len: int, device: torch.device) -> list[int]:
+    """Return the sizes that get a second graph."""
+    num_sms = multiprocessors(device)
+    return [
+        size
+        for size in sizes
+        if size >= LEAST_UNSPLIT and decode_splits(size, num_kv_heads, max_model_len, num_sms).extra
+    ]
 
 
 class DecodeGraph(NamedTuple):
@@ -48,23 +66,27 @@ class DecodeGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    def __init__(self, pool: GraphPool, forward: Forward, rows: RowTable, sender: Sender, max_model_len: int) -> None:
+    def __init__(
+        self,
+        pool: GraphPool,
+        forward: Forward,
+        rows: RowTable,
+        keys: torch.Tensor,  # of a layer
+        sender: Sender,
+        max_model_len: int,
+    ) -> None:
         self._pool = pool
         self._forward = forward
         self._rows = rows
+        self._num_kv_heads, self._num_sms = keys.shape[2], multiprocessors(keys.device)
         self._sender = sender
         self._max_model_len = max_model_len
         self._of_count: list[DecodeGraph] = []  # index: number of rows - 1
+        self._unsplit: dict[int, DecodeGraph] = {}  # by its number of rows
 
     def capture(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
         """Return bytes by size, largest first. Tell how many are done."""
-        taken: list[int] = []
-        graphs: list[DecodeGraph] = []
-        for size in sorted(sizes, reverse=True):
-            tell(len(graphs))
-            before = self._pool.num_bytes
-            graphs.append(self._captured(size))
-            taken.append(self._pool.num_bytes - before)
+        graphs, taken = self._captured_all(sizes, tell, may_split=True)
         ascending = iter(reversed(graphs))
         graph = next(ascending)
         for count in range(1, graphs[0].num_rows + 1):
@@ -72,17 +94,41 @@ class DecodeGraphs:
             self._of_count.append(graph)
         return taken
 
+    def capture_unsplit(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
+        """Do as `capture`, for a second graph of these sizes."""
+        graphs, taken = self._captured_all(sizes, tell, may_split=False)
+        self._unsplit = {graph.num_rows: graph for graph in graphs}
+        return taken
+
     def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
         """Return the graph of a step that only decodes and samples all its rows, if they are not too many."""
         count = len(batch.rows)
         if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
             return None
-        return self._of_count[count - 1]
+        graph = self._of_count[count - 1]
+        unsplit = self._unsplit.get(graph.num_rows)
+        if unsplit is None:
+            return graph
+        limits = decode_splits(graph.num_rows, self._num_kv_heads, self._max_model_len, self._num_sms)
+        return unsplit if splits_none(batch.start_positions + 1, limits) else graph
 
-    def _captured(self, size: int) -> DecodeGraph:
+    def _captured_all(
+        self, sizes: Sequence[int], tell: Callable[[int], None], *, may_split: bool
+    ) -> tuple[list[DecodeGraph], list[int]]:
+        """Return graphs and their bytes, largest first."""
+        taken: list[int] = []
+        graphs: list[DecodeGraph] = []
+        for size in sorted(sizes, reverse=True):
+            tell(len(graphs))
+            before = self._pool.num_bytes
+            graphs.append(self._captured(size, may_split))
+            taken.append(self._pool.num_bytes - before)
+        return graphs, taken
+
+    def _captured(self, size: int, may_split: bool) -> DecodeGraph:
         sent = self._sender.send({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
         inputs, draw = DeviceInputs(*sent.group("inputs")), sent.group("draw")
-        bounds = Bounds(max_seqlen_q=1, max_seq_len=self._max_model_len, num_decodes=size)
+        bounds = Bounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
         forward = self._pool.capture(lambda: self._forward(inputs, bounds))
 
         def sample(any_sampled: bool) -> torch.Tensor:

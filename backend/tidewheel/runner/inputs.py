@@ -48,6 +48,7 @@ class Bounds(NamedTuple):
     num_decodes: int
     cu_seqlens_q: HostInts | None = None
     seq_lens: HostInts | None = None
+    may_split: bool = True  # the keys of a decode
 
     @classmethod
     def exact(cls, batch: ScheduledBatch, host: HostInputs) -> Bounds:
@@ -199,6 +200,7 @@ class RowTable:
             num_decodes=bounds.num_decodes,
             cu_seqlens_q_cpu=bounds.cu_seqlens_q,
             seq_lens_cpu=bounds.seq_lens,
+            may_split=bounds.may_split,
         )
 
     def tokens_at(self, indices: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.cache_scales import with_scales
-from tidewheel.runner.decode_graphs import decode_sizes
+from tidewheel.runner.decode_graphs import decode_sizes, unsplit_sizes
 from tidewheel.runner.device import (
     check_deterministic,
     check_quantization,
@@ -171,7 +171,11 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
         return GraphSizes()
     budget = config.max_num_batched_tokens
     prompts = prompt_sizes(budget) if isinstance(parts.model, SplitLM) else ()
-    return GraphSizes(decode_sizes(min(config.max_num_seqs, budget)), prompts)
+    decodes, shape = decode_sizes(min(config.max_num_seqs, budget)), parts.model.shape
+    if config.deterministic:  # nothing is ever split
+        return GraphSizes(decodes, prompts)
+    unsplit = unsplit_sizes(decodes, shape.num_kv_heads, parts.info.max_model_len, parts.device)
+    return GraphSizes(decodes, prompts, unsplit)
 
 
 def _budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:

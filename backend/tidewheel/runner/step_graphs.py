@@ -23,9 +23,10 @@ class GraphSizes(NamedTuple):
 
     decodes: Sequence[int] = ()  # rows
     prompts: Sequence[int] = ()  # tokens of steps with prompts
+    unsplit: Sequence[int] = ()  # of decodes, that get a graph without splits too
 
     def largest(self, count: int) -> GraphSizes:
-        return GraphSizes(self.decodes[-count:], self.prompts[-count:])
+        return GraphSizes(*(sizes[-count:] for sizes in self))
 
 
 class GraphBytes(NamedTuple):
@@ -33,10 +34,11 @@ class GraphBytes(NamedTuple):
 
     decodes: Sequence[int] = ()
     prompts: Sequence[int] = ()
+    unsplit: Sequence[int] = ()
 
     @property
     def total(self) -> int:
-        return sum(self.decodes) + sum(self.prompts)
+        return sum(map(sum, self))
 
 
 class StepGraphs:
@@ -50,22 +52,24 @@ class StepGraphs:
         sender: Sender,
         max_model_len: int,
     ) -> None:
-        self._decodes = DecodeGraphs(pool, forward, rows, sender, max_model_len)
+        self._decodes = DecodeGraphs(pool, forward, rows, kv_layers[0].keys, sender, max_model_len)
         self.prompts = PromptGraphs(pool, model, rows, kv_layers, sender) if isinstance(model, SplitLM) else None
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
         """Capture, filling no row or block: smaller graphs reuse the memory of larger ones."""
-        num_decodes = len(sizes.decodes)
-        num_graphs = num_decodes + len(sizes.prompts)
+        num_decodes, num_prompts, num_unsplit = map(len, sizes)
+        num_graphs = num_decodes + num_prompts + num_unsplit
 
         def tell(first: int) -> Callable[[int], None]:
             return lambda num_done: progress(STAGE, (first + num_done) / num_graphs)
 
         with _without_collections():
             of_decodes = self._decodes.capture(sizes.decodes, tell(0))
-            of_prompts = self.prompts.capture(sizes.prompts, tell(num_decodes)) if self.prompts is not None else []
+            of_unsplit = self._decodes.capture_unsplit(sizes.unsplit, tell(num_decodes))
+            tell_prompts = tell(num_decodes + num_unsplit)
+            of_prompts = self.prompts.capture(sizes.prompts, tell_prompts) if self.prompts is not None else []
         progress(STAGE, 1.0)
-        return GraphBytes(of_decodes, of_prompts)
+        return GraphBytes(of_decodes, of_prompts, of_unsplit)
 
     def find_decodes(self, batch: ScheduledBatch) -> DecodeGraph | None:
         return self._decodes.find(batch)

@@ -20,7 +20,8 @@ class AttentionMetadata:
     A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
     sequence's last block are never read.
 
-    In a CUDA graph the integers are frozen upper bounds. CPU attention plans once per object, so each step needs one.
+    In a CUDA graph the integers are frozen upper bounds, and there are no host copies. Without `may_split`, a decode
+    has one program per KV head, however long it is. CPU attention plans once per object, so each step needs one.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset, -1 = padding
@@ -32,6 +33,7 @@ class AttentionMetadata:
     num_decodes: int
     cu_seqlens_q_cpu: HostInts | None = None
     seq_lens_cpu: HostInts | None = None
+    may_split: bool = True
 
     @property
     def num_seqs(self) -> int:

@@ -188,11 +188,11 @@ def launch_decode(
     num_seqs, num_kv_heads = meta.num_decodes, shape.num_kv_heads
     scales = out if scales is None else scales
     limits = decode_splits(num_seqs, num_kv_heads, meta.max_seq_len, multiprocessors(q.device))
-    if limits.extra == 0:
+    plan = split_plan(meta, limits, config.block_n, shape.sliding_window)
+    if plan is None:
         tensors = (q, k_cache, v_cache, out, out, meta.seq_lens, meta.block_tables, meta.seq_lens, scales)
         _decode(shape, config, False)((num_kv_heads, num_seqs, 1), tensors, 0)
         return
-    plan = split_plan(meta, limits, config.block_n, shape.sliding_window)
     num_partials = 2 * limits.extra
     size = num_partials * shape.num_q_heads * (shape.head_dim + 1)
     partial = torch.empty(size, dtype=torch.float32, device=q.device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
-from tidewheel_kernels.launch_config import DecodeSplits, cdiv
+from tidewheel_kernels.launch_config import DecodeSplits, cdiv, splits_none
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 FIELDS = tl.constexpr(4)  # 16 bytes
@@ -141,7 +141,7 @@ def plan_splits_kernel(
 
 
 # By limits, tile and window. A plan is made once for an `AttentionMetadata`, whose lengths must not change meanwhile.
-_plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[object, ...], SplitPlan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[object, ...], SplitPlan | None]] = WeakKeyDictionary()
 
 
 @lru_cache(MAX_LAUNCHES)
@@ -156,16 +156,23 @@ def _planner(block_n: int, sliding_window: int) -> Launch:
     return Launch(plan_splits_kernel, constants, num_warps=4)
 
 
-def split_plan(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan:
-    """Return the plan for decodes, made on the device by the first layer that asks."""
+def split_plan(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan | None:
+    """Return the plan for decodes, made on the device by the first layer that asks; None if it would split none."""
+    if limits.extra == 0:
+        return None
     plans = _plans.get(meta)
     if plans is None:
         plans = _plans[meta] = {}
     key = limits, block_n, sliding_window
-    plan = plans.get(key)
-    if plan is None:
-        plan = plans[key] = _planned(meta, limits, block_n, sliding_window)
-    return plan
+    if key not in plans:
+        plans[key] = _planned(meta, limits, block_n, sliding_window) if _may_split(meta, limits) else None
+    return plans[key]
+
+
+def _may_split(meta: AttentionMetadata, limits: DecodeSplits) -> bool:
+    if meta.seq_lens_cpu is None:
+        return meta.may_split
+    return meta.may_split and not splits_none(meta.seq_lens_cpu[: meta.num_decodes], limits)
 
 
 def _planned(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan:

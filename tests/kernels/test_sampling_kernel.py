@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
-from support.kernels.sampling_rows import GREEDY, Row, kept_weights, possible_draws, tensors
+from support.kernels.sampling_rows import CHUNK, GREEDY, Row, kept_weights, little_room, possible_draws, tensors
 from tidewheel_kernels.launch_config import vocabulary_config
 from tidewheel_kernels.sampling import triton_kernels as kernels
 from tidewheel_kernels.sampling.reference import sample_reference
 
 INF, NAN = float("inf"), float("nan")
-CHUNK = vocabulary_config(1).chunk
 FILTERS = [Row(), Row(0.7, top_k=20, top_p=0.95), Row(0.6, top_p=0.9), Row(1.5, min_p=0.05), Row(1.0, top_k=3000)]
 ROWS = [*FILTERS, GREEDY, Row(2.0, top_p=0.99, min_p=0.001), Row(1.0, top_k=4, min_p=0.3)]
 
@@ -26,17 +23,6 @@ ROWS = [*FILTERS, GREEDY, Row(2.0, top_p=0.99, min_p=0.001), Row(1.0, top_k=4, m
 @contextmanager
 def programs_per_row(number: int) -> Iterator[None]:
     with mock.patch.object(kernels, "vocabulary_programs", lambda rows, tiles, sms: min(number, tiles)):
-        yield
-
-
-@contextmanager
-def little_room() -> Iterator[None]:
-    """Rows with more than one chunk of candidates are searched pass by pass."""
-
-    def config(vocabulary: int) -> object:
-        return vocabulary_config(vocabulary)._replace(capacity=CHUNK)
-
-    with mock.patch.object(kernels, "vocabulary_config", config):
         yield
 
 
@@ -193,42 +179,6 @@ def test_draws_follow_the_distribution(device: str, row: Row, kept: int) -> None
     observed = np.bincount(got.numpy(), minlength=len(weights))
     assert observed[~chosen].sum() == 0
     assert ((observed[chosen] - expected) ** 2 / expected).sum() < CHI_SQUARE[kept - 1]
-
-
-@st.composite
-def sampled_rows(draw: st.DrawFn) -> tuple[torch.Tensor, Row, float]:
-    level = st.sampled_from([-INF, -1e30, -20.0, -3.0, -1.0, 0.0, 0.125, 0.25, 2.0, 1e4])
-    pattern = draw(st.lists(level, min_size=1, max_size=12).filter(lambda x: max(x) > -INF))
-    vocabulary = draw(st.integers(1, 3 * CHUNK))
-    noise = draw(st.sampled_from([0.0, 0.1]))
-    logits = torch.tensor((pattern * vocabulary)[:vocabulary]).clamp(max=1e4)
-    logits[draw(st.integers(0, vocabulary - 1))] = max(pattern)
-    logits = logits + noise * torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-    row = Row(
-        temperature=draw(st.sampled_from([0.0, 0.1, 1.0, 7.0])),
-        top_k=draw(st.sampled_from([0, 1, 2, 50, 1000])),
-        top_p=draw(st.sampled_from([1.0, 0.999, 0.7, 0.01])),
-        min_p=draw(st.sampled_from([0.0, 0.01, 0.6])),
-    )
-    return logits, row, draw(st.sampled_from([0.0, 0.123, 0.5, 0.77, 1 - 2.0**-24]))
-
-
-@given(case=sampled_rows(), passes=st.booleans())
-@settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_any_row_gives_a_token_that_an_exact_sampler_could_draw(
-    device: str, case: tuple[torch.Tensor, Row, float], passes: bool
-) -> None:
-    logits, row, u = case
-    uniform = torch.tensor([u])
-    args = logits.unsqueeze(0).to(device), tensors([row], device), uniform.to(device)
-    if passes:
-        with little_room():
-            got = kernels.sample(*args)
-    else:
-        got = kernels.sample(*args)
-    assert got.item() in possible_draws(logits, row, u)
 
 
 @pytest.mark.gpu

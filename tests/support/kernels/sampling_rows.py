@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
 from tidewheel_kernels import SamplingTensors
+from tidewheel_kernels.launch_config import vocabulary_config
 
+CHUNK = vocabulary_config(1).chunk
 EPSILON = 1e-5  # relative error of a sum of float32 weights, generously
 
 
@@ -34,6 +39,18 @@ def tensors(rows: list[Row], device: str = "cpu") -> SamplingTensors:
         any_top_p=any(row.top_p < 1 for row in rows),
         any_min_p=any(row.min_p > 0 for row in rows),
     )
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    """Let the kernels search rows with more than one chunk of candidates pass by pass."""
+    from tidewheel_kernels.sampling import triton_kernels as kernels
+
+    def config(vocabulary: int) -> object:
+        return vocabulary_config(vocabulary)._replace(capacity=CHUNK)
+
+    with mock.patch.object(kernels, "vocabulary_config", config):
+        yield
 
 
 def kept_weights(logits: np.ndarray, row: Row, top_p: float) -> np.ndarray:

@@ -12,7 +12,7 @@ Implementations of an operation take the same arguments, without defaults. Files
 from tidewheel_kernels.activation import silu_and_mul
 from tidewheel_kernels.attention import paged_attention
 from tidewheel_kernels.attention.metadata import AttentionMetadata
-from tidewheel_kernels.choice import KernelUnavailable, runs_triton
+from tidewheel_kernels.choice import runs_triton
 from tidewheel_kernels.invariant_linear import invariant_linear
 from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
 from tidewheel_kernels.kv_cache.reference import FP8
@@ -25,6 +25,7 @@ from tidewheel_kernels.rope import rope_and_cache
 from tidewheel_kernels.sampling import SampleOutput, sample
 from tidewheel_kernels.sampling.reference import SamplingTensors
 from tidewheel_kernels.scaled_linear import quantize_rows, scaled_linear
+from tidewheel_kernels.switches import KernelUnavailable
 from tidewheel_kernels.token_mask import apply_token_mask
 
 __all__ = [

@@ -24,8 +24,9 @@ import torch
 
 from tidewheel_kernels.aot_cases import CASES, Case
 from tidewheel_kernels.aot_instructions import NONE, Instructions, count, expected, missing
-from tidewheel_kernels.choice import KernelUnavailable, interpreter_enabled, triton_installed
+from tidewheel_kernels.choice import interpreter_enabled, triton_installed
 from tidewheel_kernels.launch_config import compile_target
+from tidewheel_kernels.switches import KernelUnavailable, tried
 
 ARCHITECTURES = (80, 90, 100)
 # CUDA programming guide, "Technical specifications per compute capability": bytes per block.
@@ -80,12 +81,13 @@ class Report:
 
 
 def compile_case(case: Case, arch: int) -> list[Report]:
-    target = compile_target.set(arch)
+    target, switches = compile_target.set(arch), tried.set(case.switches)
     try:
         with _recorded_launches() as launches:
             case.call()
     finally:
         compile_target.reset(target)
+        tried.reset(switches)
     if not launches:
         raise AssertionError(f"case {case.name} launched no kernel")
     return [_compile(case, launch, arch) for launch in launches]
@@ -113,12 +115,12 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
     arguments = dict(launch.arguments)
     wanted = expected(launch.kernel.fn.__name__, arguments, arch)
     options = {"num_warps": arguments.pop("num_warps", 4), "num_stages": arguments.pop("num_stages", 3)}
-    limit = {"maxnreg": arguments.pop("maxnreg")} if "maxnreg" in arguments else {}
+    others = {name: arguments.pop(name) for name in ("maxnreg", "launch_pdl") if name in arguments}
     signature, constants, attributes = _specialise(launch.kernel, arguments)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     name = launch.kernel.fn.__name__
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | limit)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | others)
     except Exception as error:  # the compiler raises many types
         return Report(case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}")
     registers, stack = _resource_usage(compiled.asm["cubin"])

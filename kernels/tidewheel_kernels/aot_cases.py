@@ -12,7 +12,9 @@ from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, WordTensors
 from tidewheel_kernels.sampling.reference import SamplingTensors
+from tidewheel_kernels.switches import Switch
 
+EARLY: frozenset[Switch] = frozenset({"dependent_launch"})
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 VOCABULARY = 151_936
 
@@ -24,6 +26,7 @@ class Case:
     may_spill: tuple[int, ...] = ()  # architectures; elsewhere spills fail
     default: bool = True  # in the tests' default run
     least_arch: int = 0
+    switches: frozenset[Switch] = frozenset()
 
 
 def _rms_norm(hidden: int, dtype: torch.dtype, *, residual: bool) -> None:
@@ -154,6 +157,10 @@ CASES = (
     Case("rope-64", partial(_rope, 64, 64, norm=False), default=False),
     Case("rope-80-partial", partial(_rope, 80, 32, norm=False), default=False),
     Case("rope-128-norm-one-head", partial(_rope, 128, 128, norm=True, num_kv_heads=1), default=False),
+    Case("rms_norm-1024-early", partial(_rms_norm, 1024, BF16, residual=True), switches=EARLY),
+    Case("rms_norm-4096-plain-early", partial(_rms_norm, 4096, BF16, residual=False), switches=EARLY, default=False),
+    Case("silu_and_mul-3072-early", partial(_silu_and_mul, 3072), switches=EARLY),
+    Case("rope-128-norm-early", partial(_rope, 128, 128, norm=True), switches=EARLY),
     Case("kv_cache", _kv_cache),
     Case("kv_cache-fp8", partial(_kv_cache, fp8=True), least_arch=89),
     Case("quantize_rows-1024", partial(_quantize_rows, 1024), least_arch=89),

@@ -14,6 +14,8 @@ _PATTERNS = {
     "tma_loads": r"cp\.async\.bulk\.tensor\.\dd\.shared",
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
+    "waits": r"griddepcontrol\.wait",
+    "early_loads": r"ld\.global(?=[\s\S]*griddepcontrol\.wait)",
     "mma": r"\bmma\.sync",
     "wide_loads": r"ld\.global\.(?:[\w:]+\.)*(?:v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global[^;]*?, 0x10\b",
     "narrow_loads": r"ld\.global\.(?![^ ]*(?:v4\.b32|v2\.b64))|cp\.async\.ca\.shared\.global",
@@ -38,13 +40,15 @@ class Instructions:
     wgmma: int
     tcgen05: int
     mma: int
+    waits: int  # for the kernel before
+    early_loads: int  # in front of it
     wide_loads: int
     narrow_loads: int
     wide_stores: int
     narrow_stores: int
 
 
-NONE = Instructions(0, 0, 0, 0, 0, 0, 0, 0)
+NONE = Instructions(*[0] * 10)
 
 
 def count(ptx: str) -> Instructions:
@@ -58,7 +62,7 @@ def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str,
     if kernel == "write_kv_cache_kernel" and arguments["k_cache_ptr"].itemsize == 1:
         return ("wide_loads",)  # as many elements are half the bytes
     if kernel in _STREAMING:
-        return "wide_loads", "wide_stores"
+        return "wide_loads", "wide_stores", *(["waits"] if arguments.get("STARTS_EARLY") else [])
     if kernel == "invariant_linear_kernel" and arguments["x_ptr"].itemsize == 2:
         return {90: "wgmma", 100: "tcgen05"}.get(arch, "mma"), "wide_loads"
     q = arguments.get("q_ptr")

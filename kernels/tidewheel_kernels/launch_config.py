@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidewheel_kernels.switches import is_on
+
 # With fewer keys per decode program the merge costs too much.
 MIN_KEYS_PER_SPLIT = 128
 MIN_KEYS_PER_SPLIT_OF_MANY = 1024  # where sequences alone fill the device
@@ -234,6 +236,11 @@ def multiprocessors(device: torch.device) -> int:
 def architecture(device: torch.device) -> int:
     """Return a GPU's compute capability, such as 90."""
     return _capability(device) if device.type == "cuda" else compile_target.get()
+
+
+def starts_early(device: torch.device) -> bool:
+    """Return whether small kernels are launched while the one before them ends (programmatic dependent launch)."""
+    return is_on("dependent_launch") and architecture(device) >= 90
 
 
 @lru_cache

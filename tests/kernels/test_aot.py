@@ -63,6 +63,17 @@ def test_a_split_decode_is_three_kernels(compiled: Compiled) -> None:
     assert len(reports) == SPLIT_LAUNCHES * len(ARCHITECTURES)
 
 
+def test_kernels_that_start_early_read_weights_alone_before_they_wait(compiled: Compiled) -> None:
+    early = [report for report in compiled[1] if report["case"].endswith("-early")]
+    waits = {(r["kernel"], r["arch"]): (r["instructions"]["waits"], r["instructions"]["early_loads"]) for r in early}
+    kernels = {"rms_norm_kernel": 2, "silu_and_mul_kernel": 0, "rope_and_cache_kernel": 0}  # 1,024 weights
+    assert waits == {
+        (kernel, arch): (0, 0) if arch == 80 else (1, num_loads)
+        for kernel, num_loads in kernels.items()
+        for arch in ARCHITECTURES
+    }
+
+
 def test_instructions_are_told_apart() -> None:
     ptx = """
         @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
@@ -71,12 +82,14 @@ def test_instructions_are_told_apart() -> None:
         cp.async.cg.shared.global [ %r6 + 0 ], [ %rd3 + 0 ], 0x10, %r7;
         cp.async.ca.shared.global [ %r6 + 0 ], [ %rd3 + 0 ], 0x4, %r7;
         cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%rd4, {%r1}], [%r9];
+        griddepcontrol.wait;
         wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd5, %rd6, 1, 1, 1, 0, 0;
         st.global.b16 [ %rd7 + 0 ], { %rs1 };
     """
     found = count(ptx)
     assert (found.wide_loads, found.narrow_loads, found.tma_loads, found.wgmma) == (3, 2, 1, 1)
     assert (found.mma, found.wide_stores, found.narrow_stores) == (0, 0, 1)
+    assert (found.waits, found.early_loads) == (1, 3)
     assert missing(found, ("tma_loads", "wide_stores", "tcgen05")) == ["wide_stores", "tcgen05"]
 
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from tidewheel_kernels import quantize_rows, scaled_linear
 from tidewheel_kernels.scaled_linear.triton_kernels import quantize_rows as quantize_triton
+from tidewheel_kernels.scaled_linear.triton_kernels import scaled_linear as linear_triton
+from tidewheel_kernels.switches import tried
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -70,6 +74,18 @@ def test_a_row_that_is_no_number_changes_no_other() -> None:
     found = scaled_linear(x, *weight)
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_sums_stay_in_the_tensor_cores_where_that_is_tried(
+    device: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = mock.Mock()
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    token = tried.set(frozenset(["fast_accumulation"] if wanted else []))
+    linear_triton(rows(2, 32, torch.bfloat16, device), torch.ones(16, 32), torch.ones(16, 1), None)
+    tried.reset(token)
+    assert product.call_args.kwargs["use_fast_accum"] is wanted
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from support.kernels.launch_comparison import OPERATIONS, Recorder, compare, recorded
+from tidewheel_kernels.launch_config import compile_target
 from tidewheel_kernels.norm.triton_kernels import rms_norm, rms_norm_kernel
+from tidewheel_kernels.switches import Switch
 from tidewheel_kernels.triton_launch import Launch, binds
 
 pytestmark = pytest.mark.skipif(
@@ -47,6 +49,20 @@ def test_a_kernel_is_bound_from_its_second_launch_on(recorder: Recorder) -> None
     assert len({launch[4] for launch in recorder.launches}) == 1 and recorder.num_bound == 2
 
 
+@pytest.mark.parametrize(("switches", "architecture", "is_early"), [
+    ((), 90, False), (("dependent_launch",), 90, True), (("dependent_launch",), 80, False),
+])  # fmt: skip
+def test_a_bound_launch_starts_early_where_that_is_tried(
+    switches: tuple[Switch, ...], architecture: int, is_early: bool
+) -> None:
+    token = compile_target.set(architecture)
+    with recorded(*switches) as recorder:
+        norm(torch.empty(2, 64))
+        norm(torch.empty(2, 64))
+    compile_target.reset(token)
+    assert [launch[6] for launch in recorder.launches] == [("pdl", is_early)] * 2 and recorder.num_bound == 1
+
+
 def test_other_dtypes_and_alignments_are_not_bound(recorder: Recorder) -> None:
     norm(torch.empty(2, 64))
     norm(torch.empty(2, 64, dtype=torch.bfloat16))
@@ -74,7 +90,8 @@ def test_only_known_versions_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_number_that_is_specialised_must_be_a_constant(recorder: Recorder) -> None:
-    constants = {"hidden": 64, "eps": 1e-6, "weight_offset": 0.0, "HAS_RESIDUAL": False, "BLOCK": 64}
+    constants = {"hidden": 64, "eps": 1e-6, "weight_offset": 0.0, "HAS_RESIDUAL": False}
+    constants |= {"STARTS_EARLY": False, "BLOCK": 64}
     launch = Launch(rms_norm_kernel, constants)
     with pytest.raises(TypeError, match="specialised on x_stride"):
         launch((1, 1, 1), [torch.empty(64)] * 5, 64, 64)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.launch_config import LaunchConfig, cdiv, elementwise_config
+from tidewheel_kernels.launch_config import LaunchConfig, cdiv, elementwise_config, starts_early
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
@@ -14,6 +14,7 @@ def silu_and_mul_kernel(
     out_ptr,  # [num_tokens, size]
     gate_up_stride,
     size,
+    STARTS_EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # grid: [num_tokens, cdiv(size, BLOCK)]
@@ -21,16 +22,20 @@ def silu_and_mul_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     row_ptr = gate_up_ptr + token * gate_up_stride
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
     gate = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row_ptr + size + column, mask=mask, other=0.0).to(tl.float32)
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     activated = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + token * size + column, activated.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @lru_cache(MAX_LAUNCHES)
-def _launch(config: LaunchConfig, stride: int, size: int) -> Launch:
-    constants = {"gate_up_stride": stride, "size": size, "BLOCK": config.block}
-    return Launch(silu_and_mul_kernel, constants, num_warps=config.num_warps)
+def _launch(config: LaunchConfig, stride: int, size: int, early: bool) -> Launch:
+    constants = {"gate_up_stride": stride, "size": size, "STARTS_EARLY": early, "BLOCK": config.block}
+    return Launch(silu_and_mul_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -38,6 +43,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty((num_tokens, size))
     if num_tokens:
         config = elementwise_config(size)
-        launch = _launch(config, gate_up.stride(0), size)
+        launch = _launch(config, gate_up.stride(0), size, starts_early(gate_up.device))
         launch((num_tokens, cdiv(size, config.block), 1), (gate_up, out))
     return out

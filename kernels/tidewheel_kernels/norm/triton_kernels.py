@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.launch_config import LaunchConfig, row_config
+from tidewheel_kernels.launch_config import LaunchConfig, row_config, starts_early
 from tidewheel_kernels.norm.reference import NormResult
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
@@ -24,20 +24,25 @@ def rms_norm_kernel(
     eps,
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # grid: [num_tokens]
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < hidden
-    x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
-    # Load before the reduction, which threads wait for.
+    # Load before what threads wait for: the reduction, and the kernel before.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0)
         # Round first: the next layer reads the rounded sum.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * hidden + column, x, mask=mask)
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     values = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
     normed = values * scale * (weight.to(tl.float32) + weight_offset)
@@ -53,6 +58,7 @@ def _launch(
     eps: float,
     weight_offset: float,
     has_residual: bool,
+    early: bool,
 ) -> Launch:
     constants = {
         "x_stride": x_stride,
@@ -61,9 +67,10 @@ def _launch(
         "eps": eps,
         "weight_offset": weight_offset,
         "HAS_RESIDUAL": has_residual,
+        "STARTS_EARLY": early,
         "BLOCK": config.block,
     }
-    return Launch(rms_norm_kernel, constants, num_warps=config.num_warps)
+    return Launch(rms_norm_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
 
 
 def rms_norm(
@@ -75,7 +82,8 @@ def rms_norm(
     if num_tokens:
         other = x if residual is None else residual
         launch = _launch(
-            row_config(hidden), hidden, x.stride(0), other.stride(0), eps, weight_offset, residual is not None
-        )
+            row_config(hidden), hidden, x.stride(0), other.stride(0), eps, weight_offset, residual is not None,
+            starts_early(x.device),
+        )  # fmt: skip
         launch((num_tokens, 1, 1), (x, other, weight, out, total))
     return out if residual is None else (out, total)

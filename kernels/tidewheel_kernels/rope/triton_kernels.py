@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tidewheel_kernels.kv_cache.triton_kernels import scaled, slot_ptr
-from tidewheel_kernels.launch_config import LaunchConfig, cdiv, next_power_of_2, rope_config
+from tidewheel_kernels.launch_config import LaunchConfig, cdiv, next_power_of_2, rope_config, starts_early
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
@@ -142,6 +142,7 @@ def rope_and_cache_kernel(
     head_dim: tl.constexpr,
     half: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -149,6 +150,9 @@ def rope_and_cache_kernel(
 ):
     # grid: [num_tokens, cdiv(num_q_heads, BLOCK_HEADS) + cdiv(num_kv_heads, BLOCK_HEADS)]
     token = tl.program_id(0).to(tl.int64)
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile, num_q_tiles = tl.program_id(1), tl.cdiv(num_q_heads, BLOCK_HEADS)
     cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * cos_sin_stride
     if tile < num_q_tiles:
@@ -187,6 +191,7 @@ def _launch(
     half: int,
     eps: float,
     has_norm: bool,
+    early: bool,
 ) -> Launch:
     constants = {
         "eps": eps,
@@ -209,12 +214,13 @@ def _launch(
         "head_dim": head_dim,
         "half": half,
         "HAS_NORM": has_norm,
+        "STARTS_EARLY": early,
         "BLOCK_HEADS": config.block,
         "BLOCK_HALF": next_power_of_2(half),
         "BLOCK_REST": next_power_of_2(max(head_dim - 2 * half, 1)),
         "BLOCK_D": next_power_of_2(head_dim),
     }
-    return Launch(rope_and_cache_kernel, constants, num_warps=config.num_warps)
+    return Launch(rope_and_cache_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
 
 
 def rope_and_cache(
@@ -242,7 +248,7 @@ def rope_and_cache(
         weights = (q_norm_weight, k_norm_weight)
     launch = _launch(
         config, q.stride(), k.stride(), v.stride(), cos_sin_cache.stride(0), k_cache.stride(), v_cache.stride(),
-        (num_q_heads, num_kv_heads), k_cache.shape[1], head_dim, half, eps, has_norm,
+        (num_q_heads, num_kv_heads), k_cache.shape[1], head_dim, half, eps, has_norm, starts_early(q.device),
     )  # fmt: skip
     launch(
         (num_tokens, cdiv(num_q_heads, config.block) + cdiv(num_kv_heads, config.block), 1),

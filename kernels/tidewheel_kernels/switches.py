@@ -1,0 +1,42 @@
+"""Choices that no GPU has measured yet: off, unless the environment variable ``TIDEWHEEL_TRY`` names them.
+
+Names have commas between:
+
+``dependent_launch``   Norms, rotation and SiLU are launched while the kernel before them ends (sm_90 and newer).
+``fast_accumulation``  Products of 8-bit floats are summed in the tensor cores alone.
+``flash_prompts``      Prompts go to FlashAttention-3 where it takes them.
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from functools import cache
+from typing import Literal, get_args
+
+Switch = Literal["dependent_launch", "fast_accumulation", "flash_prompts"]
+
+ENVIRONMENT_VARIABLE = "TIDEWHEEL_TRY"
+# In place of the environment's, for compilation ahead of time and for tests.
+tried: ContextVar[frozenset[Switch] | None] = ContextVar("tried", default=None)
+
+
+class KernelUnavailable(RuntimeError):
+    """The chosen implementation cannot run here."""
+
+
+def is_on(switch: Switch) -> bool:
+    names = tried.get()
+    return switch in (_from_environment() if names is None else names)
+
+
+@cache
+def _from_environment() -> frozenset[str]:
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    names = frozenset(filter(None, value.split(",")))
+    if unknown := names.difference(get_args(Switch)):
+        raise KernelUnavailable(
+            f"{ENVIRONMENT_VARIABLE}={value!r} has {', '.join(sorted(unknown))}, which is not known; "
+            f"use some of: {', '.join(get_args(Switch))}"
+        )
+    return names

@@ -7,6 +7,9 @@ The environment variable ``TIDEWHEEL_KERNELS`` is one of:
 ``torch``      The same without C kernels.
 ``reference``  The reference everywhere.
 ``triton``     The triton-lang kernel everywhere. Off the GPU, set ``TRITON_INTERPRET=1`` before triton is imported.
+``flash``      For `paged_attention` alone: prompts by FlashAttention-3, or an error that says why not.
+
+``operation=kind`` is for one operation, and several have commas between: ``torch,rms_norm=reference``.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from typing import Generic, Literal, ParamSpec, TypeVar, cast, get_args
 import torch
 
 from tidewheel_kernels.native.library import native_library
+from tidewheel_kernels.switches import KernelUnavailable, is_on
 
-Kind = Literal["triton", "native", "cpu", "reference"]
-Preference = Literal["auto", "torch", "reference", "triton"]
+Kind = Literal["triton", "flash", "native", "cpu", "reference"]
+Preference = Literal["auto", "torch", "reference", "triton", "flash"]
 
 ENVIRONMENT_VARIABLE = "TIDEWHEEL_KERNELS"
 logger = logging.getLogger(__name__)
@@ -32,16 +36,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class KernelUnavailable(RuntimeError):
-    """The chosen implementation cannot run here."""
+# Names of all.
+_operations: set[str] = set()
 
 
-def preference_from_environment() -> Preference:
-    value = os.environ.get(ENVIRONMENT_VARIABLE, "auto") or "auto"
-    if value not in get_args(Preference):
-        choices = ", ".join(get_args(Preference))
-        raise KernelUnavailable(f"{ENVIRONMENT_VARIABLE}={value!r} is not known; use one of: {choices}")
-    return cast(Preference, value)
+def preferences() -> dict[str, Preference]:
+    """Return the environment's preferences by operation; under "", that for others."""
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    found: dict[str, Preference] = {"": "auto"}
+    for item in filter(None, value.split(",")):
+        name, separator, kind = item.rpartition("=")
+        if kind not in get_args(Preference):
+            choices = ", ".join(get_args(Preference))
+            raise KernelUnavailable(f"{ENVIRONMENT_VARIABLE}={value!r}: {kind!r} is not known; use one of: {choices}")
+        if separator and name not in _operations:
+            names = ", ".join(sorted(_operations))
+            raise KernelUnavailable(f"{ENVIRONMENT_VARIABLE}={value!r}: no operation is {name!r}; there are: {names}")
+        found[name] = cast(Preference, kind)
+    return found
+
+
+def preference_for(operation: str) -> Preference:
+    found = preferences()
+    return found.get(operation, found[""])
 
 
 def interpreter_enabled() -> bool:
@@ -66,19 +83,22 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
         )
     if not on_gpu and not interpreter_enabled():
         raise KernelUnavailable(
-            f"{ENVIRONMENT_VARIABLE}=triton needs CUDA tensors, got {device_type}; "
+            f"{ENVIRONMENT_VARIABLE}={preference} needs CUDA tensors, got {device_type}; "
             f"move the tensors, unset {ENVIRONMENT_VARIABLE}, or set TRITON_INTERPRET=1 to interpret the kernels"
         )
-    return "triton"
+    return "flash" if preference == "flash" else "triton"
 
 
 def runs_triton(device_type: str) -> bool:
     """Return whether every operation on such tensors is a triton-lang kernel."""
-    return choose(device_type, preference_from_environment(), has_cpu=False) == "triton"
+    return all(choose(device_type, kind, has_cpu=False) == "triton" for kind in preferences().values())
 
 
 class Op(Generic[P, R]):
-    """An operation with its implementations; `name` is also its launcher in `triton_kernels` of `package`."""
+    """An operation with its implementations.
+
+    `name` is also its launcher in `triton_kernels` of `package`, and in `triton_flash` where `has_flash`.
+    """
 
     def __init__(
         self,
@@ -88,12 +108,15 @@ class Op(Generic[P, R]):
         reference: Callable[P, R],
         cpu: Callable[P, R] | None = None,
         native: Callable[P, R] | None = None,
+        has_flash: bool = False,
     ) -> None:
         self.name = name
         self._package = package
         self._reference = reference
         self._cpu = cpu
         self._native = native
+        self._has_flash = has_flash
+        _operations.add(name)
         self._chosen: dict[tuple[torch.device, torch.dtype], Callable[P, R]] = {}
 
     def on(self, tensor: torch.Tensor) -> Callable[P, R]:
@@ -107,15 +130,20 @@ class Op(Generic[P, R]):
         return chosen
 
     def _kind(self, device_type: str, dtype: torch.dtype) -> Kind:
-        preference = preference_from_environment()
+        preference = preference_for(self.name)
         kind = choose(device_type, preference, has_cpu=self._cpu is not None)
+        if kind == "flash" and not self._has_flash:
+            raise KernelUnavailable(f"{self.name} has no implementation flash; set {ENVIRONMENT_VARIABLE} without it")
+        if kind == "triton" and preference == "auto" and self._has_flash and is_on("flash_prompts"):
+            return "flash"
         prefers_native = kind == "cpu" and preference == "auto" and self._native is not None
         return "native" if prefers_native and native_library(dtype) is not None else kind
 
     def implementation(self, kind: Kind) -> Callable[P, R]:
         """Return the implementation of a kind, ignoring the environment."""
-        if kind == "triton":
-            launchers = importlib.import_module(f"{self._package}.triton_kernels")
+        if kind in ("triton", "flash"):
+            module = "triton_kernels" if kind == "triton" else "triton_flash"
+            launchers = importlib.import_module(f"{self._package}.{module}")
             return cast("Callable[P, R]", getattr(launchers, self.name))
         if kind == "native" and self._native is not None:
             return self._native

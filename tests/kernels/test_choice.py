@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import tidewheel_kernels
-from tidewheel_kernels import choice
-from tidewheel_kernels.choice import KernelUnavailable, Op, choose, preference_from_environment
+from tidewheel_kernels import KernelUnavailable, choice
+from tidewheel_kernels.choice import Op, choose, preference_for, preferences, runs_triton
+from tidewheel_kernels.switches import is_on, tried
 
 TENSOR = torch.zeros(1)
 
@@ -47,8 +48,38 @@ class TestChoice:
 
     def test_unknown_preference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TIDEWHEEL_KERNELS", "fast")
-        with pytest.raises(KernelUnavailable, match="auto, torch, reference, triton"):
-            preference_from_environment()
+        with pytest.raises(KernelUnavailable, match="'fast' is not known; use one of: auto, torch, reference"):
+            preferences()
+        monkeypatch.setenv("TIDEWHEEL_KERNELS", "rms_nrom=reference")
+        with pytest.raises(KernelUnavailable, match=r"no operation is 'rms_nrom'; there are: .*rms_norm"):
+            preferences()
+
+    def test_an_operation_may_have_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TIDEWHEEL_KERNELS", "rms_norm=reference,torch,paged_attention=flash")
+        found = [preference_for(name) for name in ("rms_norm", "paged_attention", "silu_and_mul")]
+        assert found == ["reference", "flash", "torch"]
+        monkeypatch.setenv("TIDEWHEEL_KERNELS", "rms_norm=reference")
+        assert [preference_for("rms_norm"), preference_for("silu_and_mul")] == ["reference", "auto"]
+        assert not runs_triton("cuda")
+        monkeypatch.setenv("TIDEWHEEL_KERNELS", "rms_norm=triton")
+        assert runs_triton("cuda")
+
+    def test_flash_is_for_prompts_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        norm = Op("norm", "nowhere", reference=int)
+        prompts = Op("prompts", "nowhere", reference=int, has_flash=True)
+        token = tried.set(frozenset(["flash_prompts"]))
+        assert [op._kind("cuda", TENSOR.dtype) for op in (norm, prompts)] == ["triton", "flash"]
+        assert [op._kind("cpu", TENSOR.dtype) for op in (norm, prompts)] == ["reference", "reference"]
+        tried.reset(token)
+        assert prompts._kind("cuda", TENSOR.dtype) == "triton"
+        monkeypatch.setenv("TIDEWHEEL_KERNELS", "prompts=flash")
+        assert [op._kind("cuda", TENSOR.dtype) for op in (norm, prompts)] == ["triton", "flash"]
+        monkeypatch.setenv("TIDEWHEEL_KERNELS", "flash")
+        with pytest.raises(KernelUnavailable, match="norm has no implementation flash"):
+            norm._kind("cuda", TENSOR.dtype)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        with pytest.raises(KernelUnavailable, match="TIDEWHEEL_KERNELS=flash needs CUDA tensors"):
+            choose("cpu", "flash", has_cpu=True)
 
 
 def test_an_operation_chooses_once_and_says_so(
@@ -67,6 +98,22 @@ def test_a_forced_reference_wins_over_the_cpu_path(monkeypatch: pytest.MonkeyPat
     assert Op("name", "nowhere", reference=lambda: "reference", cpu=lambda: "cpu").on(TENSOR)() == "reference"
 
 
+def test_switches_are_off_unless_they_are_named() -> None:
+    program = "from tidewheel_kernels.switches import is_on; print(is_on('flash_prompts'), is_on('dependent_launch'))"
+    for value, expected in {"": "False False\n", "dependent_launch": "False True\n"}.items():
+        assert run(program, TIDEWHEEL_TRY=value).stdout == expected
+    refused = run(program, TIDEWHEEL_TRY="dependent_launch,pdl")
+    assert "'dependent_launch,pdl' has pdl, which is not known; use some of: dependent_launch, " in refused.stderr
+    assert not is_on("fast_accumulation")
+
+
+def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(tidewheel_kernels.__file__).parents[1]), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+
+
 def test_the_package_works_without_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
@@ -74,9 +121,4 @@ def test_the_package_works_without_triton() -> None:
         "x = torch.ones(1, 2)\n"
         "print(ops.silu_and_mul(x).shape, ops.rms_norm(x, x[0], 0.0).tolist())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(tidewheel_kernels.__file__).parents[1])}
-    environment.pop("TIDEWHEEL_KERNELS", None)
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "torch.Size([1, 1]) [[1.0, 1.0]]\n"
+    assert run(program, TIDEWHEEL_KERNELS="").stdout == "torch.Size([1, 1]) [[1.0, 1.0]]\n"

@@ -19,7 +19,7 @@ from tidewheel.models.causal_lm import Progress, no_progress
 from tidewheel.models.model_folder import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import copy_blocks
-from tidewheel_kernels.choice import preference_from_environment
+from tidewheel_kernels.choice import preferences
 from tidewheel_kernels.native.library import cache_folder as native_cache_folder
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class CompileLog:
 
 def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:
     """Run one small kernel; return None if none will run. Raise `ConfigError` if something to compile is missing."""
-    if device.type != "cuda" or preference_from_environment() == "reference":
+    if device.type != "cuda" or set(preferences().values()) == {"reference"}:
         return None
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("a GPU needs triton-lang, which is not installed: install 'triton', or set device to 'cpu'")

@@ -84,5 +84,6 @@ _OP = Op(
     reference=paged_attention_reference,
     cpu=paged_attention_cpu,
     native=paged_attention_native,
+    has_flash=True,
 )
 _INVARIANT = Op("invariant_attention", __name__, reference=paged_attention_reference)

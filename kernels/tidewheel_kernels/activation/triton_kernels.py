@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tidewheel_kernels.launch_config import LaunchConfig, cdiv, elementwise_config, starts_early
+from tidewheel_kernels.triton_early import wait_for_inputs
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
@@ -22,12 +23,9 @@ def silu_and_mul_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     row_ptr = gate_up_ptr + token * gate_up_stride
-    if STARTS_EARLY:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(STARTS_EARLY)
     gate = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row_ptr + size + column, mask=mask, other=0.0).to(tl.float32)
-    if STARTS_EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     activated = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + token * size + column, activated.to(out_ptr.dtype.element_ty), mask=mask)
 

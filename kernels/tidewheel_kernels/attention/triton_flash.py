@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptCall(NamedTuple):
-    """What decides whether FlashAttention-3 takes a prompt."""
+    """Prompts, as far as FlashAttention-3 may take them or not."""
 
     device: torch.device
     dtype: torch.dtype

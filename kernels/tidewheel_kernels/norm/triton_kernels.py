@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tidewheel_kernels.launch_config import LaunchConfig, row_config, starts_early
 from tidewheel_kernels.norm.reference import NormResult
+from tidewheel_kernels.triton_early import wait_for_inputs
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
@@ -33,16 +34,13 @@ def rms_norm_kernel(
     mask = column < hidden
     # Load before what threads wait for: the reduction, and the kernel before.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    if STARTS_EARLY:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(STARTS_EARLY)
     x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0)
         # Round first: the next layer reads the rounded sum.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * hidden + column, x, mask=mask)
-    if STARTS_EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     values = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
     normed = values * scale * (weight.to(tl.float32) + weight_offset)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tidewheel_kernels.kv_cache.triton_kernels import scaled, slot_ptr
 from tidewheel_kernels.launch_config import LaunchConfig, cdiv, next_power_of_2, rope_config, starts_early
+from tidewheel_kernels.triton_early import wait_for_inputs
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
@@ -149,20 +150,16 @@ def rope_and_cache_kernel(
     BLOCK_D: tl.constexpr,
 ):
     # grid: [num_tokens, cdiv(num_q_heads, BLOCK_HEADS) + cdiv(num_kv_heads, BLOCK_HEADS)]
-    token = tl.program_id(0).to(tl.int64)
-    if STARTS_EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tile, num_q_tiles = tl.program_id(1), tl.cdiv(num_q_heads, BLOCK_HEADS)
+    token, tile, num_q_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.cdiv(num_q_heads, BLOCK_HEADS)
+    wait_for_inputs(STARTS_EARLY)
     cos_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * cos_sin_stride
     if tile < num_q_tiles:
         head = (tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
-        mask = head < num_q_heads
         row_ptr = q_ptr + token * q_token_stride + head * q_head_stride
         first, second, rest = _rotated(
-            row_ptr, q_weight_ptr, cos_ptr, mask, eps, half, head_dim, HAS_NORM, BLOCK_HALF, BLOCK_REST
+            row_ptr, q_weight_ptr, cos_ptr, head < num_q_heads, eps, half, head_dim, HAS_NORM, BLOCK_HALF, BLOCK_REST
         )
-        _store_head(row_ptr, first, second, rest, mask, half, head_dim, BLOCK_HALF, BLOCK_REST)
+        _store_head(row_ptr, first, second, rest, head < num_q_heads, half, head_dim, BLOCK_HALF, BLOCK_REST)
     else:
         head = ((tile - num_q_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)

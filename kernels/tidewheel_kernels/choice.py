@@ -134,7 +134,7 @@ class Op(Generic[P, R]):
         kind = choose(device_type, preference, has_cpu=self._cpu is not None)
         if kind == "flash" and not self._has_flash:
             raise KernelUnavailable(f"{self.name} has no implementation flash; set {ENVIRONMENT_VARIABLE} without it")
-        if kind == "triton" and preference == "auto" and self._has_flash and is_on("flash_prompts"):
+        if self._has_flash and is_on("flash_prompts") and kind == "triton" and preference == "auto":
             return "flash"
         prefers_native = kind == "cpu" and preference == "auto" and self._native is not None
         return "native" if prefers_native and native_library(dtype) is not None else kind

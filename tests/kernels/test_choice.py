@@ -102,6 +102,7 @@ def test_switches_are_off_unless_they_are_named() -> None:
     program = "from tidewheel_kernels.switches import is_on; print(is_on('flash_prompts'), is_on('dependent_launch'))"
     for value, expected in {"": "False False\n", "dependent_launch": "False True\n"}.items():
         assert run(program, TIDEWHEEL_TRY=value).stdout == expected
+    program = "import torch; from tidewheel_kernels.attention import _OP; _OP.on(torch.zeros(1))"  # on a CPU too
     refused = run(program, TIDEWHEEL_TRY="dependent_launch,pdl")
     assert "'dependent_launch,pdl' has pdl, which is not known; use some of: dependent_launch, " in refused.stderr
     assert not is_on("fast_accumulation")

@@ -19,6 +19,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner.loading import graph_sizes
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.sampling import SamplingParams
 
 
@@ -70,10 +71,10 @@ def test_a_cpu_has_no_graphs_and_says_so_once(
 def test_graphs_are_for_a_gpu_and_whoever_wants_them(config: EngineConfig) -> None:
     gpu = mock.Mock(device=torch.device("cuda"))
     config = dataclasses.replace(config, max_num_seqs=9, max_num_batched_tokens=6)
-    assert graph_sizes(config, gpu) == ([1, 2, 4, 6], [16])
-    assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == ((), ())
-    gpu.model = mock.Mock(spec=["forward", "is_capturable"])
-    assert graph_sizes(config, gpu) == ([1, 2, 4, 6], ())
+    assert graph_sizes(config, gpu) == ([1, 2, 4, 6], [16], [])
+    assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == GraphSizes()
+    gpu.model = mock.Mock(spec=["forward", "is_capturable", "shape"])
+    assert graph_sizes(config, gpu) == ([1, 2, 4, 6], (), [])
 
 
 def test_loading_reports_its_progress(config: EngineConfig) -> None:

@@ -41,12 +41,8 @@ def decode_sizes(max_num_rows: int) -> list[int]:
 
 def unsplit_sizes(sizes: Sequence[int], num_kv_heads: int, max_model_len: int, device: torch.device) -> list[int]:
     """Return the sizes that get a second graph."""
-    num_sms = multiprocessors(device)
-    return [
-        size
-        for size in sizes
-        if size >= LEAST_UNSPLIT and decode_splits(size, num_kv_heads, max_model_len, num_sms).extra
-    ]
+    large = [size for size in sizes if size >= LEAST_UNSPLIT]
+    return [s for s in large if decode_splits(s, num_kv_heads, max_model_len, multiprocessors(device)).extra]
 
 
 class DecodeGraph(NamedTuple):

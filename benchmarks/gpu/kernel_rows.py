@@ -59,6 +59,16 @@ def gated_activation(shape: Shape, num_tokens: int) -> KernelCase:
     return KernelCase("SiLU-mul", case, 3 * 2 * num_tokens * shape.intermediate, {OURS: make, "torch": unfused})
 
 
+def by_cublaslt(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply with cuBLASLt; a graph keeps what is chosen at its capture."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        return linear(x, weight)
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
 def products(shape: Shape) -> dict[str, tuple[int, int]]:
     """Return inputs and outputs of a model's matrix products."""
     queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

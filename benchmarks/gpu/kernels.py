@@ -77,11 +77,12 @@ def product_cases(is_dry: bool) -> Iterator[KernelCase]:
 
 
 def serving_products(models: Iterable[str], is_dry: bool) -> Iterator[KernelCase]:
-    """Yield every product of the models as cuBLAS computes it, at sizes of serving."""
+    """Yield every product of the models at sizes of serving, by either library that torch can call."""
+    makers = {"torch": linear} if is_dry else {"cuBLAS": linear, "cuBLASLt": rows.by_cublaslt}
     for model in models:
         for name, (inputs, outputs) in rows.products(SHAPES[model]).items():
             for num_tokens in (8,) if is_dry else PRODUCT_TOKENS:
-                yield rows.product(f"{model} {name}", num_tokens, inputs, outputs, {"torch": linear})
+                yield rows.product(f"{model} {name}", num_tokens, inputs, outputs, makers)
 
 
 def goals(stage: Stage, run_all: Callable[[Iterable[KernelCase]], None]) -> None:

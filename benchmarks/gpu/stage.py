@@ -14,15 +14,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from gpu.measurements import Ceilings, Measurement
+from gpu.measurements import OURS, Ceilings, Measurement
 from gpu.suite import INTERRUPTED, NO_DEVICE, add_common_options, device_problem, is_dry, model_names
 from tidewheel.bench.worker_process import WorkerFailed
+
+SWITCHES = ("TIDEWHEEL_TRY", "TORCH_BLAS_PREFER_CUBLASLT")
 
 
 class OutOfTime(Exception):
@@ -50,6 +52,8 @@ class Stage:
         return self.end - time.monotonic()
 
     def result(self, measurement: Measurement) -> None:
+        if measurement.who == OURS and (switches := [os.environ[name] for name in SWITCHES if os.environ.get(name)]):
+            measurement = replace(measurement, who=f"{OURS}, {' '.join(switches)}")
         print(f"  {measurement.line()}", flush=True)
         self._write(measurement.to_json())
 

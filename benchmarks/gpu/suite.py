@@ -41,6 +41,7 @@ class StagePlan(NamedTuple):
     name: str
     seconds: float
     arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
 
 
 class Fallback(NamedTuple):
@@ -76,7 +77,15 @@ PEERS = StagePlan("peers", 420.0)
 SWEEP = StagePlan("kernels", 480.0, ("--sweep",))
 CEILINGS = StagePlan("ceilings", 40.0)
 BESIDE = (CEILINGS, StagePlan("kernels", 100.0), PEERS)  # with a bundle of peers
-ALONE = {plan.name: plan for plan in (*FIRST, *WHOLE)} | {"peers": PEERS, "sweep": SWEEP}
+SWITCHES = {  # what is off until a device has measured it
+    name: StagePlan("latency", 85.0, ("--goals",), environment)
+    for name, environment in (
+        ("dependent_launch", {"TIDEWHEEL_TRY": "dependent_launch"}),
+        ("flash_prompts", {"TIDEWHEEL_TRY": "flash_prompts"}),
+        ("cublaslt", {"TORCH_BLAS_PREFER_CUBLASLT": "1"}),
+    )
+}
+ALONE = {plan.name: plan for plan in (*FIRST, *WHOLE)} | {"peers": PEERS, "sweep": SWEEP} | SWITCHES
 NAMES = tuple(ALONE)
 PROBE = "parity"  # the first stage that runs the engine
 FALLBACKS = (
@@ -203,7 +212,8 @@ class Suite:
 
     def _run_stage(self, plan: StagePlan, fallback: Fallback, seconds: float) -> bool:
         """Return whether the stage ended well and no part of it failed."""
-        label = " ".join(filter(None, (plan.name, *plan.arguments, fallback.name)))
+        switches = (f"{name}={value}" for name, value in plan.environment.items())
+        label = " ".join(filter(None, (plan.name, *plan.arguments, *switches, fallback.name)))
         print(f"{label}: at most {seconds:.0f} s", flush=True)
         start, before, outcome = time.monotonic(), len(self.findings.of_type("failed")), "interrupted"
         process = StageProcess(self._command(plan, fallback, seconds), self._environment(plan, fallback), self._log)
@@ -237,7 +247,7 @@ class Suite:
 
     def _environment(self, plan: StagePlan, fallback: Fallback) -> dict[str, str]:
         """Show a bundle's FlashAttention-3 only to the kernels stage."""
-        environment = {**os.environ, **fallback.environment, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **plan.environment, **fallback.environment, "PYTHONUNBUFFERED": "1"}
         if plan.name == "kernels" and self._bundle is not None:
             paths = (environment.get("PYTHONPATH", ""), str(self._bundle / FA3_FOLDER))
             environment |= {"PYTHONPATH": os.pathsep.join(paths), "FA3_SO": str(self._bundle / FA3_LIBRARY)}

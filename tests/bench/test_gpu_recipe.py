@@ -18,6 +18,7 @@ import pytest
 from bench.test_gpu_benchmark import make_stage
 from gpu import kernel_archive, pack, suite
 from gpu.device_tests import ROOT, FileRun, measured, run_tests
+from gpu.measurements import duration
 from gpu.suite import DONE, FALLBACKS, FIRST, StagePlan, StageProcess, Suite
 from support.gpu.planted_faults import CAPTURE, LOST
 
@@ -101,6 +102,22 @@ def test_a_stage_alone_has_all_the_time_and_others_their_shares(
     seconds = [float(command[command.index("--seconds") + 1]) for command, _ in STARTED]
     share = [value + 2 * suite.END_S for value in seconds]
     assert share == pytest.approx([300, 200, 300, 200, 210], abs=5)  # what one leaves, the next has
+
+
+def test_switches_run_a_stage_in_an_environment_and_name_its_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(suite, "StageProcess", PlannedProcess)
+    STARTED.clear()
+    run = Suite([suite.ALONE["dependent_launch"]], [], tmp_path, SECONDS)
+    run.run(lambda _: None)
+    ((command, environment),) = STARTED
+    assert "gpu.latency" in command and environment["TIDEWHEEL_TRY"] == "dependent_launch"
+    assert run.findings.stages[0]["name"] == "latency --goals TIDEWHEEL_TRY=dependent_launch"
+    monkeypatch.setenv("TIDEWHEEL_TRY", "dependent_launch")
+    stage = make_stage(tmp_path)
+    stage.result(duration("decode step", "tiny", [0.1], None))
+    assert json.loads(stage.records.getvalue())["who"] == "tidewheel, dependent_launch"  # type: ignore[union-attr]
 
 
 def test_the_shares_of_the_recipe_fit_into_its_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,16 @@ import pytest
 from support.bench.runs import ENVIRONMENT, measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import Capacity
-from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, SHORT, capacity_table, class_table, table
+from tidewheel.bench.figure_columns import (
+    LATENCIES,
+    RATES,
+    SERVER,
+    SHORT,
+    capacity_table,
+    class_table,
+    table,
+    verdicts,
+)
 from tidewheel.bench.html_page import render, write_files
 from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.pictures import capacity_picture, pictures
@@ -105,6 +115,24 @@ def test_pictures_are_png_for_the_readme() -> None:
     for picture in pictures(measured(stage(), some)):
         assert picture.png().startswith(b"\x89PNG")
         assert picture.caption
+
+
+def test_one_load_of_one_target_has_its_latencies() -> None:
+    one = stage()
+    one = replace(one, targets=one.targets[:1], loads=one.loads[:1])
+    (picture,) = pictures(measured(one, some))
+    assert picture.figure.axes[0].get_title(loc="left") == "First token, ms"
+
+
+def test_a_sentence_says_what_was_in_time_and_what_made_the_rest_late(tmp_path: Path) -> None:
+    result = measured(stage(), some)
+    said = verdicts(result)
+    assert len(said) == len(result.stage.targets)
+    (late,) = [text for text in said if text.startswith("baseline_dynamic")]
+    assert " 0 % in time: " in late and "ms to the first token, objective " in late and "a token" not in late
+    one = recorder(tmp_path, result)
+    assert late in "\n".join(result_tables(one))
+    assert late in Page(render(one, {})).text
 
 
 def test_nothing_measured_gives_no_picture() -> None:

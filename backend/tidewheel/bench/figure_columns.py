@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tidewheel.bench.estimates import Estimate
+from tidewheel.bench.outcome import Slo
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.text_tables import NOTHING, Table, number
 
@@ -102,6 +103,29 @@ SHORT = tuple(
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
     rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in measured(result)]
     return Table(["load", "target", *headings(columns)], rows)
+
+
+def verdicts(result: StageResult) -> list[str]:
+    """Say of each target, at its highest load, how many requests were in time, and what made the others late."""
+    last = {target: (load, figures) for (load, target), figures in measured(result)}
+    said = []
+    for target, (load, figures) in last.items():
+        share = COLUMNS["within"].estimate(figures).mean
+        said.append(f"{target}, {load}: {share:.0f} % in time: {_times(figures, result.stage.slo)}")
+    return said
+
+
+def _times(figures: Figures, slo: Slo) -> str:
+    """Return the median times that are over their objective, or both if none is."""
+    times = [
+        (COLUMNS["TTFT p50"].estimate(figures).mean, 1e3 * slo.ttft_s, "ms to the first token"),
+        (COLUMNS["TPOT p50"].estimate(figures).mean, 1e3 * slo.tpot_s, "ms a token"),
+    ]
+    known = [time for time in times if math.isfinite(time[0])]
+    late = [time for time in known if time[0] > time[1]]
+    return (
+        "; ".join(f"{number(found)} {unit}, objective {most:g}" for found, most, unit in late or known) or "no answer"
+    )
 
 
 def class_table(result: StageResult) -> Table:

@@ -8,7 +8,16 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, measured, table
+from tidewheel.bench.figure_columns import (
+    LATENCIES,
+    RATES,
+    SERVER,
+    capacity_table,
+    class_table,
+    measured,
+    table,
+    verdicts,
+)
 from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.text_tables import Table, number
 
@@ -26,10 +35,10 @@ p.note, figcaption, .facts { color: #555; font-size: .9rem; }
 .card { border: 1px solid #ddd; border-radius: .5rem; padding: .7rem 1rem; min-width: 9.5rem; }
 .card b { display: block; font-size: 1.5rem; } .card span { color: #555; font-size: .85rem; }
 .wide { overflow-x: auto; margin: .8rem 0; }
-table { border-collapse: collapse; font-size: .84rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
+table { border-collapse: collapse; font-size: .84rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid #eee; }
 th { color: #555; font-weight: 600; border-bottom: 1px solid #999; vertical-align: bottom; }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; white-space: nowrap; }
 tr.first td { border-top: 1px solid #999; }
 figure { margin: 1.2rem 0; } figure img { max-width: 100%; height: auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; font-size: .9rem; }
@@ -119,6 +128,7 @@ def _cards(findings: Mapping[str, Any]) -> str:
 
 def _stage(result: StageResult, pictures: Sequence[Picture]) -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
+    parts += [f"<p>{escape(text)}</p>" for text in verdicts(result)]
     parts += map(figure, pictures)
     parts += [wide(table(result, columns).without_empty()) for columns in (RATES, LATENCIES, SERVER)]
     parts += [wide(class_table(result)), *(f'<p class="note">{escape(text)}</p>' for text in _warnings(result))]

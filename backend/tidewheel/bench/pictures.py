@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER
 from tidewheel.bench.charts import COLOURS, GREYS, INK, MARKERS, Picture, legend_below, logarithmic, panels, style
-from tidewheel.bench.figure_columns import COLUMNS, measured
+from tidewheel.bench.figure_columns import COLUMNS, measured, verdicts
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import Target
 
@@ -24,6 +24,7 @@ class Panel(NamedTuple):
     is_logarithmic: bool = False
 
 
+_LATENCIES = {"First token, ms": "TTFT", "Further tokens, ms each": "TPOT", "Whole answer, ms": "e2e"}
 _GOAL = f"{GOAL * 100:.0f} %"
 _WITHIN = Panel("Within the objective, %", f"by the whole answer; dotted: {_GOAL}", ("within e2e",))
 _TTFT = Panel("Time to first token, p99, ms", "logarithmic: less is better", ("TTFT p99",), is_logarithmic=True)
@@ -41,8 +42,10 @@ def pictures(result: StageResult) -> list[Picture]:
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
     names = {target for (_, target), _ in measured(result)}
     targets = [target for target in result.stage.targets if target.name in names]
-    if len(targets) * len(loads) < 2 or result.stage.is_preliminary:
+    if not targets or result.stage.is_preliminary:
         return []
+    if len(targets) * len(loads) == 1:
+        return [_quantiles(result, targets[0], name)]
     if all(load.kind == "closed" for load in loads) and len(loads) >= 3:
         shown = (_OUTPUT, _first_known(result, _TPOT, _E2E), _first_known(result, _BUSY, _BATCH))
         return [_lines(result, targets, name, shown, "requests in flight")]
@@ -115,6 +118,21 @@ def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Seq
             axes.axhline(GOAL * 100, color=INK, linewidth=0.8, linestyle=":")
     legend_below(figure, panes[0])
     return Picture(name, f"{result.stage.title}.", figure)
+
+
+def _quantiles(result: StageResult, target: Target, name: str) -> Picture:
+    """Draw the latencies of one target under one load."""
+    figure, panes = panels(3, height=2.6)
+    figures = result.figures(target.name, 0)
+    for axes, (title, kind) in zip(panes, _LATENCIES.items(), strict=True):
+        names = [f"{kind} {quantile}" for quantile in ("p50", "p99")]
+        estimates = [COLUMNS[column].estimate(figures) for column in names]
+        axes.barh(["median", "p99"], [one.mean for one in estimates], 0.6, color=COLOURS[0])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        style(axes, title)
+        axes.grid(axis="y", visible=False)
+    return Picture(name, f"{result.stage.title}: {verdicts(result)[0]}.", figure)
 
 
 def _bars(result: StageResult, targets: Sequence[Target], name: str, shown: Sequence[Panel]) -> Picture:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from tqdm import tqdm
 
 from tidewheel.bench.driver import Progress
-from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table
+from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table, verdicts
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder
 from tidewheel.bench.summary import summarise_run
@@ -78,4 +78,5 @@ def result_tables(recorder: Recorder) -> Iterator[str]:
         yield capacity_table(recorder.extra).as_text()
     for result in recorder.stages:
         if not result.stage.is_preliminary:
-            yield f"{result.stage.title}\n{table(result, SHORT).without_empty().as_text()}"
+            figures = table(result, SHORT).without_empty().as_text()
+            yield "\n".join([result.stage.title, figures, "", *verdicts(result)])

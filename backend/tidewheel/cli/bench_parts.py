@@ -92,7 +92,7 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
         raise UsageError("--load trace and --workload trace:FILE go together")
     return Stage(
         name=suite or args.suite,
-        title=f"{text[0].upper()}{text[1:]}",
+        title="Results" if (suite or args.suite) == "run" else f"{text[0].upper()}{text[1:]}",
         targets=tuple(parse_targets([*(args.target or targets), *online_peers])),
         loads=parsed,
         workload=_workload(args, name, model),

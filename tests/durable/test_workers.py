@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 import support.durable.needed  # noqa: F401
+from support.durable.patience import until
 from support.durable.worker_program import EchoTransport
 from tidewheel_client import AsyncClient, AsyncMockTransport, Busy, InvalidRequest, ServerUnavailable
 from tidewheel_client.answers import Chunk
@@ -35,13 +35,6 @@ async def working(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         worker.stop()
         await asyncio.wait_for(task, 60)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, what
-        await asyncio.sleep(0.01)
 
 
 class Place:
@@ -244,7 +237,7 @@ def test_a_running_job_is_cancelled(place: Place) -> None:
     asyncio.run(use())
 
 
-def test_a_missed_cancel_is_found_when_the_lease_is_renewed(place: Place) -> None:
+def test_a_missed_cancel_is_found_by_the_next_beat(place: Place) -> None:
     async def use() -> None:
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x")
@@ -344,7 +337,7 @@ def test_a_cancel_that_comes_with_news_ends_a_worker(place: Place) -> None:
     asyncio.run(use())
 
 
-def test_a_held_job_is_renewed(place: Place) -> None:
+def test_a_held_job_stays_while_its_worker_beats(place: Place) -> None:
     async def use() -> None:
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x")
@@ -385,16 +378,21 @@ def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder
         old, new = (WorkerStore(server, names, consumer, 2, place.notes.append) for consumer in ("old", "new"))
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x", stream=True)
-            assert [one.id for one in await old.take(1, 60_000, [], claim=True, lowest_first=False)] == ["a"]
-            assert await new.take(1, 60_000, [], claim=True, lowest_first=False) == []
-            await asyncio.sleep(0.002)  # the lease
-            assert [one.attempt for one in await new.take(1, 1, [], claim=True, lowest_first=False)] == [2]
-            assert await old.renew(["a"]) == ["a"]
+            assert [one.id for one in await old.take(1, [], gone={}, claim=True, lowest_first=False)] == ["a"]
+            assert await new.take(1, [], gone={}, claim=True, lowest_first=False) == []
+            await old.beat(["a"])
+            _, beats = await new.beat([])
+            await old.beat(["a"])
+            assert await new.take(1, [], gone=beats, claim=True, lowest_first=False) == [], "it beats again"
+            _, beats = await new.beat([])
+            (second,) = await new.take(1, [], gone=beats, claim=True, lowest_first=False)
+            assert second.attempt == 2
+            assert await old.beat(["a"]) == (["a"], {"new": "2"})
             assert not await old.fail("a", 1, "late")
             assert await old.give_back() == 0
             await old.emit([Part("a", 1, 1, "late")])
             assert await queue._redis.exists(names.tokens("a")) == 0
-            assert await new.renew(["a"]) == []
+            assert (await new.beat(["a"]))[0] == []
             assert (await queue.result("a")).state == "running"
             assert await old.finish([ending("a", "done", text="the first")]) == [True]  # which is as good
             assert await new.finish([ending("a", "done", text="the second")]) == [False]
@@ -412,7 +410,7 @@ def test_calls_whose_answers_were_lost_are_repeated_without_effect(place: Place,
         store = WorkerStore(server, QueueNames(place.name), "one", 3, place.notes.append)
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x", stream=True)
-            assert len(await store.take(1, 60_000, [], claim=True, lowest_first=False)) == 1
+            assert len(await store.take(1, [], gone={}, claim=True, lowest_first=False)) == 1
             for _ in range(2):
                 await store.emit([Part("a", 1, 1, "one "), Part("a", 1, 2, "two")])
             for _ in range(3):
@@ -439,10 +437,10 @@ def test_parts_of_a_job_that_was_given_back_are_told_apart(place: Place, redis_f
         )
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x", stream=True)
-            (first,) = await old.take(1, 60_000, [], claim=True, lowest_first=False)
+            (first,) = await old.take(1, [], gone={}, claim=True, lowest_first=False)
             await old.emit([Part("a", first.attempt, 1, "one ")])
             assert await old.give_back() == 1
-            (second,) = await new.take(1, 60_000, [], claim=True, lowest_first=False)
+            (second,) = await new.take(1, [], gone={}, claim=True, lowest_first=False)
             await new.emit([Part("a", second.attempt, 1, "uno ")])
             await new.finish([ending("a", "done", text="uno ")])
             assert await _read_tokens(queue) == [("one ", 1), ("uno ", 2)]

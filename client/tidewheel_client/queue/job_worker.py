@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import time
@@ -18,11 +19,13 @@ from tidewheel_client.queue.jobs import Job, unpack
 from tidewheel_client.queue.queue_calls import QueueNames
 from tidewheel_client.queue.redis_place import RedisPlace
 from tidewheel_client.queue.server_gate import ServerGate
+from tidewheel_client.queue.silence_watch import SilenceWatch
 from tidewheel_client.queue.worker_store import Ending, Part, Taken, WorkerStore, ending
 from tidewheel_client.request_errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 
 MAX_RESULT_BYTES = 16 << 20
-_LOOK_EVERY_S = 1.0  # for jobs without a ring of the bell, and for those that a dead worker held
+_LOOK_EVERY_S = 1.0  # for jobs without a ring of the bell
+_BEATS_PER_LEASE = 3  # at least
 _LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, so that it does not starve
 _LONGEST_HOLD_S = 5.0  # of a job that a busy server wants later: it goes back to the queue
 _FIRST_BUSY_WAIT_S = 0.25
@@ -31,7 +34,7 @@ _FIRST_BUSY_WAIT_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     concurrency: int = 16  # jobs at a time
-    lease_s: float = 30.0  # after which a job of a dead worker is another's
+    lease_s: float = 30.0  # of silence, after which a job of a dead worker is another's
     max_attempts: int = 5
     drain_s: float = 30.0  # that jobs may go on after `stop`
     until_empty: bool = False  # end when no job waits or runs
@@ -61,8 +64,8 @@ def _say_nothing(text: str) -> None:
 class Worker:
     """Taker of a queue's jobs, which asks a server through `client` and writes the results.
 
-    A job is renewed while it is held, ends with one result however often it is begun, and is another worker's if this
-    one dies. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
+    A job stays this worker's while it beats, ends with one result however often it is begun, and is another worker's
+    if this one dies. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Worker:
         self._is_stopping = False
         self._num_takes = 0
         self._next_claim = 0.0
+        self._gone: dict[str, str] = {}  # workers that died with jobs, and their last beats
         self._gate = ServerGate(client, note, self._news.set)
 
     async def run(self) -> None:
@@ -115,7 +119,7 @@ class Worker:
         keepers = [
             group.create_task(coroutine)
             for coroutine in (
-                self._finishes.run(), self._emits.run(), self._gate.run(), self._renew(),
+                self._finishes.run(), self._emits.run(), self._gate.run(), self._beat(),
                 self._store.listen(self._ring, self._drop),
             )
         ]  # fmt: skip
@@ -146,13 +150,13 @@ class Worker:
         async with self._taking:
             taken = await self._store.take(
                 room,
-                int(1000 * self._options.lease_s),
                 self._held,
+                gone=self._gone,
                 claim=claim,
                 lowest_first=self._num_takes % _LOWEST_FIRST_EVERY == 0,
             )
             for one in taken:
-                if one.id in self._held:  # claimed from this worker itself, after a stall
+                if one.id in self._held:  # lost in a stall, and given back by the worker that got it
                     self._held.pop(one.id).cancel()
                 self._held[one.id] = group.create_task(self._work(one))
         return bool(taken)
@@ -169,12 +173,18 @@ class Worker:
         self.figures.given_back += await self._store.give_back()
         await self._store.leave()
 
-    async def _renew(self) -> None:
+    async def _beat(self) -> None:
+        """Show that this worker lives, and look which others do not."""
+        beat_s = min(_LOOK_EVERY_S, self._options.lease_s / _BEATS_PER_LEASE)
+        watch = SilenceWatch(math.ceil(self._options.lease_s / beat_s))
         while True:
-            await asyncio.sleep(self._options.lease_s / 3)
-            if self._held:
-                for job_id in await self._store.renew(list(self._held)):
-                    self._drop(job_id)
+            lost, others = await self._store.beat(list(self._held))
+            for job_id in lost:
+                self._drop(job_id)
+            self._gone = watch.look(others)
+            if self._gone:
+                self._news.set()
+            await asyncio.sleep(beat_s)
 
     def _ring(self) -> None:
         self._next_claim = 0.0

@@ -5,6 +5,8 @@ begins with the prefix of the queue's other keys, which have the same hash tag. 
 entry of its class's stream; so the lengths of the streams count the jobs that wait or run. A job has ended when its
 hash has a `result`, which is written once. `attempts` counts those that a limit counts; `begun` is the number of the
 last one, which no other has: a worker that gives a job back takes back its attempt, but not its number.
+A worker lives while its number in the hash `beats` changes. Idle times of the streams are not used: they are
+differences of the wall clock.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ GROUP = "workers"
 RETURNED = "returned"  # the consumer that holds jobs which a worker gave back
 KEPT_ENDS = 100_000  # entries, about, in the streams of ended and of dead jobs
 KEPT_CHUNKS = 4096  # of a token stream
-GIVEN_BACK_IDLE_MS = 86_400_000  # longer than any lease: claimed at once
 STALE_CONSUMER_MS = 3_600_000
 
 _COMMON = f"""
 local prefix = ARGV[1]
-local ENDED, DEAD, IDLE = KEYS[5], KEYS[6], KEYS[7]
+local ENDED, DEAD, IDLE, BEATS = KEYS[5], KEYS[6], KEYS[7], prefix .. 'beats'
 local function key_of(id) return prefix .. 'job:' .. id end
 local function now_ms()
   local time = redis.call('TIME')
@@ -92,12 +93,12 @@ return out
 """
 )
 
-# prefix, consumer, room, lease_ms, max_attempts, 1 to claim what others dropped, 1 to begin with the lowest class.
-# Return {id, number of the attempt, age in ms, payload} of each job taken.
+# prefix, consumer, room, max_attempts, 1 to claim what others gave back, 1 to begin with the lowest class, then of
+# each worker that is gone: consumer, its last beat. Return {id, number of attempt, age in ms, payload} of each job
 TAKE = (
     _COMMON
     + f"""
-local consumer, room, lease, most = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local consumer, room, most = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local taken, at = {{}}, now_ms()
 local function begin(class, entry)
   local id = entry[2] and entry[2][2]
@@ -111,15 +112,14 @@ local function begin(class, entry)
     taken[#taken + 1] = {{id, redis.call('HINCRBY', key_of(id), 'begun', 1), at - tonumber(job[3]), entry[2][4]}}
   end
 end
-local function claim(class)
-  local cursor = '0-0'
-  repeat
-    local left = room - #taken
-    if left <= 0 then return end
-    local found = redis.call('XAUTOCLAIM', KEYS[class], '{GROUP}', consumer, lease, cursor, 'COUNT', left)
-    cursor = found[1]
-    for _, entry in ipairs(found[2]) do if entry then begin(class, entry) end end
-  until cursor == '0-0'
+local function claim(class, other)
+  while #taken < room do
+    local pending = redis.pcall('XPENDING', KEYS[class], '{GROUP}', '-', '+', room - #taken, other)
+    if pending.err or #pending == 0 then return end
+    for i, item in ipairs(pending) do pending[i] = item[1] end
+    local found = redis.call('XCLAIM', KEYS[class], '{GROUP}', consumer, 0, unpack(pending))
+    for _, entry in ipairs(found) do if entry then begin(class, entry) end end
+  end
 end
 local function read(class, most_read)
   if most_read <= 0 then return end
@@ -127,14 +127,19 @@ local function read(class, most_read)
     'XREADGROUP', 'GROUP', '{GROUP}', consumer, 'COUNT', most_read, 'STREAMS', KEYS[class], '>')
   if found then for _, entry in ipairs(found[1][2]) do begin(class, entry) end end
 end
-if ARGV[6] == '1' then
+local dropped = {{}}
+if ARGV[5] == '1' then
   for class = 1, 4 do redis.pcall('XGROUP', 'CREATE', KEYS[class], '{GROUP}', '0', 'MKSTREAM') end
+  dropped[1] = '{RETURNED}'
 end
-if ARGV[7] == '1' then
+for i = 7, #ARGV, 2 do  -- unless it is back
+  if (redis.call('HGET', BEATS, ARGV[i]) or '') == ARGV[i + 1] then dropped[#dropped + 1] = ARGV[i] end
+end
+if ARGV[6] == '1' then
   for class = 4, 2, -1 do if #taken == 0 then read(class, 1) end end
 end
 for class = 1, 4 do
-  if ARGV[6] == '1' then claim(class) end
+  for _, other in ipairs(dropped) do claim(class, other) end
   read(class, room - #taken)
 end
 if #taken == 0 then redis.call('SET', IDLE, '1', 'EX', 60) end
@@ -171,20 +176,27 @@ return 1
 """
 )
 
-# prefix, consumer, ids. Renew the leases; return the ids that this worker no longer holds.
-RENEW = (
+# prefix, consumer, ids. Beat once. Return {the ids that this worker no longer holds, {consumer, beat, …} of the other
+# workers that hold jobs}.
+BEAT = (
     _COMMON
     + f"""
-local lost = {{}}
+redis.call('HINCRBY', BEATS, ARGV[2], 1)
+local lost, others, seen = {{}}, {{}}, {{[ARGV[2]] = true, ['{RETURNED}'] = true}}
 for i = 3, #ARGV do
-  if is_held(ARGV[i], ARGV[2]) then
-    local job = redis.call('HMGET', key_of(ARGV[i]), 'class', 'entry')
-    redis.call('XCLAIM', KEYS[tonumber(job[1])], '{GROUP}', ARGV[2], 0, job[2], 'JUSTID')
-  else
-    lost[#lost + 1] = ARGV[i]
+  if not is_held(ARGV[i], ARGV[2]) then lost[#lost + 1] = ARGV[i] end
+end
+for class = 1, 4 do
+  local pending = redis.pcall('XPENDING', KEYS[class], '{GROUP}')
+  for _, item in ipairs(not pending.err and pending[4] or {{}}) do
+    if not seen[item[1]] then
+      seen[item[1]] = true
+      others[#others + 1] = item[1]
+      others[#others + 1] = redis.call('HGET', BEATS, item[1]) or ''
+    end
   end
 end
-return lost
+return {{lost, others}}
 """
 )
 
@@ -200,7 +212,7 @@ local function give_back(class, entry)
   if not id or kept[id] then return end
   redis.call('HSET', key_of(id), 'state', 'waiting', 'owner', '')
   redis.call('HINCRBY', key_of(id), 'attempts', -1)
-  redis.call('XCLAIM', KEYS[class], '{GROUP}', '{RETURNED}', 0, entry, 'IDLE', {GIVEN_BACK_IDLE_MS}, 'JUSTID')
+  redis.call('XCLAIM', KEYS[class], '{GROUP}', '{RETURNED}', 0, entry, 'JUSTID')
   count = count + 1
 end
 for class = 1, 4 do
@@ -224,6 +236,7 @@ for class = 1, 4 do
       for i = 1, #item, 2 do of[item[i]] = item[i + 1] end
       if of.pending == 0 and (of.name == ARGV[2] or of.idle > {STALE_CONSUMER_MS}) then
         redis.call('XGROUP', 'DELCONSUMER', KEYS[class], '{GROUP}', of.name)
+        redis.call('HDEL', BEATS, of.name)  -- one that lives is made again by its next take and beat
       end
     end
   end

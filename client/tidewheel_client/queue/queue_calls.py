@@ -144,7 +144,7 @@ SCRIPTS = {
     "take": lua_scripts.TAKE,
     "finish": lua_scripts.FINISH,
     "fail": lua_scripts.FAIL,
-    "renew": lua_scripts.RENEW,
+    "beat": lua_scripts.BEAT,
     "give_back": lua_scripts.GIVE_BACK,
     "leave": lua_scripts.LEAVE,
     "emit": lua_scripts.EMIT,

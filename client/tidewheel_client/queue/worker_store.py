@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from redis import exceptions
@@ -79,10 +79,14 @@ class WorkerStore:
             self._note(f"Redis at {self._place.shown} writes no append-only file: jobs are lost when it ends")
 
     async def take(
-        self, room: int, lease_ms: int, held: Iterable[str], *, claim: bool, lowest_first: bool
+        self, room: int, held: Iterable[str], *, gone: Mapping[str, str], claim: bool, lowest_first: bool
     ) -> list[Taken]:
-        """Return up to `room` jobs, with `claim` first those that a worker dropped."""
-        given = [*self._own, str(room), str(lease_ms), self._max_attempts, str(int(claim)), str(int(lowest_first))]
+        """Return up to `room` jobs, first those of workers that are `gone`, unless such a worker beats again.
+
+        `gone` has their last beats. With `claim`, jobs that were given back are taken too.
+        """
+        given = [*self._own, str(room), self._max_attempts, str(int(claim)), str(int(lowest_first))]
+        given += [part for worker in gone.items() for part in worker]
         try:
             found = await self._once("take", given)
         except exceptions.RedisError as error:
@@ -102,9 +106,13 @@ class WorkerStore:
         given = [*self._own, job_id, str(attempt), self._max_attempts, reason]
         return bool(await self._persistently("fail", given))
 
-    async def renew(self, ids: Iterable[str]) -> list[str]:
-        """Renew the leases. Return the ids of jobs that are no longer this worker's."""
-        return list(await self._persistently("renew", [*self._own, *ids]))
+    async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+        """Show that this worker lives.
+
+        Return which of the jobs are no longer its own, and the last beats of the other workers that hold jobs.
+        """
+        lost, others = await self._persistently("beat", [*self._own, *ids])
+        return lost, dict(zip(others[::2], others[1::2], strict=True))
 
     async def emit(self, parts: Sequence[Part]) -> list[None]:
         """Add to the token streams of jobs."""
@@ -124,7 +132,7 @@ class WorkerStore:
         return any((*counts.waiting, *counts.running))
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        """Tell of new work and of cancelled jobs, until cancelled. What is missed, `take` and `renew` find later."""
+        """Tell of new work and of cancelled jobs, until cancelled. What is missed, `take` and `beat` find later."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
                 await heeding_cancels(self._hear_until_lost(on_work, on_cancel))

@@ -1,9 +1,10 @@
-"""Calls of a queue whose Redis is killed again and again."""
+"""Waits of a queue's tests, and calls whose Redis is killed again and again."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from support.triton.serving import wait_for
 from tidewheel_client import ServerUnavailable
@@ -32,3 +33,11 @@ def num_left(queue: Queue) -> int:
     except ServerUnavailable:
         return -1
     return sum(counts.waiting) + sum(counts.running)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until the condition is true. Fail after a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.01)

@@ -9,19 +9,27 @@ from pathlib import Path
 
 from tidewheel.errors import ConfigError
 
+RUN_DIR = "TIDEWHEEL_RUN_DIR"
+MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
+LONGEST_RUN_DIR = 27  # bytes that leave room for the sockets of a cluster, whose names are the longest
+_SHORT_TEMPORARY = Path("/tmp")  # noqa: S108 - made with mode 0700, and refused if it belongs to another user
 _SHARED_MEMORY = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
 def run_dir() -> Path:
-    """Make and return `$TIDEWHEEL_RUN_DIR`, or a folder in the temporary directory."""
+    """Make and return the folder of all sockets, locks and status files of this user."""
     return private_dir(run_dir_path())
 
 
 def run_dir_path() -> Path:
-    """Return the path of `run_dir`."""
-    named = os.environ.get("TIDEWHEEL_RUN_DIR")
-    path = Path(named) if named else Path(tempfile.gettempdir()) / f"tidewheel-{os.getuid()}"
-    return path.absolute()
+    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary directory, or in /tmp if that is shorter.
+
+    Only a temporary directory whose name is too long for sockets is passed over.
+    """
+    if named := os.environ.get(RUN_DIR):
+        return Path(named).absolute()
+    path = Path(tempfile.gettempdir()).absolute() / f"tidewheel-{os.getuid()}"
+    return path if len(os.fsencode(path)) <= LONGEST_RUN_DIR else _SHORT_TEMPORARY / path.name
 
 
 def private_dir(path: Path) -> Path:

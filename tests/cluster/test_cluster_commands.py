@@ -19,7 +19,10 @@ from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace
 from tidewheel.cluster.control_socket import MAX_LINE, ControlSocket, ask
 from tidewheel.cluster.ray_watch import RayWatch
+from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
+from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
 from tidewheel.server.processes import children
+from tidewheel.server.workdir import work_dir
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
 
@@ -132,9 +135,24 @@ def test_one_process_holds_a_place(run_dir: Path) -> None:
 
 
 def test_a_long_path_is_refused() -> None:
-    with pytest.raises(ClusterError, match="by 12 bytes"):
+    with pytest.raises(ClusterError, match="by 17 bytes"):
         ClusterPlace(Path("/" + "a" * 51)).check_path()
-    ClusterPlace(Path("/tmp/tidewheel-1000/cluster")).check_path()
+    ClusterPlace(Path("/" + "a" * (LONGEST_RUN_DIR - 1), "cluster")).check_path()
+
+
+def test_no_socket_of_a_cluster_has_a_longer_path_than_is_checked(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of the longest kind: those of a replica's server, and of a model."""
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(short_path))
+    place = ClusterPlace.here()
+    with place.held(), work_dir() as work:
+        folder = engine_dir(work.repository, "m" * 200) / settings_digest({})
+        room = MAX_SOCKET_PATH - len(str(folder / SOCKET))
+    place = ClusterPlace(Path(f"{place.root}{'x' * room}"))
+    place.check_path()
+    with pytest.raises(ClusterError, match="by 1 bytes"):
+        ClusterPlace(Path(f"{place.root}x")).check_path()
 
 
 def test_commands_are_answered_in_turn(tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ def test_only_its_user_may_enter(folder: Path) -> None:
         Queue(folder)
 
 
+def test_a_folder_may_have_a_long_name(folder: Path) -> None:
+    with Queue(folder / ("x" * 100)) as queue:
+        assert queue.result(queue.enqueue(prompt="x").id).state == "waiting"
+
+
 def test_lines_of_redis_conf_are_read(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     (folder / "redis.conf").write_text("appendfsync everysec\nport 6379\n")
@@ -116,7 +121,7 @@ def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("x" * 100, "is too long for a Unix socket"), ("file/queue", r"cannot be made \(Not a directory\)")],
+    [("x" * 300, r"cannot be made \(File name too long\)"), ("file/queue", r"cannot be made \(Not a directory\)")],
 )
 def test_wrong_folders(short_path: Path, path: str, words: str) -> None:
     (short_path / "file").touch()

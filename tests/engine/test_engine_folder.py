@@ -56,12 +56,6 @@ def test_odd_model_names_stay_inside_the_run_folder(base: Path) -> None:
     assert folder.parent == base and len(folder.name) <= 27
 
 
-def test_the_default_is_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TIDEWHEEL_RUN_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_dir() == tmp_path / f"tidewheel-{os.getuid()}"
-
-
 def test_a_folder_that_others_can_read_is_refused(base: Path) -> None:
     base.mkdir(mode=0o755)
     base.chmod(0o755)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tidewheel.engine.folder import CURRENT
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import ServeError, own_servers
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.own_servers import ENDPOINTS, announce, current_engines_of
-from tidewheel.server.workdir import LOCK, RUN_DIR, WorkDir, work_dir
+from tidewheel.server.workdir import LOCK, WorkDir, work_dir
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_living_servers_are_listed(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_dead_server_is_not_found(base: Path) -> None:
-    root = base / "tidewheel-serve-dead"
+    root = base / "serve-dead"
     work = WorkDir(root)
     add_engine(work.run)
     (root / LOCK).touch()

@@ -34,6 +34,7 @@ from support.triton.serving import (
     wait_for,
     wait_ready,
 )
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server.revival import MAX_SHARED_BYTES
 from tidewheel_client import Client
 
@@ -48,11 +49,12 @@ LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0.0}
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
-    """The temporary directory of a server; its path is short, for unix sockets lie below it."""
+    """The temporary and the run directory of a server; its path is short, for unix sockets lie below it."""
     path = Path(tempfile.mkdtemp(prefix="tw"))
-    (path / "tmp").mkdir()
+    (path / "tmp").mkdir(mode=0o700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(path / "tmp"))
+        for name in ("TMPDIR", RUN_DIR):
+            patch.setenv(name, str(path / "tmp"))
         yield path
     shutil.rmtree(path)
 
@@ -176,6 +178,20 @@ def test_grown_shared_memory_is_given_back_while_requests_run(shared: Server) ->
         wait_for(lambda: has_ended(old), RESTART_LIMIT_S, "the end of the old front end")
         assert client.generate("x", max_tokens=1).finish_reason == "length"
     wait_for(lambda: shared_bytes(shared) <= before, RESTART_LIMIT_S, "the memory")
+
+
+def test_a_temporary_directory_with_a_long_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets of engine and gateway lie below a folder with a short name."""
+    long = folder / ("t" * (89 - len(str(folder))))
+    long.mkdir()
+    monkeypatch.delenv(RUN_DIR)
+    monkeypatch.setenv("TMPDIR", str(long))
+    running = serve(folder, "--openai-port=0", "--openai-workers=2")
+    try:
+        with connect(running) as client:
+            assert client.generate("x", max_tokens=1).finish_reason == "length"
+    finally:
+        assert stop_server(running) == 0
 
 
 def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import requests
 
 from support.triton.serving import Server, has_ended, start_server, stop_server, wait_for, wait_ready
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server.supervisor import REAP_GRACE_S
 from tidewheel.server.workdir import work_dir
 
@@ -63,10 +64,11 @@ RESTART_LIMIT_S = 120.0
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary directory of the server; its path is short, for unix sockets lie below it."""
+    """The temporary and the run directory of the server; its path is short, for unix sockets lie below it."""
     path = Path(tempfile.mkdtemp(prefix="tw"))
-    (path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(path / "tmp"))
+    (path / "tmp").mkdir(mode=0o700)
+    for name in ("TMPDIR", RUN_DIR):
+        monkeypatch.setenv(name, str(path / "tmp"))
     yield path
     shutil.rmtree(path)
 
@@ -93,7 +95,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 def regions(server_temp: str) -> list[str]:
     """Shared-memory regions of the server whose work folder has this name."""
-    token = server_temp.removeprefix("tidewheel-serve-")
+    token = server_temp.removeprefix("serve-")
     return [path.name for path in Path("/dev/shm").glob(f"tidewheel_{token}_*")]
 
 
@@ -102,7 +104,7 @@ class Traces:
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.processes = server.descendants()
-        (self.work,) = (folder / "tmp").glob("tidewheel-serve-*")
+        (self.work,) = (folder / "tmp").glob("serve-*")
 
     def processes_left(self) -> list[psutil.Process]:
         return [process for process in self.processes if not has_ended(process)]
@@ -212,7 +214,7 @@ def test_a_death_ends_the_group_without_restarts(folder: Path, victim: str) -> N
 
 
 def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: Path) -> None:
-    (work,) = (folder / "tmp").glob("tidewheel-serve-*")
+    (work,) = (folder / "tmp").glob("serve-*")
     num_regions = len(regions(work.name))
     server.stubs()[0].kill()  # of a foreign backend, so noticed late
     for number in range(1, 5):

@@ -70,10 +70,10 @@ def test_two_servers_have_different_prefixes(tmp_path: Path, shared_memory: Path
 
 
 def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path, shared_memory: Path) -> None:
-    left_over = tmp_path / "tidewheel-serve-deadbeef"
+    left_over = tmp_path / "serve-deadbeef"
     left_over.mkdir()
     (left_over / "lock").touch()
-    without_lock = tmp_path / "tidewheel-serve-old"
+    without_lock = tmp_path / "serve-old"
     without_lock.mkdir()
     make_old(without_lock)
     (shared_memory / "tidewheel_deadbeef_region").touch()
@@ -100,9 +100,9 @@ def test_folders_that_a_killed_triton_left_are_removed_unless_one_lives(
 
 
 def test_what_may_be_in_use_stays(tmp_path: Path, shared_memory: Path) -> None:
-    being_made = tmp_path / "tidewheel-serve-new"
+    being_made = tmp_path / "serve-new"
     being_made.mkdir()
-    link = tmp_path / "tidewheel-serve-link"
+    link = tmp_path / "serve-link"
     link.symlink_to(shared_memory)
     with work_dir(tmp_path, shared_memory) as running:
         make_old(running.root)
@@ -116,7 +116,7 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
     """One obeys SIGTERM, one ignores it, one is of a server below the killed one, and one is of another server."""
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     willing = "import signal; print(flush=True); signal.pause()"
-    root = tmp_path / "tidewheel-serve-dead"
+    root = tmp_path / "serve-dead"
     root.mkdir()
     (root / "lock").touch()
     started = [
@@ -128,8 +128,8 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
         for code, name in (
             (willing, root.name),
             (stubborn, root.name),
-            (willing, f"{root.name}/run/tidewheel-serve-below"),
-            (willing, "tidewheel-serve-other"),
+            (willing, f"{root.name}/run/serve-below"),
+            (willing, "serve-other"),
         )
     ]
     try:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.cluster import ClusterError
-from tidewheel.private_dir import private_dir, run_dir_path
+from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
 from tidewheel.server import workdir
-from tidewheel.server.workdir import LOCK, RUN_DIR, WorkDir
+from tidewheel.server.workdir import LOCK, WorkDir
 
 _NAME = "cluster"
-_MAX_RAY_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.")  # of a socket's name
+_LONGEST_BELOW = max(  # names of sockets
+    len("/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store."),
+    len("/run/serve-abcdefgh/run/16_letters_model-01234567/0123456789/engine.sock"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,10 @@ class ClusterPlace:
         self.last_words.unlink(missing_ok=True)
 
     def check_path(self) -> None:
-        """Raise `ClusterError` if Ray could not make its sockets there."""
-        if (size := len(os.fsencode(self.ray))) > _MAX_RAY_PATH:
+        """Raise `ClusterError` if Ray or an engine could not make its sockets there."""
+        if (excess := len(os.fsencode(self.root)) + _LONGEST_BELOW - MAX_SOCKET_PATH) > 0:
             raise ClusterError(
-                f"the folder {self.root} has too long a path for Ray's sockets, by {size - _MAX_RAY_PATH} bytes: set "
-                "TIDEWHEEL_RUN_DIR to a shorter one"
+                f"the path of {self.root} is too long for sockets, by {excess} bytes: set {RUN_DIR} to a shorter one"
             )
 
     @contextlib.contextmanager
@@ -94,7 +96,7 @@ class ClusterPlace:
 
 
 def in_use(place: ClusterPlace) -> str:
-    return f"a cluster of yours is up in {place.root}: end it with tidewheel cluster down, or set TIDEWHEEL_RUN_DIR"
+    return f"a cluster of yours is up in {place.root}: end it with tidewheel cluster down, or set {RUN_DIR}"
 
 
 def free_port(host: str, port: int) -> int:

@@ -22,9 +22,10 @@ from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.control_socket import ControlSocket
 from tidewheel.cluster.ray_watch import RayWatch
 from tidewheel.errors import ConfigError
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import processes
 from tidewheel.server.lifeline import Lifeline
-from tidewheel.server.workdir import RUN_DIR, WorkDir
+from tidewheel.server.workdir import WorkDir
 
 Tell = Callable[[dict[str, object]], None]
 _LOOK_S = 0.2

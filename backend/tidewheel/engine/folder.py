@@ -16,7 +16,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError
-from tidewheel.private_dir import private_dir, run_dir
+from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, run_dir
 
 LOCK = "lock"  # held by the owning front end
 ENGINE_LOCK = "engine.lock"  # held by the engine
@@ -28,7 +28,6 @@ DEATHS = "backoff.json"
 HEARTBEAT = "heartbeat"  # of the step loop
 
 IDENTITY_CHARS = 10
-MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
 
 State = Literal["starting", "loading", "ready", "failed", "stopped", "crashed"]
 _ENDED = ("failed", "stopped", "crashed")
@@ -37,7 +36,7 @@ _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 
 def engine_dir(repository: Path, model_name: str) -> Path:
     """Make the private folder of a model's engines, with a short unique name."""
-    digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
+    digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:8]
     path = run_dir() / f"{model_label(model_name)}-{digest}"
     check_socket_path(path / ("x" * IDENTITY_CHARS))
     return private_dir(path)

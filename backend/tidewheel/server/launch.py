@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.locate import STUB_NAME, TritonInstall
@@ -80,7 +81,7 @@ def control_flags(mode: ModelControl, models: Sequence[str], poll_s: int | None)
 
 def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     env = dict(base)
-    env["TIDEWHEEL_RUN_DIR"] = str(work.run)
+    env[RUN_DIR] = str(work.run)
     env["LD_LIBRARY_PATH"] = _joined([str(path) for path in install.libraries], base.get("LD_LIBRARY_PATH"))
     env["PYTHONPATH"] = _joined(python_path(), base.get("PYTHONPATH"))
     # A stub's Python takes its prefix from the first `python3`.

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import workdir
 from tidewheel.server.workdir import WorkDir
 
@@ -44,7 +45,7 @@ class Lifeline:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-P", "-m", __name__, str(self._root)],
             stdin=self._reader,
-            env={key: value for key, value in os.environ.items() if key != workdir.RUN_DIR},
+            env={key: value for key, value in os.environ.items() if key != RUN_DIR},
             start_new_session=True,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tidewheel.engine.folder import CURRENT
 from tidewheel.private_dir import run_dir_path
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.workdir import RUN_DIR, WorkDir, work_dirs
+from tidewheel.server.workdir import WorkDir, work_dirs
 
 ENDPOINTS = "endpoints.json"
 _decoder = msgspec.json.Decoder(Endpoints)
@@ -58,7 +57,7 @@ def current_engines_of(metrics_port: int) -> list[Path]:
 
     Without one, return those of a tritonserver that was started by itself.
     """
-    for work in _work_dirs():
+    for work in work_dirs():
         endpoints = _announced(work)
         if endpoints is not None and endpoints.metrics == metrics_port:
             return sorted(work.run.glob(f"*/{CURRENT}"))
@@ -67,11 +66,7 @@ def current_engines_of(metrics_port: int) -> list[Path]:
 
 def living() -> list[Endpoints]:
     """Return the endpoints of this user's servers that live on this machine."""
-    return [endpoints for work in _work_dirs() if (endpoints := _announced(work)) is not None]
-
-
-def _work_dirs() -> list[WorkDir]:
-    return work_dirs(Path(os.environ.get(RUN_DIR) or tempfile.gettempdir()).absolute())
+    return [endpoints for work in work_dirs() if (endpoints := _announced(work)) is not None]
 
 
 def _announced(work: WorkDir) -> Endpoints | None:

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.private_dir import unwritable
+from tidewheel.private_dir import RUN_DIR, private_dir, run_dir_path, unwritable
 from tidewheel.server import processes
 
-_PREFIX = "tidewheel-serve-"
+_PREFIX = "serve-"
 LOCK = "lock"
-RUN_DIR = "TIDEWHEEL_RUN_DIR"
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
@@ -49,14 +48,13 @@ class WorkDir:
 
 @contextlib.contextmanager
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
-    """Make a work folder in `parent`, $TIDEWHEEL_RUN_DIR or the temporary directory; remove it on leaving.
+    """Make a work folder in `parent`, by default the run directory; remove it on leaving.
 
     Inside the block, $TIDEWHEEL_RUN_DIR is its `run`. Raise `ConfigError` if it cannot be made.
     """
     named = os.environ.get(RUN_DIR)
-    base = parent or Path(named or tempfile.gettempdir()).absolute()
+    base = private_dir(parent or run_dir_path())
     with _writing(base):
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
         sweep(base, shared_memory)
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     try:
@@ -92,9 +90,10 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
-def work_dirs(base: Path) -> list[WorkDir]:
+def work_dirs() -> list[WorkDir]:
     """Return those of this user's servers that live."""
-    return [WorkDir(root) for root in sorted(base.glob(f"{_PREFIX}*")) if _is_own(root) and not is_left_over(root)]
+    roots = sorted(run_dir_path().glob(f"{_PREFIX}*"))
+    return [WorkDir(root) for root in roots if _is_own(root) and not is_left_over(root)]
 
 
 def is_left_over(root: Path) -> bool:

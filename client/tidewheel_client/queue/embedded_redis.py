@@ -21,7 +21,6 @@ _START_S = 30.0
 _SPAWN_EVERY_S = 1.0
 _POLL_S = 0.02
 _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
-_MAX_PATH_BYTES = 90  # of a folder: the path of a Unix socket has at most 107 bytes
 
 
 class EmbeddedRedis:
@@ -33,6 +32,7 @@ class EmbeddedRedis:
         self._binary = _find_server()
         self._log = self.folder / redis_guard.LOG
         self._lock = redis_guard.open_lock(str(self.folder / redis_guard.USERS_LOCK))
+        self._descriptor = os.open(self.folder, os.O_PATH | os.O_CLOEXEC)
         try:
             self._wait_for_lock()
             self.revive()
@@ -42,7 +42,8 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        return str(self.folder / redis_guard.SOCKET)
+        """Return a path that is short whatever the folder's is: a socket's has at most 107 bytes."""
+        return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:
         """Return once it answers, started again if its guard was killed too. Raise `ServerUnavailable`."""
@@ -61,6 +62,7 @@ class EmbeddedRedis:
     def close(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
+            os.close(self._descriptor)
             self._lock = -1
 
     def _wait_for_lock(self) -> None:
@@ -102,8 +104,6 @@ class EmbeddedRedis:
 
 def _private(folder: Path) -> Path:
     """Make the folder, mode 0700. Raise `RequestError` if it belongs to another user or is open to others."""
-    if len(os.fsencode(folder)) > _MAX_PATH_BYTES:
-        raise RequestError(f"{folder} is too long for a Unix socket: at most {_MAX_PATH_BYTES} bytes")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

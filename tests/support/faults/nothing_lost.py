@@ -271,7 +271,7 @@ def run_dir(server: Server) -> Path:
 
 
 def shm_prefix(server: Server) -> str:
-    return f"tidewheel_{run_dir(server).parent.name.removeprefix('tidewheel-serve-')}_"
+    return f"tidewheel_{run_dir(server).parent.name.removeprefix('serve-')}_"
 
 
 def as_seen_by(server: Server, path: Path) -> Path:

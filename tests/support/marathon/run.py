@@ -55,8 +55,8 @@ from support.triton.serving import (
 )
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.environment import command_line, environment
+from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import model_control
-from tidewheel.server.workdir import RUN_DIR
 
 MEGABYTES = {"disk": 64, "/dev/shm": 256}
 RESULTS = ROOT / "benchmarks" / "results"

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -25,18 +27,19 @@ from typing import Any
 
 from gpu import kernel_archive
 from gpu.measurements import Ceilings, Measurement
-from gpu.profile import TIMELINES
 from gpu.results_page import draw, markdown
 from gpu.suite import (
     INTERRUPTED,
     NAMES,
     NO_DEVICE,
+    TIMELINES,
     Findings,
     Suite,
     add_common_options,
     choose,
     device_problem,
     is_dry,
+    model_names,
     unpacked,
 )
 from tidewheel.bench import environment
@@ -60,7 +63,10 @@ def main() -> None:
         facts["commit"] = options.commit
     facts["command"] = environment.command_line("python -m gpu", sys.argv[1:])
     name = f"gpu_{_slug(facts['machine']['gpu'])}{options.suffix}"
-    out = _emptied(options.out or (DRY_RUN if options.dry else RESULTS / name))
+    try:
+        out = _emptied(options.out or (DRY_RUN if options.dry else RESULTS / name))
+    except OSError as error:
+        raise SystemExit(f"bench-gpu: results cannot go there: {error}") from None
     signal.signal(signal.SIGTERM, _interrupt)
     print(f"bench-gpu: {facts['machine']['gpu'] or 'dry run on the CPU'}, results in {out}", flush=True)
     with contextlib.ExitStack() as stack:
@@ -147,7 +153,7 @@ def _options() -> argparse.Namespace:
     add_common_options(made)
     made.set_defaults(out=None)
     made.add_argument("--stages", type=_names, default=[], help=f"comma-separated, of {', '.join(NAMES)}")
-    made.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default: %(default)g)")
+    made.add_argument("--seconds", type=_seconds, default=SECONDS, help="for all of it (default: %(default)g)")
     made.add_argument("--peers", type=Path, help="a bundle of other engines, or the folder it was unpacked to")
     made.add_argument("--suffix", default="", help="of the folder's name: a second run beside the first")
     made.add_argument("--kernels", type=Path, help=f"compiled kernels of an earlier run: its {kernel_archive.NAME}")
@@ -155,6 +161,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--commit", default="", help="to record, where there is no git")
     options = made.parse_args()
     options.dry = is_dry(options)
+    model_names(options)
     try:
         choose(options.stages, with_peers=False)
     except ValueError as error:
@@ -167,6 +174,13 @@ def _options() -> argparse.Namespace:
     if options.peers is not None and not options.suffix:
         options.suffix = "_peers"
     return options
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
 
 
 def _names(text: str) -> list[str]:
@@ -185,7 +199,10 @@ def _slug(gpu: str | None) -> str:
 
 
 def _emptied(folder: Path) -> Path:
+    """Raise OSError for a folder that cannot be made or written to; a full disk is none."""
     folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     for pattern in OURS:
         for path in folder.glob(pattern):
             path.unlink()

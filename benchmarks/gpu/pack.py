@@ -25,7 +25,8 @@ PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_31_x8
 SCRIPT = """#!/bin/bash
 # bash run.sh OUT [options of `python3 -m gpu`]: results go to the folder OUT.
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
-out=${{1:?name a folder for the results}}
+case ${{1:--}} in -*) echo "bash run.sh OUT [options]: OUT is missing, a folder for the results" >&2; exit 2 ;; esac
+out=$1
 shift
 tree=$here/source
 export PYTHONPATH=$tree/benchmarks:$tree/backend:$tree/kernels:$tree/client:$here/site

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity
 from gpu.engine_steps import TimedLLM, open_engine, warm_up
 from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
+from gpu.suite import TIMELINES
 from roofline import SHAPES
 from tidewheel.batch import StepOutputs
 from work_items import WorkItem, mixed_lengths, of_length
@@ -35,7 +36,6 @@ SKIPPED_FRACTION = 0.1  # of the window, at each end
 KEPT_US = 30_000.0
 MAX_GAPS = 5000
 MOST_NAMED = 15
-TIMELINES = "timelines.json.gz"
 
 
 class Interval(NamedTuple):

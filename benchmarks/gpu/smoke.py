@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from gpu.device_tests import ROOT, measured, run_tests
+from gpu.device_tests import ROOT, WORKERS, measured, run_tests
 from gpu.stage import Stage, parser, run
 
 TESTS = ROOT / "tests/kernels/test_smoke.py"
-WORKERS = 4
 
 
 def checks() -> list[str]:

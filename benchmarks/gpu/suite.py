@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 
 NO_DEVICE, INTERRUPTED = 2, 130  # exit status
 TINY = "tiny"
+TIMELINES = "timelines.json.gz"  # of `profile`
 MODEL_NAMES = ("qwen3-0.6b", "llama-3.1-8b")
 # Folders of a bundle of other engines (README.md).
 FA3_FOLDER = "site-shim"  # flash_attn_interface over the library below
@@ -31,7 +32,7 @@ END_S = 4.0  # of a stage's share, for its end
 POLL_S = 0.1
 FREE_BYTES = 3 << 30  # device memory in use when idle
 FREE_WAIT_S = 20.0
-DONE = "done"
+DONE, STOPPED = "done", "stopped"
 MAX_LINE = 300
 
 
@@ -54,14 +55,14 @@ class Fallback(NamedTuple):
 
 FIRST = (  # a device for the first time: is all right, and how far are the goals
     StagePlan("machine_check", 20.0),
-    StagePlan("smoke", 50.0),
-    StagePlan("device_tests", 80.0),
-    StagePlan("ceilings", 25.0),
-    StagePlan("parity", 35.0, ("--dtypes", "bfloat16")),
+    StagePlan("smoke", 35.0),
+    StagePlan("device_tests", 95.0),
+    StagePlan("ceilings", 20.0),
+    StagePlan("parity", 50.0, ("--dtypes", "bfloat16")),  # compiles what an engine needs, first of all stages
     StagePlan("latency", 85.0, ("--goals",)),
-    StagePlan("engine", 95.0, ("--once",)),
+    StagePlan("engine", 90.0, ("--once",)),
     StagePlan("profile", 45.0),
-    StagePlan("kernels", 45.0, ("--goals",)),
+    StagePlan("kernels", 40.0, ("--goals",)),
 )
 WHOLE = (
     StagePlan("device_tests", 100.0),
@@ -88,6 +89,7 @@ SWITCHES = {  # what is off until a device has measured it
 ALONE = {plan.name: plan for plan in (*FIRST, *WHOLE)} | {"peers": PEERS, "sweep": SWEEP} | SWITCHES
 NAMES = tuple(ALONE)
 PROBE = "parity"  # the first stage that runs the engine
+AGAIN = Fallback("a second try, with the kernels that the first compiled")  # where time ended it
 FALLBACKS = (
     Fallback("without CUDA graphs", ("--eager",)),
     Fallback("through triton-lang's own launcher", (), {"TIDEWHEEL_LAUNCH": "triton"}),
@@ -154,7 +156,7 @@ class Findings:
 
     @property
     def any_stage_failed(self) -> bool:
-        return any(stage["outcome"].startswith(("FAILED", "stopped")) for stage in self.stages)
+        return any(stage["outcome"].startswith(("FAILED", STOPPED)) for stage in self.stages)
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["type"] == kind]
@@ -203,10 +205,12 @@ class Suite:
 
     def _try_fallbacks(self, plan: StagePlan) -> None:
         """Look for a way in which the engine runs, and keep to it."""
-        for fallback in FALLBACKS:
+        was_stopped = self.findings.stages[-1]["outcome"].startswith(STOPPED)
+        for fallback in (AGAIN, *FALLBACKS) if was_stopped else FALLBACKS:
             left = self._end - time.monotonic()
             if left > plan.seconds and self._run_stage(plan, fallback, plan.seconds):
-                self.findings.helped, self._fallback = fallback.name, fallback
+                self.findings.helped = fallback.name
+                self._fallback = self._fallback if fallback is AGAIN else fallback
                 return
         self.findings.helped = "none of " + ", ".join(fallback.name for fallback in FALLBACKS)
 
@@ -282,7 +286,7 @@ class StageProcess:
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return f"stopped: it did not end within {seconds:.0f} s; last: {self._last_line}"
+            return f"{STOPPED}: it did not end within {seconds:.0f} s; last: {self._last_line}"
         if status == 0:
             return DONE
         self._join()

@@ -6,6 +6,9 @@ import argparse
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +107,37 @@ def test_a_dry_run_is_never_saved_among_the_results(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--out", str(suite_program.RESULTS / "gpu_cpu")])
     with pytest.raises(SystemExit):
         suite_program.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", "qwen"], "--models qwen: choose from qwen3-0.6b, llama-3.1-8b, tiny"),
+        (["--stages", "smoke,all"], "--stages all: choose from machine_check, smoke"),
+        (["--seconds", "-1"], "--seconds: -1: must be a number above 0"),
+        (["--kernels", "/none"], "--kernels /none: no such file"),
+        (["--out", "/proc/results"], "bench-gpu: results cannot go there: [Errno 2]"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_before_any_stage(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as end:
+        suite_program.main()
+    assert end.value.code not in (None, 0)
+    assert said in f"{end.value.code} {capsys.readouterr().err}"
+
+
+def test_a_python_without_torch_is_told_so() -> None:
+    program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('gpu', run_name='__main__')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "this Python has no torch" in done.stderr
 
 
 # --- stages ------------------------------------------------------------------------------------------------------

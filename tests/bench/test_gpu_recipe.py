@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from bench.test_gpu_benchmark import make_stage
-from gpu import kernel_archive, pack, suite
+from gpu import device_tests, kernel_archive, pack, suite
 from gpu.device_tests import ROOT, FileRun, measured, run_tests
 from gpu.measurements import duration
+from gpu.stage import Stage
 from gpu.suite import DONE, FALLBACKS, FIRST, StagePlan, StageProcess, Suite
 from support.gpu.planted_faults import CAPTURE, LOST
 
@@ -89,6 +90,27 @@ def test_the_first_fallback_that_helps_is_kept(monkeypatch: pytest.MonkeyPatch, 
     assert launches == [None] * 6 + ["triton"] * 5  # five stages, parity twice in vain, then with what helps
     assert "--eager" in STARTED[5][0] and "--eager" in eager.arguments
     assert len(saved) == len(FIRST)
+
+
+@pytest.mark.parametrize("num_stops", [1, 2])
+def test_an_engine_that_only_took_too_long_is_tried_again_as_it_is(
+    num_stops: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its kernels are compiled by then."""
+
+    class SlowAtFirst(PlannedProcess):
+        def wait(self, seconds: float) -> str:
+            self.records = []
+            is_late = sum("gpu.parity" in command for command, _ in STARTED) <= num_stops
+            return "stopped: it did not end" if is_late and "gpu.parity" in STARTED[-1][0] else DONE
+
+    monkeypatch.setattr(suite, "StageProcess", SlowAtFirst)
+    STARTED.clear()
+    run = Suite([suite.ALONE["parity"], suite.ALONE["latency"]], [], tmp_path, SECONDS)
+    run.run(lambda _: None)
+    assert run.findings.helped == (suite.AGAIN if num_stops == 1 else FALLBACKS[0]).name
+    assert ("--eager" in STARTED[-1][0]) == (num_stops == 2)
+    assert run.findings.stages[-1]["name"] == "latency" + f" {FALLBACKS[0].name}" * (num_stops == 2)
 
 
 def test_a_stage_alone_has_all_the_time_and_others_their_shares(
@@ -162,11 +184,27 @@ def test_counts_of_a_file_that_dies_are_kept(tmp_path: Path) -> None:
         run.check()
 
 
-def test_shards_run_all_tests_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("order", "expected"), [("", ["024", "13"]), (" in order", ["01", "234"])])
+def test_shards_run_all_tests_once(order: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text("".join(f"def test_{number}(): ...\n\n" for number in range(5)))
-    runs = [run_tests(str(tmp_path / "test_many.py"), make_stage(tmp_path), shard=f"{i}/2") for i in range(2)]
-    assert [len(run.tests) for run in runs] == [3, 2]
-    assert len({test["test"] for run in runs for test in run.tests}) == 5
+    runs = [run_tests(str(tmp_path / "test_many.py"), make_stage(tmp_path), shard=f"{i}/2{order}") for i in range(2)]
+    assert ["".join(test["test"][-1] for test in run.tests) for run in runs] == expected
+
+
+def test_tests_of_graphs_have_time_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long those of the kernels take."""
+    ends: dict[str, float] = {}
+
+    def run(path: str, stage: Stage, options: Sequence[str], shard: str, end: float) -> FileRun:
+        ends[f"{Path(path).name} {shard}"] = stage.end - end
+        return FileRun(path, [], "")
+
+    monkeypatch.setattr(device_tests, "run_tests", run)
+    stage = make_stage(tmp_path)
+    stage.is_dry = False
+    device_tests.body(stage)
+    assert ends["test_norm.py 0/1"] > 100.0
+    assert all(ends[f"test_decode_graphs_gpu.py {i}/4 in order"] < 1.0 for i in range(4))
 
 
 @pytest.mark.slow
@@ -231,7 +269,9 @@ def test_a_folder_for_the_machine_has_source_without_results(tmp_path: Path, mon
     assert size < pack.MAX_BYTES
     assert (tmp_path / "folder/source/benchmarks/gpu/__main__.py").is_file()
     assert not (tmp_path / "folder/source/benchmarks/results").exists()
-    assert subprocess.run(["bash", "-n", tmp_path / "folder/run.sh"], check=True).returncode == 0
+    for arguments in ([], ["--device", "cpu"]):
+        refused = subprocess.run(["bash", tmp_path / "folder/run.sh", *arguments], capture_output=True, text=True)
+        assert (refused.returncode, "OUT is missing" in refused.stderr) == (2, True)
     monkeypatch.setattr(pack, "MAX_BYTES", size - 1)
     with pytest.raises(SystemExit, match="may have"):
         pack.pack(tmp_path / "folder", "3.12", None)

@@ -12,7 +12,7 @@ from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import ClosedApi, ModelControl, command, control_flags, environment, known_flags
 from tidewheel.server.locate import TritonInstall
-from tidewheel.server.run_server import ServeOptions, control_warning
+from tidewheel.server.run_server import ServeOptions, open_warnings
 from tidewheel.server.workdir import WorkDir
 
 ENDPOINTS = Endpoints(http=1, grpc=2, metrics=3)
@@ -82,18 +82,36 @@ def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int 
 
 
 @pytest.mark.parametrize(
-    ("mode", "host", "warns"),
-    [("explicit", "127.0.0.1", False), ("explicit", "0.0.0.0", True), ("poll", "0.0.0.0", False)],
+    ("mode", "host", "opened", "words"),
+    [
+        ("explicit", "127.0.0.1", (), []),
+        ("explicit", "0.0.0.0", (), ["load models, and with them code"]),
+        ("poll", "0.0.0.0", ("trace",), []),
+        ("none", "127.0.0.1", ("shared-memory",), ["change the requests of others"]),
+    ],
 )
-def test_models_that_all_may_load_are_warned_of(mode: ModelControl, host: str, warns: bool) -> None:
-    options = ServeOptions(settings={}, endpoints=Endpoints(host=host), model_control=mode)
-    assert ("load models, and with them code" in control_warning(options)) is warns
+def test_what_is_open_is_warned_of(
+    mode: ModelControl, host: str, opened: tuple[ClosedApi, ...], words: list[str]
+) -> None:
+    options = ServeOptions(settings={}, endpoints=Endpoints(host=host), model_control=mode, open_apis=opened)
+    warnings = open_warnings(options)
+    assert len(warnings) == len(words)
+    assert all(word in warning for word, warning in zip(words, warnings, strict=True))
 
 
-def test_the_key_of_closed_apis_is_new_each_time(install: TritonInstall, tmp_path: Path) -> None:
-    known = frozenset({"--grpc-restricted-protocol"})
-    lines = [command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=0, flags=known) for _ in range(2)]
-    assert flags_of(lines[0])["--grpc-restricted-protocol"] != flags_of(lines[1])["--grpc-restricted-protocol"]
+def test_closed_apis_ask_for_a_header_that_cannot_be_sent(install: TritonInstall, tmp_path: Path) -> None:
+    """HTTP ends a name at a colon; HTTP/2 has no capitals in one, and gRPC neither colons nor spaces."""
+    flags = ("--http-restricted-api", "--grpc-restricted-protocol")
+    work = WorkDir(tmp_path)
+    lines = [command(install, tmp_path, ENDPOINTS, work, drain_s=0, flags=frozenset(flags)) for _ in range(2)]
+    first, second = (flags_of(line) for line in lines)
+    for flag in flags:
+        name, equals, value = first[flag].partition(":")[2].partition("=")
+        assert ":" in name[1:]
+        assert " " in name
+        assert name.lower() != name
+        assert equals
+        assert value != second[flag].rpartition("=")[2]
 
 
 def test_environment(install: TritonInstall, tmp_path: Path) -> None:

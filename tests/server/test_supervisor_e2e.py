@@ -157,7 +157,7 @@ def test_closed_apis(server: Server) -> None:
     for path in ("systemsharedmemory/region/r/register", "trace/setting", "logging"):
         refusal = requests.post(f"{server.http}/v2/{path}", data="{}", timeout=60)
         assert refusal.status_code == 403
-        assert "tidewheel-serve-option-open-api" in refusal.text
+        assert "tidewheel serve --open-api" in refusal.text
     for action in ("load", "unload"):
         refusal = control(server, action)
         assert refusal.status_code == 503

@@ -29,8 +29,11 @@ EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
 ModelControl = Literal["none", "explicit", "poll"]
 
-ClosedApi = Literal["shared-memory", "trace", "logging"]  # unless opened, closed by a key that no client knows
-_KEY_NAME = "tidewheel-serve-option-open-api"  # Triton names it to a client that it refuses
+ClosedApi = Literal["shared-memory", "trace", "logging"]  # unless opened
+# Triton asks for this header, and names it to a client that it refuses. All users of the machine see the argument,
+# so no client may be able to send it: HTTP ends a name at a colon, and HTTP/2 and gRPC allow neither colon, space nor
+# capital in one. The value is random in case that a server reads names in another way.
+_IMPOSSIBLE_HEADER = "No header opens it: tidewheel serve --open-api does"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"
 _PACKAGES = ("tidewheel", "tidewheel_kernels")
@@ -113,7 +116,7 @@ def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str
 
 def _hardening(flags: frozenset[str], opened: Collection[ClosedApi]) -> list[str]:
     closed = ",".join(api for api in typing.get_args(ClosedApi) if api not in opened)
-    restriction = f"{closed}:{_KEY_NAME}={secrets.token_hex(16)}"
+    restriction = f"{closed}:{_IMPOSSIBLE_HEADER}={secrets.token_hex(16)}"
     wanted = {
         "--allow-client-shm": "true" if "shared-memory" in opened else "false",
         "--allow-sagemaker": "false",

@@ -108,7 +108,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             ) as supervisor,
             _gateway(options, plan.endpoints, supervisor, console) as gateway,
         ):
-            if warning := control_warning(options):
+            for warning in open_warnings(options):
                 console.note(f"warning: {warning}")
             health.server = lambda: supervisor.readiness
             if _wait_ready(supervisor, plan):
@@ -197,13 +197,20 @@ def _descriptor_warning() -> str:
     )
 
 
-def control_warning(options: ServeOptions) -> str:
-    if options.model_control != "explicit" or is_loopback(options.endpoints.host):
-        return ""
-    return (
-        f"--model-control explicit lets all that reach {options.endpoints.host} load models, and with them code: "
-        "leave --host at 127.0.0.1, or close the API (docs/serve.md)"
-    )
+def open_warnings(options: ServeOptions) -> list[str]:
+    """Return what those can do who reach the APIs that are open."""
+    warnings = []
+    if "shared-memory" in options.open_apis:
+        warnings.append(
+            "--open-api shared-memory lets all that reach the ports, other users of the machine included, read and "
+            "change the requests of others (docs/proxy.md)"
+        )
+    if options.model_control == "explicit" and not is_loopback(options.endpoints.host):
+        warnings.append(
+            f"--model-control explicit lets all that reach {options.endpoints.host} load models, and with them code: "
+            "leave --host at 127.0.0.1, or close the API (docs/serve.md)"
+        )
+    return warnings
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -12,9 +13,16 @@ EVERYBODY = "*"  # all other tenants
 MAX_NAMED_TENANTS = 4096
 MAX_TENANT_CHARS = 128
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MAX_LIMIT = 1e15
 _INTEGERS = ("max_blocks", "max_sessions", "max_priority")
 _ALWAYS_SET = ("weight", "max_priority")
+
+
+def control_character(name: str) -> str:
+    """Return which control character a name holds, for a message, or an empty string."""
+    found = _CONTROL.search(name)
+    return f"the control character U+{ord(found[0]):04X} at position {found.start()}" if found else ""
 
 
 def _check_number(name: str, value: object) -> None:
@@ -85,6 +93,8 @@ def parse_tenants(text: str) -> dict[str, TenantLimits]:
 def _parse_limits(name: str, entry: object) -> TenantLimits:
     if not name or len(name) > MAX_TENANT_CHARS:
         raise ConfigError(f"tenants has a name of {len(name)} characters: it must be 1 to {MAX_TENANT_CHARS}")
+    if control := control_character(name):
+        raise ConfigError(f"tenants has a name with {control}: remove it")
     if not isinstance(entry, dict):
         raise ConfigError(f"tenants.{name} is {entry!r}: it must be an object of limits")
     known = [field.name for field in fields(TenantLimits)]

@@ -187,6 +187,13 @@ def test_json_and_request_parameters() -> None:
     }
 
 
+def test_a_parameter_that_triton_puts_together_from_two_is_refused() -> None:
+    """From a body and its `parameters`, or from a name and the same one with a NUL: one may be that of a proxy."""
+    given = InferenceRequest([tensor("text_input", "Hi")], '{"tenant": "acme", "tenant": "other"}', request_id="r")
+    with pytest.raises(InvalidRequest, match="parameters has the key 'tenant' twice"):
+        read_request(given, decoupled=True, max_prompt_bytes=99, arrival_ns=5)
+
+
 def test_empty_sampling_parameters() -> None:
     assert read(text_input="Hi", sampling_parameters="")[0].parameters == ()
 

@@ -25,6 +25,27 @@ def test_shared_memory_is_closed_to_other_users(server: Server) -> None:
     assert {Path(region).stat().st_mode & 0o777 for region in regions} == {0o600}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"text_input": "a", "tenant": "acme", "parameters": {"tenant": "other"}}',
+        '{"text_input": "a", "parameters": {"tenant": "other"}, "tenant": "acme"}',
+        '{"text_input": "a", "tenant": "acme", "tenant": "other"}',
+    ],
+)
+def test_a_name_that_a_proxy_has_set_is_not_replaced(server: Server, body: str) -> None:
+    answer = server.post("demo/generate", body)
+    assert (answer.status_code, "parameters has the key 'tenant' twice" in answer.text) == (400, True), answer.text
+
+
+def test_nor_by_a_name_that_ends_with_a_nul(server: Server) -> None:
+    """Triton reads names up to there."""
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        given = {"tenant": "acme", "tenant\0": "other"}
+        with pytest.raises(InferenceServerException, match="parameters has the key 'tenant' twice"):
+            client.infer("demo_infer", grpc_inputs("a"), parameters=given)
+
+
 class Certificates:
     """A certificate authority, and certificates of it for server and client."""
 

@@ -193,6 +193,7 @@ def test_embeddings_need_hidden_states() -> None:
         (None, {"priority": 5}, "priority is 5"),
         (None, {"priority": -1}, "priority is -1"),
         (None, {"tenant": "x" * 129}, "tenant has 129 characters: at most 128"),
+        (None, {"tenant": "a\nb"}, r"tenant holds the control character U\+000A at position 1: remove it"),
         (None, {"session_id": "x" * 257}, "session_id has 257 bytes: at most 256"),
         (None, {"session_id": "s", "session_ttl_s": 3601.0}, "session_ttl_s is 3601.*3600.*max_session_ttl_s"),
         (None, {"session_id": "s", "session_ttl_s": 0.0}, "session_ttl_s is 0: it must be above 0"),

@@ -295,6 +295,8 @@ def test_options(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"n": 2, "num_return_sequences": 3}, ["n in", "num_return_sequences in"]),
         ({"tenant": "x" * 129}, ["tenant has 129 characters", "128"]),
         ({"tenant": 5}, ["tenant", "text"]),
+        ({"tenant": "acme\0"}, ["tenant holds the control character U+0000 at position 4"]),
+        ({"session_id": "a\x9b"}, ["session_id holds the control character U+009B at position 1"]),
         ({"session_id": "é" * 129}, ["session_id has 258 bytes", "256"]),
         ({"deadline_ms": 0}, ["deadline_ms is 0", "above 0"]),
         ({"deadline_ms": -5}, ["deadline_ms is -5", "above 0"]),

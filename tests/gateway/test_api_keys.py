@@ -184,6 +184,7 @@ def test_a_changed_file_is_read_again(keys: Path) -> None:
         ("[[keys]]\nname = 'a'\nsha256 = 'secret'", "regex"),
         (entry("a", tenants="x"), "unknown field `tenants`"),
         (entry("a", max_priority=5), "<= 4"),
+        (entry("a") + 'tenant = "b\\u0000"', r"the tenant of a key holds the control character U\+0000"),
         (entry("a", max_concurrent=0), ">= 1"),
         (entry("a") * 2, "two keys have the same sha256"),
         ("=", "keys.toml"),

@@ -111,3 +111,23 @@ def test_tenant_and_class_are_those_of_the_key(
         assert (named.status_code, "tenant" in named.json()["error"]) == (400, True)
     ((_, sent),) = https[0].asked + https[1].asked
     assert (sent["tenant"], sent["priority"]) == ("acme", 3)
+
+
+def test_parameters_inside_parameters_count_as_those_beside_them(
+    addresses: list[Address], https: tuple[FakeHttpTriton, FakeHttpTriton], tmp_path: Path
+) -> None:
+    (tmp_path / "keys.toml").write_text(entry("alice", tenant="acme", max_priority=3))
+    with gateway_to(addresses=addresses, keys=tmp_path / "keys.toml") as gateway:
+
+        def ask(**fields: object) -> requests.Response:
+            return post(gateway.url, "demo/generate", {"text_input": "a", **fields}, Authorization="Bearer alice")
+
+        assert ask(parameters={"priority": 1, "max_tokens": 3}).ok
+        refused = [
+            (ask(parameters={"tenant": "b"}), "the API key decides it"),
+            (ask(parameters={"priority": 1}, priority=4), "priority stands in parameters and beside it"),
+            (ask(parameters=[]), "parameters must be an object"),
+        ]
+        assert all(answer.status_code == 400 and words in answer.json()["error"] for answer, words in refused)
+    ((_, sent),) = https[0].asked + https[1].asked
+    assert sent == {"text_input": "a", "max_tokens": 3, "tenant": "acme", "priority": 3}

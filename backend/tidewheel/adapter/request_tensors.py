@@ -120,7 +120,8 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _request_parameters(request: Any) -> dict[str, object]:
-    values: dict[str, object] = json.loads(request.parameters() or "{}")
+    # Triton puts `parameters` of a body and names up to a NUL together: a second one would replace that of a proxy.
+    values = cast(dict[str, object], parse_json(request.parameters() or "{}", "parameters"))
     values.pop("id", None)  # of `/generate`
     for name in _TRACE_HEADERS:
         values.pop(name, None)

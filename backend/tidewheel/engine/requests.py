@@ -22,7 +22,7 @@ from tidewheel.sampling import (
     SamplingParams,
 )
 from tidewheel.scheduler.admission import check_lengths
-from tidewheel.tenants import MAX_TENANT_CHARS
+from tidewheel.tenants import MAX_TENANT_CHARS, control_character
 
 # A front end adds ids to both.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
@@ -125,6 +125,9 @@ def check_labels(tenant: str, cache_salt: str, session_id: str) -> None:
         raise InvalidRequest(f"tenant has {len(tenant)} characters: at most {MAX_TENANT_CHARS} are allowed")
     _check_bytes("cache_salt", cache_salt, MAX_SALT_BYTES)
     _check_bytes("session_id", session_id, MAX_SESSION_ID_BYTES)
+    for name, value in (("tenant", tenant), ("session_id", session_id)):
+        if control := control_character(value):
+            raise InvalidRequest(f"{name} holds {control}: remove it")
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:

@@ -18,6 +18,7 @@ from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.ledger import Ledger
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
+from tidewheel.tenants import control_character
 from tidewheel_client.request_errors import Busy, InvalidRequest, WrongKey
 
 MAX_FILE_BYTES = 1 << 22
@@ -143,6 +144,9 @@ class ApiKeys:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: {error}") from None
+        for key in keys:
+            if control := control_character(key.tenant or key.name):
+                raise ConfigError(f"{path}: the tenant of a key holds {control}: remove it")
         rows = zip(keys, self._ledger.rows([key.sha256 for key in keys]), strict=True)
         accounts = {bytes.fromhex(key.sha256): Account(key, self._ledger, row) for key, row in rows}
         if len(accounts) < len(keys):

@@ -28,6 +28,7 @@ def error_body(error: RequestError) -> bytes:
 
 
 def _read(fields: dict[str, Any], *, stream: bool) -> Ask:
+    fields = _flat(fields)
     params = {name: value for name, value in fields.items() if name not in _PROMPTS}
     if (size := len(msgspec.json.encode(params))) > MAX_PARAMETER_BYTES:
         raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
@@ -40,3 +41,13 @@ def _read(fields: dict[str, Any], *, stream: bool) -> Ask:
         session=session if isinstance(session, str) else "",
         stream=stream,
     )
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """Put the members of `parameters` beside the other fields, as Triton does, so that keys see all of them."""
+    nested = fields.get("parameters", {})
+    if not isinstance(nested, dict):
+        raise InvalidRequest("parameters must be an object of parameters")
+    if twice := sorted(nested.keys() & fields.keys()):
+        raise InvalidRequest(f"{twice[0]} stands in parameters and beside it: give it once")
+    return {name: value for name, value in fields.items() if name != "parameters"} | nested

@@ -16,6 +16,18 @@ from tidewheel.server import processes
 from tidewheel.server.processes import Process
 from tidewheel.server.workdir import remove_environments, shared_bytes, sweep, work_dir
 
+HOLD_WORK_DIR = """
+import signal, sys
+from pathlib import Path
+from tidewheel.server.workdir import work_dir
+
+parent, shared_memory = map(Path, sys.argv[1:])
+with work_dir(parent, shared_memory) as work:
+    (shared_memory / f"{work.shm_prefix}region").touch()
+    print(flush=True)
+    signal.pause()
+"""
+
 
 @pytest.fixture
 def shared_memory(tmp_path: Path) -> Path:
@@ -81,6 +93,32 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path, shared_memory:
         assert not left_over.exists()
         assert not without_lock.exists()
     assert list(shared_memory.iterdir()) == []
+
+
+def test_shared_memory_of_a_killed_server_is_removed_wherever_its_folder_was(
+    tmp_path: Path, shared_memory: Path
+) -> None:
+    """One was killed, and its folder is gone or in another place. Another lives."""
+    killed = subprocess.Popen(
+        [sys.executable, "-c", HOLD_WORK_DIR, str(tmp_path / "first"), str(shared_memory)], stdout=subprocess.PIPE
+    )
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    with work_dir(tmp_path / "second", shared_memory) as living:
+        region = shared_memory / f"{living.shm_prefix}region"
+        region.touch()
+        (shared_memory / "tidewheel_without_a_marker").touch()
+        (shared_memory / "tidewheel_link_owner").symlink_to(region)
+        before = set(shared_memory.iterdir())
+        with work_dir(tmp_path / "third", shared_memory):
+            assert before < set(shared_memory.iterdir()), "both live"
+        killed.kill()
+        killed.wait()
+        killed.stdout.close()
+        with work_dir(tmp_path / "fourth", shared_memory) as last:
+            left = {path.name for path in shared_memory.iterdir()}
+        owners = {f"{work.shm_prefix}owner" for work in (living, last)}
+        assert left == {*owners, region.name, "tidewheel_without_a_marker", "tidewheel_link_owner"}
 
 
 def test_folders_that_a_killed_triton_left_are_removed_unless_one_lives(

@@ -16,7 +16,9 @@ from tidewheel.private_dir import RUN_DIR, private_dir, run_dir_path, unwritable
 from tidewheel.server import processes
 
 _PREFIX = "serve-"
+_SHM_PREFIX = "tidewheel_"
 LOCK = "lock"
+_OWNER = "owner"  # lies beside a server's shared memory and is locked while it lives, wherever its folder is
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
@@ -65,10 +67,19 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.environ[RUN_DIR] = str(folder.run)
-            yield folder
+            with _owning(shared_memory / f"{folder.shm_prefix}{_OWNER}"):
+                yield folder
     finally:
         _restore(named)
         remove(root, shared_memory)
+
+
+@contextlib.contextmanager
+def _owning(marker: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # no room: Triton will say so
+            fcntl.flock(held.enter_context(os.fdopen(_open_own(marker, os.O_CREAT | os.O_EXCL))), fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -86,7 +97,10 @@ def _restore(run_dir: str | None) -> None:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove and return what this user's killed servers left."""
+    """Remove what this user's killed servers left, and return their folders in `base`."""
+    for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
+        if _is_free(marker):
+            remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory)
     return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
@@ -103,11 +117,28 @@ def is_left_over(root: Path) -> bool:
             return False
         if not (root / LOCK).exists() and time.time() - root.lstat().st_mtime < _YOUNG_S:
             return False
-        with (root / LOCK).open("w") as lock:
+    except OSError:  # gone meanwhile
+        return False
+    return _is_free(root / LOCK)
+
+
+def _is_free(path: Path) -> bool:
+    """Return whether this user's process that held the lock is gone."""
+    try:
+        with os.fdopen(_open_own(path, os.O_CREAT if path.name == LOCK else 0)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # gone meanwhile, or its server lives
+    except OSError:  # gone meanwhile, of another user, or its server lives
         return False
     return True
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Raise `PermissionError` for another user's file, and OSError for a link."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    if os.fstat(descriptor).st_uid != os.getuid():
+        os.close(descriptor)
+        raise PermissionError(path)
+    return descriptor
 
 
 def _is_own(root: Path) -> bool:
@@ -164,4 +195,4 @@ def _have_ended(started: Sequence[processes.Process]) -> bool:
 
 
 def _shm_prefix(root: Path) -> str:
-    return f"tidewheel_{root.name.removeprefix(_PREFIX)}_"
+    return f"{_SHM_PREFIX}{root.name.removeprefix(_PREFIX)}_"

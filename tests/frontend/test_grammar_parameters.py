@@ -44,7 +44,9 @@ def wrapped(**members: object) -> dict[str, object]:
         ({"guided_decoding": {"grammar": RULES, "backend": "auto"}}, Grammar.ebnf(RULES)),
         (
             {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
-            Grammar.json_schema({"type": "object", "x-guidance": {"whitespace_flexible": False}}),
+            Grammar.json_schema(
+                {"type": "object", "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+            ),
         ),
         (
             {"guided_json": TEXT, "guided_whitespace_pattern": " ?"},

@@ -363,10 +363,28 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: obje
     assert answer["finish_reason"] == "tool_calls"
     grammar = triton.asked[0].sampling["structured_outputs"]
     (one,) = grammar["json"]["anyOf"]
-    assert grammar["whitespace_pattern"] == " "
+    assert list(grammar) == ["json"]  # whitespace is bounded by default
     assert one["properties"]["name"] == {"const": "weather"}
     assert one["properties"]["arguments"]["type"] == "object"
     assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_is_a_call(gateway: RunningGateway, triton: FakeTriton, stream: bool) -> None:
+    def answer(asked: Asked) -> Answer:
+        if stream:
+            yield response(asked.message, text_output='{"name": "wea', finish_reason="None")
+            yield from say(asked, text_output='ther", "arguments": {"ci', finish_reason="length")
+        else:
+            yield from say(asked, text_output='{"name": "weather", "arguments": {"ci', finish_reason="length")
+
+    triton.answer = answer
+    reply = gateway.chat(tools=TOOLS, tool_choice="required", stream=stream)
+    choice = (events(reply)[-1] if stream else reply.json())["choices"][0]
+    said = choice["delta" if stream else "message"]
+    (call,) = said["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"ci'}
+    assert (said.get("content"), choice["finish_reason"]) == (None, "length")
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,14 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
 }  # fmt: skip
 
 
-def listen(pieces: list[str], tools: frozenset[str] | None = TOOLS, reasoning: Reasoning = "tagged") -> Spoken:
-    listener = Listener(tools, reasoning)
+def listen(
+    pieces: list[str],
+    tools: frozenset[str] | None = TOOLS,
+    reasoning: Reasoning = "tagged",
+    *,
+    is_forced: bool = False,
+) -> Spoken:
+    listener = Listener(tools, reasoning, is_forced=is_forced)
     spoken = Spoken()
     for piece in pieces:
         spoken += listener.push(piece)
@@ -74,6 +80,35 @@ def test_pieces_make_the_same_parts(case: str, seed: int) -> None:
 def test_without_tools_nothing_is_a_call() -> None:
     for text in (HERMES, '{"name": "time"}', "[TOOL_CALLS][]"):
         assert listen(list(text), tools=None) == Spoken(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "arguments"),
+    [
+        (OBJECT, "weather", '{"city": "Paris"}'),
+        (OBJECT[:-1], "weather", '{"city": "Paris"}'),
+        (OBJECT[:-4], "weather", '{"city": "Pari'),
+        (OBJECT[:34], "weather", "{"),
+        (OBJECT[:33], "weather", ""),
+        ('{ "name" : "weather" , "arg', "weather", ""),
+        ('{"name": "we', "weather", ""),
+        ('{"name": "t', "time", ""),
+        ('{"name": "', "", ""),
+        ('{"na', "", ""),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_that_was_cut_is_what_there_is_of_it(text: str, name: str, arguments: str, seed: int) -> None:
+    spoken = listen(pieces_of(text, seed), is_forced=True)
+    (call,) = spoken.calls
+    assert (call.name, call.arguments, spoken.content) == (name, arguments, "")
+    assert len(call.id) == 9
+
+
+def test_the_only_function_is_the_one_that_is_called() -> None:
+    (call,) = listen(["{"], frozenset({"weather"}), is_forced=True).calls
+    assert (call.name, call.arguments) == ("weather", "")
 
 
 def test_where_the_thought_begins() -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
+from tidewheel.frontend.grammar_parameters import with_grammar
+from tidewheel.frontend.interface import ParameterSource
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
 
@@ -83,6 +85,55 @@ def test_schemas_that_ask_for_nothing_more(
     compiler: GrammarCompiler, schema: dict[str, Any], allowed: list[str], others: list[str]
 ) -> None:
     grammar = Grammar.json_schema(schema)
+    assert [text for text in allowed + others if allows(compiler, grammar, text)] == allowed
+
+
+DEEP = '{"a":' * 30 + "{}" + "}" * 30
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"guided_json_object": True},
+        {"guided_json": {"type": "object"}},
+        {"guided_json": '{"type": "object"}'},
+        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}}}}},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"guided_decoding": {"json_object": True}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        {"guided_decoding_guide_type": "json"},
+        {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"type": "object"}'},
+    ],
+    ids=str,
+)
+def test_between_tokens_of_json_there_is_one_space_at_most(
+    compiler: GrammarCompiler, parameters: dict[str, object]
+) -> None:
+    (source,) = with_grammar((ParameterSource(origin="request", values=parameters),))[1:]
+    grammar = source.values["grammar"]
+    assert isinstance(grammar, Grammar)
+    for spaced in (DEEP, DEEP.replace(":", ": "), DEEP.replace("{", "{ ").replace("}", " }").replace("{  }", "{ }")):
+        assert allows(compiler, grammar, spaced)
+    for more in ("  ", "\n", "\t", "\n" * 9):
+        assert not any(allows(compiler, grammar, DEEP.replace(token, token + more)) for token in '{:"}')
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "allowed", "others"),
+    [
+        ({"whitespace_pattern": r"\n {0,8}"}, ['{\n  "a":\n 1\n}', '{"a":1}'], ['{ "a":1}', '{"a":\n\n1}']),
+        ({"disable_any_whitespace": True}, ['{"a":1}'], ['{"a": 1}', '{ "a":1}']),
+    ],
+    ids=str,
+)
+def test_a_request_names_another_limit_of_whitespace(
+    compiler: GrammarCompiler, whitespace: dict[str, object], allowed: list[str], others: list[str]
+) -> None:
+    members = {"json_object": True, **whitespace}
+    given = ParameterSource(origin="request", values={"structured_outputs": members})
+    grammar = with_grammar((given,))[1].values["grammar"]
+    assert isinstance(grammar, Grammar)
     assert [text for text in allowed + others if allows(compiler, grammar, text)] == allowed
 
 

@@ -134,7 +134,8 @@ def _schema_object(name: str, value: object) -> Mapping[str, object]:
 def _whitespace_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
     if "whitespace_pattern" in given:
         return {"whitespace_pattern": to_text(f"{name}: whitespace_pattern", given["whitespace_pattern"])}
-    return {"whitespace_flexible": not to_bool(f"{name}: disable_any_whitespace", given["disable_any_whitespace"])}
+    is_disabled = to_bool(f"{name}: disable_any_whitespace", given["disable_any_whitespace"])
+    return {"whitespace_flexible": False, "whitespace_pattern": None} if is_disabled else {}  # null: over the default
 
 
 def _json_object(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar | None:

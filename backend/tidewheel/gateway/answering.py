@@ -115,7 +115,9 @@ class Answer:
         is_first = progress is None
         if progress is None:
             reasoning = "off" if self._ask.follows_grammar else self._reasoning
-            progress = self._progress[index] = _Progress(Listener(self._ask.tools, reasoning))
+            progress = self._progress[index] = _Progress(
+                Listener(self._ask.tools, reasoning, is_forced=bool(self._ask.schema_name))
+            )
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[number] = part.prompt_logprobs
         choice: Json = {"index": index, **self._content(part, progress), "logprobs": None}

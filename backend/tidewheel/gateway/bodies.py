@@ -12,6 +12,7 @@ from tidewheel.gateway.forced_calls import (
     call_schema,
     check_no_grammar,
     follows_grammar,
+    forced_functions,
     parameters_name,
     without_strict,
 )
@@ -141,19 +142,19 @@ def read_chat(fields: dict[str, Any]) -> Ask:
         raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
     params["max_tokens"] = _most_tokens(body)
     tools = body.tools if body.tool_choice != "none" else []
+    names = frozenset(str(_name(tool)) for tool in tools) if tools else None
     schema_name = ""
     if body.tool_choice not in ("auto", "none"):
         check_no_grammar(params)
-        # A model at a high temperature would fill the answer with whitespace.
-        params["structured_outputs"] = {"json": call_schema(tools, body.tool_choice), "whitespace_pattern": " "}
-        schema_name = parameters_name(tools, body.tool_choice)
+        functions = forced_functions(tools, body.tool_choice)
+        params["structured_outputs"] = {"json": call_schema(functions)}
+        names, schema_name = frozenset(functions), parameters_name(functions)
         tools = without_strict(tools)
     if tools:
         params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     prompt = conversation(body.messages, tools, body.chat_template_kwargs)
     ask = _ask(body, params, [prompt], top_logprobs, is_chat=True)
-    names = frozenset(str(_name(tool)) for tool in tools) if tools else None
     return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls, schema_name=schema_name)
 
 

@@ -34,24 +34,24 @@ def _asks(name: str, value: object) -> bool:
     return bool(value) and value != {"type": "text"} and any(member is not None for member in members)
 
 
-def call_schema(tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of one call, of any tool for "required". Raise `InvalidRequest`.
+def call_schema(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the schema of one call of any of these functions. Raise `InvalidRequest`.
 
     The call is `{"name": …, "arguments": {…}}`, which `spoken` understands, whichever model wrote it.
     """
-    functions = _forced_functions(tools, tool_choice)
     return {"anyOf": [_call(name, one.get("parameters") or _NO_PARAMETERS) for name, one in functions.items()]}
 
 
-def parameters_name(tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]) -> str:
+def parameters_name(functions: Mapping[str, Mapping[str, Any]]) -> str:
     """Return how a message names the schema of a forced call, which the client sent in parts."""
-    names = " or ".join(_forced_functions(tools, tool_choice))
+    names = " or ".join(functions)
     return f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
 
 
-def _forced_functions(
+def forced_functions(
     tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
+    """Return the functions of which one is called: the chosen one, or all for "required". Raise `InvalidRequest`."""
     functions = [tool.get("function") for tool in tools]
     known = {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
     names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]

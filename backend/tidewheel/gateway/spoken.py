@@ -25,6 +25,8 @@ _NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
 _BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\])*")
 _ID_CHARS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # templates of Mistral want exactly so many
+# The beginning of a forced call, as its schema writes it: the name, perhaps cut, and the arguments.
+_CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)(?:"\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
 _decoder = json.JSONDecoder()
 
 
@@ -48,13 +50,16 @@ class Spoken(NamedTuple):
 class Listener:
     """Splitter of one sequence's text, piece by piece. What may begin a mark is held back."""
 
-    def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning) -> None:
-        """`tools` are names of functions; None: no calls are looked for."""
+    def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
+        """`tools` are names of functions; None: no calls are looked for. A forced text is one call of them."""
         self._tools = tools
+        self._is_forced = is_forced
         self._reasoning = reasoning
         self._held = ""
         self._opening = ""  # mark of the call that is being read
         self._state = self._thinking if reasoning == "always" else self._start
+        if is_forced:
+            self._state = self._calling
 
     def push(self, text: str) -> Spoken:
         self._held += text
@@ -148,6 +153,8 @@ class Listener:
             calls = tuple(_read_calls(raw))
         except (ValueError, RecursionError):
             calls = ()
+        if self._is_forced:
+            return Spoken(calls=calls or (_cut_call(raw, self._tools or frozenset()),))
         if not calls or (not self._opening and any(call.name not in (self._tools or ()) for call in calls)):
             return Spoken(self._opening + raw + closing)
         return Spoken(calls=calls)
@@ -178,5 +185,16 @@ def _call(item: Any) -> ToolCall:
     arguments = item.get("arguments", item.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    call_id = "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
-    return ToolCall(call_id, item["name"], arguments)
+    return ToolCall(_new_id(), item["name"], arguments)
+
+
+def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
+    """Return what there is of a forced call. A name of which one function alone remains is that function's."""
+    found = _CUT.match(text)
+    begin, arguments = (found[1], found[2] or "") if found else ("", "")
+    fitting = [name for name in names if json.dumps(name, ensure_ascii=False)[1:-1].startswith(begin)]
+    return ToolCall(_new_id(), fitting[0] if len(fitting) == 1 else begin, arguments)
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))

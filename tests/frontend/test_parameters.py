@@ -142,6 +142,7 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
         {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
         {"timeout": 5}, {"user": "u"}, {"model": "m"}, {"image": "x"}, {"stream_options": {"a": 1}},
         {"top_logprobs": 3}, {"functions": [{}]}, {"service_tier": "flex"}, {"embedding_request": "{}"},
+        {"web_search_options": {"a": 1}}, {"prompt_cache_retention": "24h"},
     ],
     ids=str,
 )  # fmt: skip

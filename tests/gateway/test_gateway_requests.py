@@ -30,6 +30,20 @@ def test_parameters_go_to_the_backend_as_they_are(gateway: RunningGateway, trito
     assert [asked.sampling for asked in triton.asked] == [given, given]
 
 
+@pytest.mark.parametrize("tier", ["auto", "default", "flex"])
+def test_fields_that_clients_send_by_themselves_have_no_effect(
+    gateway: RunningGateway, triton: FakeTriton, tier: str
+) -> None:
+    triton.answer = say
+    fields = {
+        "user": "me", "metadata": {"run": "5"}, "prompt_cache_key": "k", "safety_identifier": "i", "store": False,
+        "service_tier": tier,
+    }  # fmt: skip
+    assert gateway.complete(**fields).ok
+    assert gateway.chat(**fields, max_tokens=5).ok
+    assert [asked.sampling for asked in triton.asked] == [{"n": 1}, {"n": 1, "max_tokens": 5}]
+
+
 def test_an_answer_of_a_chat_is_as_long_as_the_context(gateway: RunningGateway, triton: FakeTriton) -> None:
     triton.answer = say
     gateway.chat()
@@ -120,7 +134,13 @@ def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTr
         ("completions", b'{"seed": ' + b"9" * 10_000 + b"}", "", None),
         ("completions", {"model": "demo"}, "prompt is missing: it is required", "prompt"),
         ("embeddings", {}, "input is missing: it is required", "input"),
-        ("completions", {"prompt": "x", "user": "me"}, "user is set: rates and quotas are for a tenant", "user"),
+        ("completions", {"prompt": "x", "user": 5}, "user: Expected `str`, got `int`", "user"),
+        ("chat/completions", {**CHAT, "metadata": {"a": 1}}, "metadata[...]: Expected `str`", "metadata[...]"),
+        ("chat/completions", {**CHAT, "prompt_cache_key": []}, "prompt_cache_key: Expected", "prompt_cache_key"),
+        ("embeddings", {"input": "x", "safety_identifier": 1}, "safety_identifier: Expected", "safety_identifier"),
+        ("chat/completions", {**CHAT, "store": True}, "store is set: answers are not stored: send false", "store"),
+        ("chat/completions", {**CHAT, "store": 0}, "store: Expected `bool`", "store"),
+        ("chat/completions", {**CHAT, "service_tier": "priority"}, "no tiers: send priority", "service_tier"),
         ("chat/completions", {"model": "demo"}, "messages is missing: it is required", "messages"),
         ("chat/completions", {**CHAT, "functions": [{}]}, "functions is set: send tools", "functions"),
         ("chat/completions", {**CHAT, "function_call": {}}, "send tools and tool_choice", "function_call"),

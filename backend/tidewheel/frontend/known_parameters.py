@@ -119,7 +119,8 @@ ABSENT: dict[str, AbsentFeature] = {
     "default_max_tokens": AbsentFeature("it is a setting of the entry; a request sets max_tokens", ()),
     # Names of OpenAI's API.
     **_each(
-        "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier",
+        "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier "
+        "prompt_cache_key prompt_cache_retention web_search_options",
         "it is an option of OpenAI's service: leave it out",
         (*_OFF, {}, "auto", "default", ["text"]),
     ),

@@ -41,7 +41,8 @@ _REFUSED = {
     "close_session": _Refused("a session ends by its time (session_ttl_s), or over gRPC"),
     "functions": _Refused("send tools", ([],)),
     "function_call": _Refused("send tools and tool_choice", ("none", "auto")),
-    "user": _Refused("rates and quotas are for a tenant, which a key has and others may name: leave it out", ("",)),
+    "store": _Refused("answers are not stored: send false, or leave it out"),
+    "service_tier": _Refused("there are no tiers: send priority, 1 to 4", ("auto", "default", "flex")),
 }
 _MISSING = re.compile("Object missing required field `(.*)`")  # of msgspec, at the top
 
@@ -51,7 +52,18 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # as in vLLM: in every chunk
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True):
+class WithoutEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that OpenAI's clients send by themselves, and that change no answer."""
+
+    user: str = ""
+    metadata: dict[str, str] = {}
+    prompt_cache_key: str = ""
+    safety_identifier: str = ""
+    store: bool = False
+    service_tier: str = ""
+
+
+class _Body(WithoutEffect, frozen=True, kw_only=True):
     model: str = ""  # empty: the only one
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidewheel.gateway.bodies import Ask, prompts_of, read_fields
+from tidewheel.gateway.bodies import Ask, WithoutEffect, prompts_of, read_fields
 from tidewheel_client import Chunk
 from tidewheel_client.request_errors import InternalError, InvalidRequest
 
 MAX_INPUTS = 2048  # as OpenAI's
 
 
-class _EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
+class _EmbeddingBody(WithoutEffect, frozen=True, kw_only=True):
     input: str | list[str | int | list[int]]
     model: str = ""
     encoding_format: Literal["float", "base64"] = "float"

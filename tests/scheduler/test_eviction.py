@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,9 +12,11 @@ from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import BreakerState
+from tidewheel.scheduler.policy import POLICIES
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
+PAGE = Path(__file__).parents[2] / "docs" / "scheduling.md"
 
 
 def full_driver(*levels: Priority, **changes: object) -> SchedulerDriver:
@@ -188,7 +193,7 @@ def crowd_of(*tenants: str, **changes: object) -> SchedulerDriver:
 def test_under_fair_a_flood_gives_way_to_who_has_fewer_waiting() -> None:
     driver = crowd_of("big", "big", "big", "big")
     assert evicted(driver, make_request("x", tenant="small")) == ["r3"]
-    assert "a tenant with fewer waiting took the place" in str(driver.requests["r3"].error)
+    assert "a tenant with fewer waiting for its weight took the place" in str(driver.requests["r3"].error)
     assert evicted(driver, make_request("y", tenant="small")) == ["r2"]
     for tenant in ("small", "big"):  # two each: neither has more than it would leave the other
         with pytest.raises(Busy, match="4 of 4 requests"):
@@ -221,4 +226,96 @@ def test_under_fair_a_group_that_displaced_one_of_its_own_may_still_take_from_a_
         driver.add(make_request(f"b{number}", tenant="b", arrival_time=float(number)))
     leader = make_request("x", tenant="a", priority=CRITICAL)
     assert evicted(driver, leader, make_request("y", tenant="a", priority=CRITICAL, leader=leader)) == ["a0", "b2"]
+    driver.run()
+
+
+# What waits, as tenant and class; the newcomer; limits of tenants. In the order of the table's rows.
+AT_THE_BOUND = {
+    "of a lower class, of the newcomer's tenant": ([("a", LOW)], ("a", HIGH), {}),
+    "of a lower class, of another tenant": ([("b", LOW)], ("a", HIGH), {}),
+    "of a lower class, of another tenant, which may not ask for the newcomer's class": (
+        [("b", LOW)], ("a", HIGH), {"b": TenantLimits(max_priority=3)},
+    ),
+    "of the same class, of a tenant with more waiting for its weight": (
+        [("b", NORMAL)] * 2, ("a", NORMAL), {"a": TenantLimits(weight=4.0)},
+    ),
+    "of a better class, of a tenant with more waiting for its weight": ([("b", HIGH)] * 2, ("a", NORMAL), {}),
+    "the same, of a class that the newcomer's tenant may not ask for": (
+        [("b", HIGH)] * 2, ("a", NORMAL), {"a": TenantLimits(max_priority=3)},
+    ),
+    "of the same class and tenant, but later in the order of the policy": ([("a", NORMAL)], ("a", NORMAL), {}),
+}  # fmt: skip
+
+
+def test_the_documentation_has_a_row_for_each_case() -> None:
+    assert list(table_of_the_page()) == list(AT_THE_BOUND)
+
+
+@pytest.mark.parametrize("case", AT_THE_BOUND)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_documentation_says_what_gives_way(policy: str, case: str) -> None:
+    waiting, (tenant, level), tenants = AT_THE_BOUND[case]
+    driver = SchedulerDriver(
+        policy=policy, max_num_seqs=1, num_blocks=64, max_waiting_requests=len(waiting), tenants=tenants
+    )
+    for number, (name, priority) in enumerate(waiting):
+        driver.add(make_request(f"r{number}", tenant=name, priority=priority, max_tokens=8, deadline=90.0))
+    newcomer = make_request("x", tenant=tenant, priority=level, prompt=2, max_tokens=2, deadline=80.0)
+    if table_of_the_page()[case][policy]:
+        assert evicted(driver, newcomer) == [f"r{len(waiting) - 1}"]
+    else:
+        with pytest.raises(Busy, match="waiting set is full"):
+            driver.add(newcomer)
+    driver.run()
+
+
+def table_of_the_page() -> dict[str, dict[str, bool]]:
+    """Return for each row whether such a request gives way, by policy."""
+    part = PAGE.read_text().split("### At a full waiting set\n")[1].split("\n## ")[0]
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*", part, re.M)
+    )
+    names = [name.strip("`") for name in header[1:]]
+    return {row[0]: {name: cell == "yes" for name, cell in zip(names, row[1:], strict=True)} for row in rows}
+
+
+def waiting_of(driver: SchedulerDriver, tenant: str) -> int:
+    return sum(request.tenant == tenant and not request.is_finished for request in driver.requests.values())
+
+
+def offer(driver: SchedulerDriver, tenant: str, count: int, level: Priority) -> int:
+    """Return how many requests were refused at once."""
+    num_refused = 0
+    for number in range(count):
+        try:
+            driver.add(make_request(f"{tenant}{number}", tenant=tenant, priority=level))
+        except Busy:
+            num_refused += 1
+    return num_refused
+
+
+def test_under_fair_the_places_of_a_full_waiting_set_are_shared_by_weight() -> None:
+    driver = SchedulerDriver(
+        policy="fair", max_waiting_requests=20, max_num_seqs=1, tenants={"paying": TenantLimits(weight=4.0)}
+    )
+    assert offer(driver, "free", 40, NORMAL) == 20
+    assert offer(driver, "paying", 40, HIGH) == 24
+    assert (waiting_of(driver, "paying"), waiting_of(driver, "free")) == (16, 4)
+    with pytest.raises(Busy, match=r"20 of 20 requests \(16 of its own tenant\)"):
+        driver.add(make_request("x", tenant="paying"))
+    driver.run()
+
+
+def test_under_fair_a_class_that_is_denied_to_others_has_their_places_and_keeps_them() -> None:
+    driver = SchedulerDriver(
+        policy="fair",
+        max_waiting_requests=20,
+        max_num_seqs=1,
+        tenants={"paying": TenantLimits(weight=4.0), "*": TenantLimits(max_priority=3)},
+    )
+    offer(driver, "free", 40, NORMAL)
+    assert offer(driver, "paying", 20, HIGH) == 0
+    assert (waiting_of(driver, "paying"), waiting_of(driver, "free")) == (20, 0)
+    assert offer(driver, "another", 3, NORMAL) == 3
+    assert waiting_of(driver, "paying") == 20
     driver.run()

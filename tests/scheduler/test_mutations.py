@@ -17,6 +17,7 @@ that dies of a `TypeError` or a `KeyError` of its own has shown nothing.
 * *most progress lost*: of a class, the row that has computed most loses its blocks.
 * *preempted without bound*: `max_preemptions` has no effect.
 * *oldest evicted*: a full waiting set gives up the oldest of the best class that it may.
+* *reserved class ignored*: under `fair`, a class that a tenant may not ask for takes no places of it.
 * *half a group admitted*: room is looked for as if a group were one request.
 * *aged to CRITICAL*: a waiting request is lifted two classes at a time.
 * *place kept when lifted*: a request changes its class and not its place.
@@ -181,6 +182,10 @@ def rows_not_announced(patch: pytest.MonkeyPatch) -> None:
 def oldest_evicted(patch: pytest.MonkeyPatch) -> None:
     real = WaitingSet.displaceable
     patch.setattr(WaitingSet, "displaceable", lambda self, *newcomer: reversed(list(real(self, *newcomer))))
+
+
+def reserved_class_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(State, "_best_class", lambda self, tenant: Priority.CRITICAL)
 
 
 def half_a_group_admitted(patch: pytest.MonkeyPatch) -> None:
@@ -371,6 +376,7 @@ MUTATIONS = (
     found_blocks_counted_as_free, begun_group_evicted, half_a_group_evicted, cached_prefix_first_for_ever,
     cached_prefix_before_class, cached_prefix_before_preempted, rows_wait_for_blocks, computed_for_ever,
     growth_forgotten, tokens_written_back_twice, prompts_under_way_never_age, rows_taken_that_end_anyway,
+    reserved_class_ignored,
 )  # fmt: skip
 
 
@@ -385,6 +391,7 @@ MACHINES = {
     "critical_waits": CROWDED,
     "lower_classes_share": TIGHT,
     "long_ones_share": TIGHT,
+    "reserved_class_ignored": crowded_machine(policy="fair"),
     "strategy_ignored": crowded_machine(strategy=StrategyConfig(name="static", batch_size=2)),
     "shared_blocks_counted_twice": crowded_machine(enable_prefix_caching=True),
     "rows_taken_that_end_anyway": crowded_machine(max_inflight_steps=2),

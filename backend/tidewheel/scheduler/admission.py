@@ -227,7 +227,7 @@ class WaitingLimits:
 
     def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
         limits = self.config
-        taker = "a request of a tenant with fewer waiting took the place of this one"
+        taker = "a request of a tenant with fewer waiting for its weight took the place of this one"
         if service_class < victim.service_class:
             taker = (
                 f"a request of class {service_class.name} took the place of this one, of class "
@@ -270,7 +270,7 @@ class WaitingLimits:
         limits = self.config
         if waiting.num_new + count > limits.max_waiting_requests:
             several = "" if count == 1 else f", and this one asks for {count} sequences"
-            return f"{waiting.num_new} of {limits.max_waiting_requests} requests{several}"
+            return f"{waiting.num_new} of {limits.max_waiting_requests} requests{waiting.own_part(request)}{several}"
         times = "" if count == 1 else f" {count} times"
         return (
             f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens, "

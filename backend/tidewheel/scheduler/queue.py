@@ -13,7 +13,7 @@ from tidewheel.scheduler.policy import Policy, Rank, rank_of
 
 MAX_DISPLACED = 16  # per arrival
 MAX_LANES = 16  # tenants tried after the next one
-WINDOW = 64  # requests compared by cached prefix
+WINDOW = 64  # requests compared by cached prefix, or looked at for the best class of their tenants
 
 
 class SortedQueue:
@@ -58,9 +58,15 @@ class Lane(NamedTuple):
 class WaitingSet:
     """Waiting requests, in a lane per tenant if tenants take turns. A group's entry is its leader."""
 
-    def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        counters: VirtualCounters | None = None,
+        best_class: Callable[[str], int] = lambda _: Priority.CRITICAL,
+    ) -> None:
         self._policy = policy
         self._counters = counters
+        self._best_class = best_class  # that a tenant may ask for
         self._lanes: dict[str, Lane] = {}
         self._ages = SortedQueue()  # new entries by class and arrival
         self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new requests
@@ -77,6 +83,10 @@ class WaitingSet:
     @property
     def num_new_tokens(self) -> int:
         return sum(self._new_tokens.values())
+
+    def own_part(self, request: Request) -> str:
+        """Return words that say how many new requests its tenant has, if tenants take turns."""
+        return "" if self._counters is None else f" ({self._num_new.get(request.tenant, 0)} of its own tenant)"
 
     @property
     def lowest_class(self) -> int:
@@ -161,22 +171,44 @@ class WaitingSet:
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
         """Yield entries in the order in which newcomers displace them: lower classes, lowest and newest first.
 
-        If tenants take turns, first the tenant with most waiting over its weight gives way, in any class, while it
-        has more than the newcomer's tenant would.
+        If tenants take turns, lower classes give way only if their tenant may not ask for the newcomer's. Then the
+        tenant with most waiting over its weight gives way, in any class that the newcomer's tenant may ask for, while
+        it has more than that tenant would. Lower classes of the newcomer's tenant are last.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
             return
-        tenant, weight = newcomer.tenant, self._counters.weight
-        crowds = [crowd for crowd in self._crowds[-MAX_DISPLACED - 1 :] if crowd[1] != tenant]
-        counts: dict[str, int] = {}
-        entries: dict[str, Iterator[Request]] = {}
+        outranked = []
+        for victim in islice(_lower(self._ages, service_class), WINDOW):
+            if victim.tenant != newcomer.tenant and self._best_class(victim.tenant) > service_class:
+                outranked.append(victim)
+                yield victim
+        yield from self._over_share(newcomer, count, service_class, outranked, self._counters.weight)
+
+    def _over_share(
+        self,
+        newcomer: Request,
+        count: int,
+        service_class: Priority,
+        gone: list[Request],
+        weight: Callable[[str], float],
+    ) -> Iterator[Request]:
+        """Yield entries other than `gone`, in the order in which a newcomer that has displaced these goes on."""
+        tenant, best = newcomer.tenant, self._best_class(newcomer.tenant)
+        counts = {victim.tenant: self._num_new[victim.tenant] for victim in gone}
+        for victim in gone:
+            counts[victim.tenant] -= 1 + len(victim.followers)
+        names = [name for _, name in self._crowds[-MAX_DISPLACED - 1 :] if name != tenant]
+        crowds = sorted((counts.get(name, self._num_new[name]) / weight(name), name) for name in names)
+        entries = {name: (one for one in reversed(self._lanes[name].new) if one not in gone) for name in names}
         lower = _lower(self._lanes[tenant].new, service_class) if tenant in self._lanes else iter(())
         own = self._num_new.get(tenant, 0) + count
         while True:
             if crowds and crowds[-1][0] > own / weight(tenant):
                 _, name = crowds.pop()
-                victim = next(entries.setdefault(name, reversed(self._lanes[name].new)))
+                victim = next(entries[name])
+                if max(victim.priority, victim.service_class) < best:
+                    continue
                 counts[name] = counts.get(name, self._num_new[name]) - 1 - len(victim.followers)
                 insort(crowds, (counts[name] / weight(name), name))
             else:

@@ -76,7 +76,7 @@ class State:
         self.policy = POLICIES[config.policy]
         self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
-        self.waiting = WaitingSet(self.policy, self.virtual_counters)
+        self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
         self.columns = Columns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats  # shared with the cache
@@ -93,6 +93,9 @@ class State:
     def _weight(self, tenant: str) -> float:
         return self.config.limits_of(tenant).weight
 
+    def _best_class(self, tenant: str) -> int:
+        return self.config.limits_of(tenant).max_priority
+
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Order all requests by other settings. They age from when they began to."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
@@ -101,7 +104,7 @@ class State:
         self.predictor.prior = float(config.predictor_prior_tokens)
         if self.policy.by_tenant != (self.virtual_counters is not None):
             self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
-        self.waiting = WaitingSet(self.policy, self.virtual_counters)
+        self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
         self.timetable = self.timetable.with_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
         for request in queued:
             if self.policy.by_cache and request.is_new:

@@ -39,6 +39,7 @@ POOLS = st.one_of(
 TENANTS = {
     "quota": TenantLimits(max_blocks=3),
     "slow": TenantLimits(requests_per_s=0.5, weight=0.5),
+    "free": TenantLimits(max_priority=Priority.NORMAL),
 }
 
 SETTINGS = st.fixed_dictionaries(
@@ -122,16 +123,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.now += draw.choice([0.0, 1.0])
         time_left = draw.choice([*[None] * 16, 0.0, 9.0, 40.0])
         soft_time_left = draw.choice([None, None, None, 2.0, 12.0])
+        tenant = draw.choice(["", "", "", "other", "quota", "slow", "free"])
         return make_request(
             self.next_id(),
             prompt,
             max_tokens=max_tokens,
             min_tokens=min(draw.choice([0, 0, 3, 8]), max_tokens),
-            priority=priority,
+            priority=TENANTS.get(tenant, TenantLimits()).granted(priority),
             arrival_time=self.driver.now,
             stop_token_ids=tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3))),
             cache_salt=draw.choice(["", "", "x"]),
-            tenant=draw.choice(["", "", "", "other", "quota", "slow"]),
+            tenant=tenant,
             session_id=draw.choice(["", "", "", "s" if self.driver.kv.prefixes.is_enabled else ""]),
             session_ttl=20.0,
             deadline=None if time_left is None else self.driver.now + time_left,

@@ -157,11 +157,17 @@ class Model:
         entries = [request for request in left if not follows(request)]
         lower = [request for request in entries if self.class_of(request) > service_class]
         if self.config.policy == "fair":
+            limits_of, best = self.config.limits_of, self.config.limits_of(newcomer.tenant).max_priority
+            strangers = [request for request in lower if request.tenant != newcomer.tenant]
+            outranked = [request for request in strangers if limits_of(request.tenant).max_priority > service_class]
+            if outranked:
+                return outranked[-1]
             own = self.crowd(newcomer.tenant, left) + count / self.config.limits_of(newcomer.tenant).weight
-            others = {request.tenant for request in left} - {newcomer.tenant}
+            last = {request.tenant: request for request in entries if request.tenant != newcomer.tenant}
+            others = [tenant for tenant, one in last.items() if max(one.priority, self.class_of(one)) >= best]
             biggest = max(others, key=lambda tenant: (self.crowd(tenant, left), tenant), default="")
             if others and self.crowd(biggest, left) > own:
-                return [request for request in entries if request.tenant == biggest][-1]
+                return last[biggest]
             lower = [request for request in lower if request.tenant == newcomer.tenant]
         return lower[-1] if lower else None
 

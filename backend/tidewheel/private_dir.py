@@ -65,6 +65,7 @@ def check_room(folder: Path) -> None:
 
 def close_shared_memory() -> None:
     """Give this process's shared memory mode 0600: Triton makes it readable for all, whatever the umask says."""
-    for path in set(_SHARED_MEMORY.findall(Path("/proc/self/maps").read_text())):
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    for path in set(_SHARED_MEMORY.findall(maps)):
         with contextlib.suppress(OSError):  # removed, or of another user
             Path(path).chmod(0o600)

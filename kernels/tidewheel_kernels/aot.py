@@ -181,7 +181,8 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True)  # noqa: S603
+        listing = done.stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     if found is None:
         raise RuntimeError(f"cuobjdump shows no resource usage: {listing!r}")

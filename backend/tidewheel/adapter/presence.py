@@ -72,7 +72,7 @@ def front_ends(model: str) -> set[str]:
 
 def _read(path: Path) -> Mark | None:
     try:
-        count, _, model = path.read_text().partition(" ")
+        count, _, model = path.read_text(encoding="utf-8").partition(" ")
         return Mark(model, int(count))
     except (OSError, ValueError):
         return None

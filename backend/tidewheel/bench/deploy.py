@@ -49,7 +49,7 @@ class Deployment:
 def model_config(folder: Path) -> dict[str, Any]:
     """Return a model's `config.json`; empty if it cannot be read."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config
@@ -109,7 +109,9 @@ def _settings(target: Target) -> dict[str, str]:
 def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:
     source = deployment.baselines / target.settings["entry"]
     try:
-        config = text_format.Parse((source / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+        config = text_format.Parse(
+            (source / "config.pbtxt").read_text(encoding="utf-8"), model_config_pb2.ModelConfig()
+        )
     except OSError:
         raise BenchError(
             f"target {target.name}: no entry at {source}: give --baselines the folder that has it"
@@ -121,7 +123,7 @@ def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> Non
         config.parameters[key].string_value = value
     entry = folder / target.name
     shutil.copytree(source, entry, ignore=shutil.ignore_patterns("__pycache__"))
-    (entry / "config.pbtxt").write_text(text_format.MessageToString(config))
+    (entry / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -157,7 +159,7 @@ def _wait_ready(process: subprocess.Popen[bytes], http: str, log: Path) -> None:
     if not processes.wait_until(lambda: server.is_ready() or process.poll() is not None, START_S):
         raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
     if process.poll() is not None:
-        lines = log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"]
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it ended without a word"]
         raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
 
 

@@ -36,7 +36,7 @@ def without_folders(text: str) -> str:
 
 
 def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
@@ -55,7 +55,9 @@ def commit() -> str:
 
 def _output(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -249,7 +249,7 @@ ENGINES: dict[str, Callable[[dict[str, Any]], PeerEngine]] = {
 def main() -> NoReturn:
     kind, options = sys.argv[1], json.loads(sys.argv[2])
     # Libraries print to standard output: the pipe moves.
-    output = os.fdopen(os.dup(1), "w", buffering=1)
+    output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     try:
         engine = ENGINES[kind](options)

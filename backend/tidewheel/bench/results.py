@@ -107,7 +107,7 @@ class Recorder:
         self.extra: dict[str, Any] = {}  # across stages
         self._lines = folder / "runs.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        self._lines.write_text("")
+        self._lines.write_text("", encoding="utf-8")
 
     def begin(self, stage: Stage, setup: Mapping[str, Any] | None = None) -> StageResult:
         result = StageResult(stage, setup=setup or {})
@@ -116,7 +116,7 @@ class Recorder:
 
     def add(self, result: StageResult, run: RunResult) -> None:
         result.runs.append(run)
-        with self._lines.open("a") as file:
+        with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_clean({"stage": result.stage.name, **run.record(result.stage)})) + "\n")
 
     def save(self, path: Path | None = None) -> Path:
@@ -126,7 +126,7 @@ class Recorder:
         intervals = "rates: Student's t over repeats; latencies: percentile bootstrap over requests; 95 %"
         shared = {"intervals": intervals, "sample_columns": SAMPLE_COLUMNS}
         document = {**self.environment, **self.extra, **shared, "stages": stages}
-        path.write_text(json.dumps(_clean(document), separators=(",", ":")) + "\n")
+        path.write_text(json.dumps(_clean(document), separators=(",", ":")) + "\n", encoding="utf-8")
         return path
 
 

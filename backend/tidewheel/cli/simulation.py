@@ -195,7 +195,7 @@ def write_json(scenario: Scenario, results: Sequence[Result], target: str) -> No
         sys.stdout.write(text)
         return
     try:
-        Path(target).write_text(text)
+        Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--json: {error}") from None
 

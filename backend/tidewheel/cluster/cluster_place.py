@@ -57,7 +57,7 @@ class ClusterPlace:
     def why_it_ended(self) -> str:
         """Return the line of `last_words`; empty without one."""
         try:
-            return self.last_words.read_text()
+            return self.last_words.read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -87,7 +87,7 @@ class ClusterPlace:
             self.root.mkdir(mode=0o700)
         except FileExistsError:
             raise ClusterError(in_use(self)) from None
-        with (self.root / LOCK).open("w") as lock:
+        with (self.root / LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             work = WorkDir(self.root)
             work.run.mkdir(mode=0o700)

@@ -89,7 +89,7 @@ def _stay(signals: processes.StopSignals, watch: RayWatch, place: ClusterPlace) 
     while not signals.count and not watch.has_ended_all:
         _wait(signals)
         if watch.look():
-            place.last_words.write_text(watch.reason)
+            place.last_words.write_text(watch.reason, encoding="utf-8")
 
 
 def _handle(cluster: Any, watch: RayWatch, command: dict[str, Any]) -> dict[str, Any]:

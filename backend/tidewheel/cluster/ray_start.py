@@ -15,7 +15,7 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least: no tokens and no weights go throug
 def prepare(place: ClusterPlace) -> None:
     """Set what Ray reads at its import, and make its token, which no other cluster has, in no home folder."""
     descriptor = os.open(place.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]  # the address, or the token, of another cluster

@@ -96,7 +96,7 @@ class ServedProcess:
         self.log.unlink(missing_ok=True)
 
     def _last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         told = [line for line in lines if line.startswith("tidewheel: error: ")] or lines
         reason = told[-1].removeprefix("tidewheel: error: ") if told else "it said nothing"
         return f"tidewheel serve ended with exit code {self._process.returncode}: {reason}"

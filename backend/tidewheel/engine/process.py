@@ -167,7 +167,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
 def _only_engine(engine_dir: Path) -> Iterator[None]:
     """Lock the folder. Wait for an engine that is ending."""
     deadline = time.monotonic() + PREDECESSOR_LIMIT_S
-    with (engine_dir / ENGINE_LOCK).open("w") as lock:
+    with (engine_dir / ENGINE_LOCK).open("wb") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # log all threads' stacks
     with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text("tidewheel-eng\n")
+        Path("/proc/self/comm").write_bytes(b"tidewheel-eng\n")
     identity, linger_s = arguments.identity, arguments.linger_s
     try:
         config = EngineConfig.from_settings(settings := json.loads(arguments.settings))

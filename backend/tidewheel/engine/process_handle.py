@@ -13,7 +13,7 @@ _POLL_S = 0.02
 def process_start_ticks(pid: int) -> int | None:
     """Return the start in ticks since boot (field 22 in proc_pid_stat(5)), or None if it has ended."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):  # any other error says nothing about the process
         return None
     state, *fields = stat.rpartition(")")[2].split()

@@ -138,7 +138,7 @@ def _folder(base: Path) -> Iterator[Path]:
     """Make a folder that is locked while this process lives. Remove those of killed gateways."""
     for left_over in filter(is_left_over, base.glob(f"{_PREFIX}*")):
         shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base) as made, (Path(made) / LOCK).open("w") as lock:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base) as made, (Path(made) / LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(made)
 

@@ -138,7 +138,7 @@ def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
 def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:
     """Return whether the CPU multiplies bfloat16 natively."""
     try:
-        lines = cpu_info.read_text(errors="replace").splitlines()
+        lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")

@@ -47,6 +47,6 @@ def _left(limit: Path, use: Path) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -103,7 +103,13 @@ def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str
     """Return the flags that tritonserver offers. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
-            [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False
+            [str(install.binary), "--help"],
+            env=dict(env),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=60,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ServeError(f"{install.binary} does not run: {error}") from None

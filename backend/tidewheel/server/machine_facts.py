@@ -110,7 +110,7 @@ def read_machine(tritonserver: str | None = None, environment: Mapping[str, str]
 
 def read_driver(path: Path) -> str:
     try:
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
     return found[1] if found else ""
@@ -118,7 +118,7 @@ def read_driver(path: Path) -> str:
 
 def read_core_limit(path: Path) -> float | None:
     try:
-        quota, period = path.read_text().split()
+        quota, period = path.read_text(encoding="utf-8", errors="replace").split()
         return int(quota) / int(period)
     except (OSError, ValueError):  # "max": no limit
         return None

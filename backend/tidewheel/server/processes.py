@@ -34,7 +34,7 @@ class Process(NamedTuple):
 
 def read(pid: int) -> Process | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # any user's name
     except OSError:
         return None
     # The name in parentheses may hold anything.

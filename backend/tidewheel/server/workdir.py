@@ -63,7 +63,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
         folder = WorkDir(root)
         with _writing(base):
             folder.run.mkdir(mode=0o700)
-            lock = (root / LOCK).open("w")
+            lock = (root / LOCK).open("wb")
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.environ[RUN_DIR] = str(folder.run)
@@ -78,7 +78,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
 def _owning(marker: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # no room: Triton will say so
-            fcntl.flock(held.enter_context(os.fdopen(_open_own(marker, os.O_CREAT | os.O_EXCL))), fcntl.LOCK_EX)
+            fcntl.flock(held.enter_context(os.fdopen(_open_own(marker, os.O_CREAT | os.O_EXCL), "rb")), fcntl.LOCK_EX)
         yield
 
 
@@ -125,7 +125,7 @@ def is_left_over(root: Path) -> bool:
 def _is_free(path: Path) -> bool:
     """Return whether this user's process that held the lock is gone."""
     try:
-        with os.fdopen(_open_own(path, os.O_CREAT if path.name == LOCK else 0)) as lock:
+        with os.fdopen(_open_own(path, os.O_CREAT if path.name == LOCK else 0), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # gone meanwhile, of another user, or its server lives
         return False

@@ -96,7 +96,7 @@ class EmbeddedRedis:
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):
-            lines = self._log.read_text(errors="replace")[-2000:].strip().splitlines()
+            lines = self._log.read_text(encoding="utf-8", errors="replace")[-2000:].strip().splitlines()
             if lines:
                 return f": {lines[-1]} ({self._log})"
         return ""

@@ -27,8 +27,8 @@ USERS_LOCK, SERVER_LOCK, SOCKET, LOG, USER_CONFIG = (
 )
 # A user's redis.conf stands between: it may change the first part and not the second. With `everysec` Redis may
 # answer before it has written, while a write to the disk takes long: a killed process loses that (tried).
-_DEFAULTS = 'appendfsync always\nsave ""\nloglevel warning\n'
-_FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n"
+_DEFAULTS = b'appendfsync always\nsave ""\nloglevel warning\n'
+_FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n".encode()
 _LOOK_EVERY_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _LONG_LIFE_S = 10.0
@@ -58,7 +58,7 @@ def _in_child() -> None:
 
 def _start(binary: str, server_lock: int) -> subprocess.Popen[bytes]:
     own = Path(USER_CONFIG)
-    config = _DEFAULTS + (own.read_text() + "\n" if own.exists() else "") + _FIXED
+    config = _DEFAULTS + (own.read_bytes() + b"\n" if own.exists() else b"") + _FIXED
     process = subprocess.Popen(  # noqa: S603 - found by the package that starts the guard
         [binary, "-"],
         stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ def _start(binary: str, server_lock: int) -> subprocess.Popen[bytes]:
     )
     assert process.stdin is not None
     try:
-        process.stdin.write(config.encode())
+        process.stdin.write(config)
         process.stdin.close()
     except OSError:  # it has died; the next look tells
         pass

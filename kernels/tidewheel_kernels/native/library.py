@@ -148,7 +148,9 @@ def _version(compiler: str) -> str:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT_S, check=True
+        )
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or [f"status {error.returncode}"]
         raise NativeUnavailable(f"{command[0]} failed: {last[0]}") from error
@@ -160,7 +162,7 @@ def _run(command: list[str]) -> str:
 def _processor() -> str:
     """Identify the processor: several machines may share a home folder."""
     try:
-        lines = CPU_INFO.read_text(errors="replace").lower().splitlines()
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").lower().splitlines()
     except OSError:
         lines = []
     flags = next((line for line in lines if line.startswith(("flags", "features"))), "")
@@ -188,7 +190,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 def _thread_runtimes() -> set[str]:
     try:
-        lines = MAPS.read_text().splitlines()
+        lines = MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return set()
     mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}

@@ -7,10 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from gpu.engine_steps import DecodeStep, TimedLLM, limit_ratio, open_engine, warm_up
 from gpu.measurements import duration, throughput
 from gpu.stage import Stage, parser, run
 from roofline import SHAPES, decode_seconds, prefill_seconds
+from tidewheel_kernels.switches import is_on
 from work_items import of_length
 
 BATCHES = (1, 8, 32, 128, 256)
@@ -52,7 +55,20 @@ def goals(stage: Stage) -> None:
                 _first_token(stage, model, engine, chosen.prompt)
 
 
+def without_effect(stage: Stage) -> str | None:
+    """Return why a switch that is on would change nothing here."""
+    if not is_on("flash_prompts"):
+        return None
+    from tidewheel_kernels.attention.triton_flash import PromptCall, objection_here
+
+    obstacle = objection_here(PromptCall(stage.device, torch.bfloat16, torch.bfloat16, 0.0))
+    return obstacle and f"FlashAttention-3 {obstacle}"
+
+
 def body(stage: Stage) -> None:
+    if obstacle := without_effect(stage):
+        stage.skip("flash_prompts", obstacle)
+        return
     if stage.options.goals:
         goals(stage)
         return

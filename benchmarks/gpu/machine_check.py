@@ -13,7 +13,8 @@ from pathlib import Path
 from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
 
-IMPORTED = ("tidewheel.llm", "transformers", "triton", "pytest")
+# The engine imports its runner, the runner transformers, when they are first needed.
+IMPORTED = ("tidewheel.llm", "tidewheel.runner.model_runner", "transformers", "triton", "pytest")
 
 
 def body(stage: Stage) -> None:
@@ -39,11 +40,19 @@ def tools() -> dict[str, str]:
     return {
         "gcc": shutil.which("gcc") or shutil.which("cc") or "",
         "Python.h": str(header) if header.exists() else "",
-        "libcuda": next(
-            (line.strip() for line in output("ldconfig", "-p").splitlines() if "libcuda.so.1" in line), ""
-        ),
+        "libcuda": libcuda(),
         "nvidia-smi": output("nvidia-smi", "-L").strip(),
     }
+
+
+def libcuda() -> str:
+    """Return the folders that triton-lang links from: TRITON_LIBCUDA_PATH, the loader's, or LD_LIBRARY_PATH."""
+    try:
+        from triton.backends.nvidia.driver import libcuda_dirs
+
+        return ", ".join(libcuda_dirs())
+    except (ImportError, AssertionError, OSError, subprocess.SubprocessError):
+        return ""
 
 
 def output(*command: str) -> str:

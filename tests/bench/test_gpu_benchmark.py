@@ -32,6 +32,7 @@ from gpu.timing import Timer
 from roofline import SHAPES, decode_seconds, prefill_seconds, workload_seconds
 from support.runner.recorded_graphs import RecordedAllocator
 from tidewheel_kernels import launch_config
+from tidewheel_kernels.switches import tried
 from work_items import headline, sharegpt
 
 
@@ -83,6 +84,15 @@ def test_a_dry_run_of_a_stage_measures_everything_it_names(name: str, tmp_path: 
     assert [record for record in records if record["type"] == "failed"] == []
     assert expected <= names(records)
     assert all(record["samples"] for record in records if record["type"] == "result" and record["unit"] == "ms")
+
+
+def test_a_switch_without_effect_is_not_measured(tmp_path: Path) -> None:
+    token = tried.set(frozenset(["flash_prompts"]))
+    latency.body(stage := make_stage(tmp_path, goals=True))
+    tried.reset(token)
+    (record,) = written(stage)
+    assert (record["type"], record["what"]) == ("skipped", "flash_prompts")
+    assert "FlashAttention-3 needs" in record["reason"]
 
 
 def test_parity_finds_the_tokens_of_transformers(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpu.device_tests import CONFIGURATION, ROOT, files_to_run
+from gpu.machine_check import IMPORTED
 from gpu.pack import WHEELS
 from gpu.smoke import TESTS
 from gpu.suite import FIRST
@@ -39,7 +40,7 @@ def test_other_packages_are_absent(module: str) -> None:
 
 
 def test_all_stages_and_the_engine_are_imported() -> None:
-    modules = ["tidewheel.llm", "gpu.__main__", *(f"gpu.{plan.name}" for plan in FIRST)]
+    modules = [*IMPORTED, "gpu.__main__", *(f"gpu.{plan.name}" for plan in FIRST)]
     on_the_machine("-c", f"import {', '.join(modules)}")
 
 

@@ -82,8 +82,7 @@ def takes(call: PromptCall) -> bool:
 
     Raise KernelUnavailable if it does not and the environment demands it.
     """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    obstacle = objection(call, version, architecture(call.device), importlib.util.find_spec(LIBRARY) is not None)
+    obstacle = objection_here(call)
     if obstacle is None:
         torch.nn.attention.activate_flash_attention_impl("FA3")
         return True
@@ -93,6 +92,12 @@ def takes(call: PromptCall) -> bool:
         )
     logger.info("prompts are not for FlashAttention-3, which %s", obstacle)
     return False
+
+
+def objection_here(call: PromptCall) -> str | None:
+    """Return `objection` with this environment's facts."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return objection(call, version, architecture(call.device), importlib.util.find_spec(LIBRARY) is not None)
 
 
 def objection(call: PromptCall, version: tuple[int, ...], capability: int, has_library: bool) -> str | None:

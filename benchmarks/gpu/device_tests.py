@@ -87,7 +87,8 @@ def run_tests(
         sys.executable, "-P", "-m", "pytest", "-q", "-c", str(CONFIGURATION), "--rootdir", str(ROOT),
         "-p", "no:cacheprovider", "-p", "gpu.line_reports", *options, chosen,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", SHARD: shard}
+    # References on the host take one thread, as there are many processes.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", SHARD: shard}
     if not stage.is_cuda:
         environment["TRITON_INTERPRET"] = "1"
     try:

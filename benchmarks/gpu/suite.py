@@ -31,7 +31,7 @@ FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 END_S = 4.0  # of a stage's share, for its end
 POLL_S = 0.1
 FREE_BYTES = 3 << 30  # device memory in use when idle
-FREE_WAIT_S = 20.0
+FREE_WAIT_S = 10.0
 DONE, STOPPED = "done", "stopped"
 MAX_LINE = 300
 
@@ -54,13 +54,13 @@ class Fallback(NamedTuple):
 
 
 FIRST = (  # a device for the first time: is all right, and how far are the goals
-    StagePlan("machine_check", 20.0),
-    StagePlan("smoke", 35.0),
-    StagePlan("device_tests", 95.0),
+    StagePlan("machine_check", 18.0),
+    StagePlan("smoke", 30.0),
+    StagePlan("device_tests", 85.0),
     StagePlan("ceilings", 20.0),
-    StagePlan("parity", 50.0, ("--dtypes", "bfloat16")),  # compiles what an engine needs, first of all stages
+    StagePlan("parity", 45.0, ("--dtypes", "bfloat16")),  # compiles what an engine needs, first of all stages
     StagePlan("latency", 85.0, ("--goals",)),
-    StagePlan("engine", 90.0, ("--once",)),
+    StagePlan("engine", 80.0, ("--once",)),
     StagePlan("profile", 45.0),
     StagePlan("kernels", 40.0, ("--goals",)),
 )
@@ -220,6 +220,8 @@ class Suite:
         label = " ".join(filter(None, (plan.name, *plan.arguments, *switches, fallback.name)))
         print(f"{label}: at most {seconds:.0f} s", flush=True)
         start, before, outcome = time.monotonic(), len(self.findings.of_type("failed")), "interrupted"
+        wait_for_free_memory()
+        seconds -= time.monotonic() - start
         process = StageProcess(self._command(plan, fallback, seconds), self._environment(plan, fallback), self._log)
         try:
             outcome = process.wait(seconds - END_S)
@@ -227,7 +229,6 @@ class Suite:
             process.end()
             self.findings.records += process.records
             self._note(label, time.monotonic() - start, outcome)
-            wait_for_free_memory()
         return outcome == DONE and len(self.findings.of_type("failed")) == before
 
     def _command(self, plan: StagePlan, fallback: Fallback, seconds: float) -> list[str]:

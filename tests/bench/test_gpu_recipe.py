@@ -145,8 +145,8 @@ def test_switches_run_a_stage_in_an_environment_and_name_its_figures(
 def test_the_shares_of_the_recipe_fit_into_its_time() -> None:
     from gpu.__main__ import SECONDS as WHOLE
 
-    assert sum(plan.seconds for plan in FIRST) <= 480
-    assert WHOLE <= 480
+    assert sum(plan.seconds for plan in FIRST) <= WHOLE - 15  # to import torch for the first time
+    assert WHOLE + 2 * suite.END_S <= 480 - 5  # plots and the archive
 
 
 # --- tests on the device -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
 StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
+MaxModelLen = int | Literal["auto"]
 
 MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -90,7 +91,7 @@ class EngineConfig(SchedulingSettings):
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
     seed: int = 0  # start of the random draws of requests that bring none
-    max_model_len: int | None = None  # tokens of prompt and output of one request; none: the model's context
+    max_model_len: MaxModelLen = "auto"  # tokens of prompt and output of one request; auto: the model's, or what fits
     generation_config: str = ""  # default sampling: auto (the model's), vllm (none), or a folder; LLM: auto, if empty
     override_generation_config: str = "{}"  # default sampling over that of generation_config
     max_logprobs: int = 20  # most log-probabilities that a request may ask for at a token
@@ -101,7 +102,7 @@ class EngineConfig(SchedulingSettings):
     kv_cache_dtype: CacheDType = "auto"  # auto: the model's; fp8_e4m3 or fp8: 8 bits, with a scale for each KV head
     block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
     num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
-    kv_cache_memory_mb: int | None = None  # MiB for the cache; none: 512 on a CPU, the rest of gpu_memory_utilization
+    kv_cache_memory_mb: int | None = None  # MiB of the cache; none: half the free memory, or gpu_memory_utilization
     gpu_memory_utilization: float = 0.9  # part of the GPU for weights, activations, graphs, cache; no effect on a CPU
     enable_prefix_caching: bool = True  # requests reuse the blocks of prompts that begin alike
 
@@ -218,6 +219,11 @@ class EngineConfig(SchedulingSettings):
                 values[key] = str((base_dir / str(values[key])).resolve())
         return cls(**values)  # type: ignore[arg-type]
 
+    @property
+    def has_automatic_cache(self) -> bool:
+        """True where the KV cache takes what memory is free, for no setting gives its size."""
+        return self.num_blocks is None and self.kv_cache_memory_mb is None
+
     def can_become(self, other: EngineConfig) -> bool:
         """Return whether an engine started with these settings can take the others between two steps."""
         if self.record or other.record:  # a recording holds for one set of settings
@@ -264,10 +270,10 @@ def setting_names() -> list[str]:
 
 
 def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:
-    """Raise `ConfigError` for a field below `low`. None passes."""
+    """Raise `ConfigError` for a field below `low`. None and words pass."""
     for name in names:
         value = getattr(settings, name)
-        if value is not None and value < low:
+        if isinstance(value, int) and value < low:
             raise ConfigError(f"{name} is {value}: it must be at least {low}")
 
 

@@ -38,7 +38,7 @@ _VALUES: Mapping[str, Mapping[object, object]] = {
     "kv_cache_dtype": {"fp8": "fp8_e4m3"},
     "scheduling_policy": {"fcfs": "fifo"},
     "load_format": dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"),
-    "max_model_len": {-1: None, "auto": None},
+    "max_model_len": {-1: "auto"},
     "max_logprobs": {-1: MAX_LOGPROBS},
     "long_prefill_token_threshold": {0: None},
 }

@@ -218,7 +218,12 @@ MISTAKES = {
         setting("max_model_len", "4096")
     ),
     "a cache too small for a request": Mistake(
-        "model", "model.json:1:2", "num_blocks", "max_model_len … num_blocks 3", "", '{"num_blocks": 3}'
+        "model", "model.json:1:2", "max_model_len", "max_model_len is 1024 … num_blocks 3", "",
+        '{"max_model_len": 1024, "num_blocks": 3}',
+    ),
+    "a cache too small for the model's context": Mistake(
+        "model", "config.pbtxt:4:14", "parameters.num_blocks", "is 48 of a context of 1024 … num_blocks 3",
+        setting("num_blocks", "3"), severity="note",
     ),
     "a cache too large for the machine": Mistake(
         "model", "config.pbtxt:4:14", "parameters.kv_cache_memory_mb", "host memory … KV cache 931.3 GiB … lower",
@@ -420,7 +425,9 @@ def test_engines_that_do_not_fit_together(
     repository: Path, write: WriteEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_rules, "available_host_bytes", lambda: 800 << 20)
-    write("second", CONFIG)
+    config = CONFIG + setting("kv_cache_memory_mb", "512")
+    write("second", config)
+    (repository / "demo" / "config.pbtxt").write_text(config)
     findings = [finding for finding in check(repository).findings if finding.severity == "error"]
     (found,) = findings
     assert (found.rule, found.file, found.line) == ("together", str(repository), None)
@@ -453,7 +460,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (("gpu_memory_utilization", "0.4"), "max_model_len is 1024 … gpu_memory_utilization 0.4 … raise"),
         (("max_num_batched_tokens", "4000000"), "max_model_len is 1024 … steps about … use a larger GPU"),
         (("swap_space", "4000"), "host memory does not suffice: swap_space 4000.0 GiB … lower"),
-        (("kv_cache_memory_mb", "1"), "kv_cache_memory_mb 1 gives a KV cache of"),
+        (("kv_cache_memory_mb", "1"), "max_model_len is 640 … kv_cache_memory_mb 1 gives no larger KV cache"),
     ],
 )
 def test_memory_of_a_gpu(gpu: None, repository: Path, parameter: tuple[str, str], words: str) -> None:

@@ -11,6 +11,7 @@ from support.models import tiny_models
 from tidewheel.byte_sizes import GIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.models import weights
 from tidewheel.models.causal_lm import no_progress
 from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import read_config
@@ -43,6 +44,22 @@ def test_what_would_fit_is_said(
     assert str(caught.value) == (
         f"the weights need {needed}.0 GiB as {name}, and NVIDIA X1 has {free}.0 GiB free of 24.0 GiB: {advice}"
     )
+
+
+@pytest.mark.parametrize(
+    ("needed", "dtype", "advice"),
+    [
+        (6, torch.float32, "set dtype to 'bfloat16', which needs 3.0 GiB"),
+        (15, torch.bfloat16, "use a machine or a container with more memory, or a smaller model"),  # 8B
+    ],
+)
+def test_what_would_fit_into_four_gib_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, needed: int, dtype: torch.dtype, advice: str
+) -> None:
+    monkeypatch.setattr(weights, "available_host_bytes", lambda: 4 * GIB)
+    with pytest.raises(ConfigError, match=f"{needed}.0 GiB as .*, and 4.0 GiB of host memory are free: {advice}"):
+        check_weights_fit(needed * GIB, dtype, torch.device("cpu"))
+    check_weights_fit(4 * GIB, dtype, torch.device("cpu"))
 
 
 def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,9 +51,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerato
     """Load runners as on a GPU, with graphs of `LOADED_SIZES` that are recorded."""
     accelerator = RecordingAccelerator()
 
-    def budget(config: EngineConfig) -> MemoryBudget:
+    def budget(*arguments: Any) -> MemoryBudget:
         accelerator.allocator.empty_cache()  # as `gpu_budget` does
-        return cpu_budget(config)
+        return cpu_budget(*arguments)
 
     monkeypatch.setattr(loading, "cpu_budget", budget)
     monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)

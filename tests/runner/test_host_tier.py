@@ -154,18 +154,42 @@ def test_the_setting_is_in_gib_and_must_be_possible() -> None:
         decide_num_host_blocks(1e-6, LAYOUT, None)
 
 
+def write(root: Path, **texts: str) -> None:
+    """Write files; in their names `__` stands for a slash."""
+    for name, text in texts.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def test_available_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
-    info, limit, use = tmp_path / "meminfo", tmp_path / "max", tmp_path / "current"
-    assert available_host_bytes(info, limit, use) is None
-    info.write_text("MemTotal:  9000 kB\nMemAvailable:  4000 kB\n")
-    assert available_host_bytes(info, limit, use) == 4000 * 1024
-    limit.write_text("max\n")
-    use.write_text("1000\n")
-    assert available_host_bytes(info, limit, use) == 4000 * 1024
-    limit.write_text("3000\n")
-    assert available_host_bytes(info, limit, use) == 2000
-    use.write_text("5000\n")
-    assert available_host_bytes(info, limit, use) == 0
+    assert available_host_bytes(tmp_path) is None
+    write(tmp_path, proc__meminfo="MemTotal:  9000 kB\nMemAvailable:  4000 kB\n", proc__self__cgroup="0::/\n")
+    assert available_host_bytes(tmp_path) == 4000 * 1024
+    folder = tmp_path / "sys/fs/cgroup"
+    write(folder, **{"memory.max": "max\n", "memory.current": "1000\n"})
+    assert available_host_bytes(tmp_path) == 4000 * 1024
+    write(folder, **{"memory.max": "3000\n"})
+    assert available_host_bytes(tmp_path) == 2000
+    write(folder, **{"memory.current": "5000\n"})
+    assert available_host_bytes(tmp_path) == 0
+    write(folder, **{"memory.stat": "anon 9\nactive_file 600\ninactive_file 2900\nfile_dirty 7\n"})
+    assert available_host_bytes(tmp_path) == 1500  # pages of files can be dropped
+
+
+def test_a_limit_of_a_group_further_out_holds_too(tmp_path: Path) -> None:
+    write(tmp_path, proc__self__cgroup="0::/user.slice/shell\n")
+    write(tmp_path / "sys/fs/cgroup/user.slice", **{"memory.max": "3000", "memory.current": "1000"})
+    write(tmp_path / "sys/fs/cgroup/user.slice/shell", **{"memory.max": "max", "memory.current": "10"})
+    assert available_host_bytes(tmp_path) == 2000
+
+
+@pytest.mark.parametrize("folder", ["docker/abc", ""], ids=["on the machine", "in a container"])
+def test_limits_of_control_groups_of_the_first_version(tmp_path: Path, folder: str) -> None:
+    write(tmp_path, proc__self__cgroup="9:cpu:/\n4:hugetlb,memory:/docker/abc\n0::/\n")
+    files = {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2500", "memory.stat": "total_active_file 500"}
+    write(tmp_path / "sys/fs/cgroup/memory" / folder, **files)
+    assert available_host_bytes(tmp_path) == 1000
 
 
 def with_swap(config: EngineConfig, **changes: object) -> ModelRunner:

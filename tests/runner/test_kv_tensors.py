@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 import numpy as np
 import pytest
 import torch
 
-from tidewheel.byte_sizes import MIB
+from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
@@ -16,9 +19,11 @@ from tidewheel.runner.kv_tensors import (
     MemoryBudget,
     Share,
     cpu_budget,
-    decide_num_blocks,
+    decide_size,
+    full_bytes,
 )
 from tidewheel.runner.loading import _allocate
+from tidewheel.runner.memory_claims import SpareMemory, resident_bytes
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)
@@ -32,17 +37,17 @@ def test_bytes_of_a_block() -> None:
 
 def test_the_budget_decides_unless_the_setting_does() -> None:
     budget = MemoryBudget(10 * LAYOUT.block_bytes + 1, "kv_cache_memory_mb 1", "kv_cache_memory_mb")
-    assert decide_num_blocks(None, budget, LAYOUT, 160) == 10
-    assert decide_num_blocks(4, budget, LAYOUT, 64) == 4
+    assert decide_size(None, budget, LAYOUT, 160).num_blocks == 10
+    assert decide_size(4, budget, LAYOUT, 64).num_blocks == 4
 
 
 def test_a_cache_too_small_for_one_request_names_the_largest_that_fits() -> None:
     budget = MemoryBudget(10 * LAYOUT.block_bytes, "kv_cache_memory_mb 1", "kv_cache_memory_mb")
     with pytest.raises(ConfigError, match=r"kv_cache_memory_mb 1 .* set max_model_len to at most 160") as caught:
-        decide_num_blocks(None, budget, LAYOUT, 161)
+        decide_size(None, budget, LAYOUT, 161)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"num_blocks 3 .* at most 48, or raise num_blocks"):
-        decide_num_blocks(3, budget, LAYOUT, 64)
+        decide_size(3, budget, LAYOUT, 64)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_what_would_fit_on_a_gpu_is_said(fraction: float, left_mib: int, max_mod
     """Of 1,000 MiB; a block of 16 tokens takes 6 KiB."""
     budget = MemoryBudget(left_mib * MIB, "S", "gpu_memory_utilization", Share(fraction, 1000 * MIB))
     with pytest.raises(ConfigError) as caught:
-        decide_num_blocks(None, budget, LAYOUT, max_model_len)
+        decide_size(None, budget, LAYOUT, max_model_len)
     assert f" tokens: {advice} (" in str(caught.value)
 
 
@@ -72,7 +77,7 @@ def test_the_advice_is_enough() -> None:
 
 def test_no_memory_left_is_no_negative_number() -> None:
     with pytest.raises(ConfigError, match="a KV cache of 0 tokens"):
-        decide_num_blocks(None, MemoryBudget(-5, "gpu_memory_utilization 0.1", "gpu_memory_utilization"), LAYOUT, 16)
+        decide_size(None, MemoryBudget(-5, "gpu_memory_utilization 0.1", "gpu_memory_utilization"), LAYOUT, 16)
 
 
 def test_more_blocks_than_there_is_memory_for_are_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +95,76 @@ def test_more_blocks_than_there_is_memory_for_are_refused_with_what_there_is(mon
     )
 
 
-def test_cpu_default() -> None:
-    assert cpu_budget(EngineConfig(model="m")).bytes == 512 * MIB
-    assert cpu_budget(EngineConfig(model="m", kv_cache_memory_mb=7)).bytes == 7 * MIB
+def test_a_cache_on_a_cpu_takes_half_of_what_is_free_and_no_more_than_requests_can_fill() -> None:
+    config = EngineConfig(model="m", max_num_seqs=4)
+    half = cpu_budget(config, SpareMemory(10 * GIB, 1), 20 * GIB)
+    assert (half.bytes, half.source) == (5 * GIB, "half of the 10.0 GiB of memory to spare")
+    assert "for each of 2 engines" in cpu_budget(config, SpareMemory(10 * GIB, 2), 20 * GIB).source
+    full = cpu_budget(config, SpareMemory(10 * GIB, 1), GIB)
+    assert (full.bytes, full.source) == (GIB, "all that max_num_seqs 4 can use")
+    assert cpu_budget(config, SpareMemory(10 * GIB, 1), MIB).bytes == 512 * MIB  # room for cached prompts
+    assert cpu_budget(config, None, MIB).bytes == 512 * MIB
+    explicit = dataclasses.replace(config, kv_cache_memory_mb=7)
+    assert cpu_budget(explicit, SpareMemory(10 * GIB, 1), GIB).bytes == 7 * MIB
+
+
+QWEN = ModelShape(28, 8, 128, 151_936, 1024, 3072)  # Qwen3-0.6B
+LLAMA = ModelShape(16, 8, 64, 128_256, 2048, 8192)  # Llama-3.2-1B
+
+
+@pytest.mark.parametrize(
+    ("shape", "context", "spare", "tokens"),
+    [
+        (QWEN, 40_960, 20 * GIB, 40_960),
+        (QWEN, 40_960, 3 * GIB, 14_032),
+        (LLAMA, 131_072, 16 * GIB, 131_072),
+        (LLAMA, 131_072, 2 * GIB, 32_768),
+    ],
+)
+def test_an_automatic_context_is_the_models_or_what_fits(
+    shape: ModelShape, context: int, spare: int, tokens: int
+) -> None:
+    layout = CacheLayout(shape, 16, torch.bfloat16)
+    config = EngineConfig(model="m")
+    budget = cpu_budget(config, SpareMemory(spare, 1), full_bytes(config, layout, context))
+    size = decide_size(None, budget, layout, context, may_shorten=True)
+    assert size.max_model_len == tokens <= size.num_blocks * 16
+    assert size.num_blocks * layout.block_bytes <= spare // 2
+    assert ("raise kv_cache_memory_mb" in size.shortened or "more memory" in size.shortened) == (tokens < context)
+    assert f"max_model_len is {tokens} of a context of {context} tokens" in size.shortened or tokens == context
+    if tokens < context:
+        with pytest.raises(ConfigError, match=f"set max_model_len to at most {tokens}"):
+            decide_size(None, budget, layout, context)
+
+
+def test_the_advice_never_asks_for_more_than_is_free() -> None:
+    def advice(spare: int) -> str:
+        budget = cpu_budget(EngineConfig(model="m"), SpareMemory(spare, 1), 1 << 50)
+        return decide_size(None, budget, CacheLayout(QWEN, 16, torch.bfloat16), 40_960, may_shorten=True).shortened
+
+    assert "or raise kv_cache_memory_mb to at least 4480 to have all" in advice(5 * GIB)
+    assert "or use a machine with more memory to have all" in advice(4 * GIB)
+
+
+def test_not_a_single_block_is_refused_also_for_an_automatic_context() -> None:
+    budget = MemoryBudget(LAYOUT.block_bytes - 1, "S", "kv_cache_memory_mb")
+    with pytest.raises(ConfigError, match="a KV cache of 0 tokens"):
+        decide_size(None, budget, LAYOUT, 64, may_shorten=True)
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_memory_mb": 100}, {"num_blocks": 100_000}])
+def test_a_size_that_is_set_and_not_free_is_refused(settings: dict[str, int]) -> None:
+    config = EngineConfig(model="m", **settings)  # type: ignore[arg-type]
+    budget = cpu_budget(config, SpareMemory(99 * MIB, 1), GIB)
+    with pytest.raises(ConfigError, match=r"host memory does not suffice: KV cache .* 99 MiB are available; lower"):
+        decide_size(config.num_blocks, budget, LAYOUT, 64)
+
+
+def test_a_cache_in_host_memory_takes_none_before_it_is_written() -> None:
+    before = resident_bytes(os.getpid())
+    kv = KVTensors(LAYOUT, GIB // LAYOUT.block_bytes, CPU)
+    assert resident_bytes(os.getpid()) - before < 64 * MIB
+    assert not kv.blocks[-1].any()
 
 
 def test_copies_reach_keys_and_values_of_every_layer() -> None:

@@ -173,10 +173,13 @@ def test_the_last_position_of_the_context_can_be_computed(config: EngineConfig) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_blocks": 15}, "max_model_len is 256, but num_blocks 15 gives a KV cache of 240 tokens"),
+        (
+            {"num_blocks": 15, "max_model_len": 256},
+            "max_model_len is 256, but num_blocks 15 gives a KV cache of 240 tokens",
+        ),
         ({"max_model_len": 1000}, "max_model_len is 1000: the model was made for at most 256 tokens"),
         ({"model": "/no/such/folder"}, "no such folder"),
-        ({"num_blocks": 10**12}, "cannot be allocated"),
+        ({"num_blocks": 10**12}, "host memory does not suffice: KV cache .* lower num_blocks"),
     ],
 )
 def test_impossible_settings_stop_the_load(config: EngineConfig, changes: dict[str, object], message: str) -> None:

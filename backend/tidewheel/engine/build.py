@@ -59,7 +59,7 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
         **msgspec.structs.asdict(runner),
     )
     for line in info.describe():
-        log.info("%s", line)
+        log.log(logging.WARNING if line == info.shortened else logging.INFO, "%s", line)
     return info
 
 

@@ -154,9 +154,10 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
             f"memory: weights {_mib(self.weights_bytes)}, activations {_mib(self.activation_bytes)}, "
             f"graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens{', ' * bool(self.kv_cache_dtype)}"
-            f"{self.kv_cache_dtype})",
+            f"{self.kv_cache_dtype}{f'; {self.cache_source}' * bool(self.cache_source)})",
             f"{'CPU' if self.device.startswith('cpu') else 'GPU'} KV cache size: {self.num_cache_tokens:,} tokens",
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
+            *([self.shortened] if self.shortened else []),
             f"async scheduling: {'on' if self.async_scheduling else 'off'}",
         ]
         if self.swap_seconds_per_block is not None:

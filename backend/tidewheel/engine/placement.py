@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 DRAIN_S = 30.0  # for requests of an engine that has to make room
 FINAL_ANSWERS_S = 3.0
 _POLL_S = 0.1
-_CPU_CACHE_MB = 512  # without a setting
 
 
 def choose_place(model_dir: Path, config: EngineConfig) -> Place:
@@ -151,4 +150,4 @@ def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:
         return config.num_blocks * block_size * info.kv_cache_bytes // max(info.num_cache_tokens, 1)
     if config.kv_cache_memory_mb is not None:
         return config.kv_cache_memory_mb * MIB
-    return int(config.gpu_memory_utilization * info.device_bytes) or _CPU_CACHE_MB * MIB
+    return int(config.gpu_memory_utilization * info.device_bytes)  # none on a CPU: the cache takes what is left

@@ -18,7 +18,6 @@ from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.models.architectures import native_traits
-from tidewheel.models.causal_lm import ModelShape
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.decoder_config import parse_config
 from tidewheel.models.loader import check_through_transformers, resolve_max_model_len
@@ -33,8 +32,9 @@ from tidewheel.runner.device import (
     resolve_dtype,
 )
 from tidewheel.runner.host_memory import available_host_bytes
-from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
+from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, Share, cpu_budget, decide_size, full_bytes
 from tidewheel.runner.loading import BLOCK_SIZES
+from tidewheel.runner.memory_claims import MemoryClaim
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 
 _BEHIND_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
@@ -102,7 +102,8 @@ def _judge_folder(
     _judge_text(folder, config, plan.vocab_size if plan else MAX_INT, problems)
     if plan is not None and is_this_machine:
         with _noting(problems, None):
-            needs = _needs(plan, files or [], config, dtype, device)
+            needs, shortened = _needs(plan, files or [], config, dtype, device)
+            problems += [note("", shortened)] if shortened else []
     return ModelJudgement(problems, needs)
 
 
@@ -124,7 +125,7 @@ def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
 
         check_through_transformers(config, architecture(fields))
         _, hf_config = transformers_config(fields)
-        context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len or MAX_INT
+        context = getattr(hf_config, "max_position_embeddings", None) or MAX_INT
         return Plan(resolve_max_model_len(config.max_model_len, context), hf_config.vocab_size, None)
     shape = parse_config(fields, traits)
     decoder = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
@@ -144,34 +145,45 @@ def _judge_text(folder: Path, config: EngineConfig, vocab_size: int, problems: l
 
 def _needs(
     plan: Plan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> Needs:
-    """Raise `ConfigError` if this machine has too little memory for weights and one request."""
+) -> tuple[Needs, str]:
+    """Return also what is to be said of the context. Raise `ConfigError` if this machine has too little memory for
+    weights and one request.
+    """
     decoder = plan.native
     weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
     check_weights_fit(weights, dtype, device)
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_deterministic(config.deterministic, device)
     check_quantization(config.quantization, dtype, device)
-    cache = cpu_budget(config).bytes
+    cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
     if decoder is not None:
         layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
-        budget = _budget(decoder.weights_bytes, decoder.shape, config, dtype, device)
-        cache = decide_num_blocks(config.num_blocks, budget, layout, plan.max_model_len) * layout.block_bytes
+        budget = _budget(plan, decoder, layout, config, dtype, device)
+        is_automatic = config.max_model_len == "auto"
+        size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
+        one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
+        num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
+        cache, shortened = num_blocks * layout.block_bytes, size.shortened
     needs = Needs(device.type, weights, cache, int(config.swap_space * GIB))
     _check_host_memory(needs)
-    return needs
+    return needs, shortened
 
 
 def _budget(
-    weights: int, shape: ModelShape, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    plan: Plan, decoder: Decoder, layout: CacheLayout, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> MemoryBudget:
     """Return what the load will find, as far as it can be estimated before."""
-    if device.type == "cpu" or config.kv_cache_memory_mb is not None:
-        return cpu_budget(config)
-    free, total = torch.cuda.mem_get_info(device)
+    weights = decoder.weights_bytes
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
-    steps = estimated_activation_bytes(step, shape, dtype)
+    steps = estimated_activation_bytes(step, decoder.shape, dtype)
+    if device.type == "cpu" or config.kv_cache_memory_mb is not None:
+        spare, available = None, available_host_bytes()
+        if device.type == "cpu" and available is not None:
+            others = weights + steps + int(config.swap_space * GIB)
+            spare = MemoryClaim(takes_share=False, others=others).spare(available, others)
+        return cpu_budget(config, spare, full_bytes(config, layout, plan.max_model_len))
+    free, total = torch.cuda.mem_get_info(device)
     source = (
         f"gpu_memory_utilization {config.gpu_memory_utilization} of {total // MIB} MiB ({(total - free) // MIB} are "
         f"taken, weights need {weights // MIB}, and steps about {steps // MIB})"

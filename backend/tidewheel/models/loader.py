@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tidewheel.config import EngineConfig
+from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NativeTraits, native_traits
 from tidewheel.models.causal_lm import CausalLM, Progress
@@ -47,7 +47,7 @@ def _load_through_transformers(
     check_through_transformers(config, name)
     cls, hf_config = transformers_config(fields)
     context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
-    if context is None:
+    if context == "auto":
         raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
     max_model_len = resolve_max_model_len(config.max_model_len, context)
     seed = config.seed if config.load_format == "dummy" else None
@@ -102,8 +102,8 @@ def check_through_transformers(config: EngineConfig, architecture: str) -> None:
         )
 
 
-def resolve_max_model_len(wanted: int | None, context: int) -> int:
-    if wanted is None:
+def resolve_max_model_len(wanted: MaxModelLen, context: int) -> int:
+    if wanted == "auto":
         return context
     if wanted > context:
         raise ConfigError(f"max_model_len is {wanted}: the model was made for at most {context} tokens")

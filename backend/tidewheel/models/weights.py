@@ -15,6 +15,7 @@ from tidewheel.models.causal_lm import Progress
 from tidewheel.models.model_folder import read_json
 from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunks
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
+from tidewheel.runner.host_memory import available_host_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -24,21 +25,24 @@ NUM_NAMED = 3  # names in an error before it only counts
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` with what would fit on a GPU; host memory can grow."""
-    if device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(device)
-    if num_bytes <= free:
-        return
-    needed = f"the weights need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"
-    room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"
-    raise ConfigError(f"{needed}, and {room}: {_what_would_fit(num_bytes, dtype, free, total)}")
+    """Raise `ConfigError` with what would fit."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"
+    else:
+        free = total = available_host_bytes() or num_bytes
+        room = f"{shown_bytes(free)} of host memory are free"
+    if num_bytes > free:
+        needed = f"the weights need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(f"{needed}, and {room}: {_what_would_fit(num_bytes, dtype, free, total, device)}")
 
 
-def _what_would_fit(num_bytes: int, dtype: torch.dtype, free: int, total: int) -> str:
+def _what_would_fit(num_bytes: int, dtype: torch.dtype, free: int, total: int, device: torch.device) -> str:
     halved = num_bytes * torch.bfloat16.itemsize // dtype.itemsize
     if dtype.itemsize > torch.bfloat16.itemsize and halved <= free:
         return f"set dtype to 'bfloat16', which needs {shown_bytes(halved)}"
+    if device.type == "cpu":
+        return "use a machine or a container with more memory, or a smaller model"
     if num_bytes <= total:
         return f"{shown_bytes(total - free)} are in use; stop what else runs on this GPU, or use another"
     return f"use a GPU with more than {shown_bytes(num_bytes)}"

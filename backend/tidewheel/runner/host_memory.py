@@ -1,23 +1,32 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-MEMORY_INFO = Path("/proc/meminfo")
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 # Parameters of glibc's mallopt(3).
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
 LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
-def available_host_bytes(
-    memory_info: Path = MEMORY_INFO, limit: Path = CONTAINER_LIMIT, use: Path = CONTAINER_USE
-) -> int | None:
-    """Return the bytes that machine and container allow, if known."""
-    amounts = [amount for amount in (_available(memory_info), _left(limit, use)) if amount is not None]
-    return min(amounts, default=None)
+class _GroupFiles(NamedTuple):
+    """Names in the folder of a control group."""
+
+    limit: str
+    use: str
+    caches: tuple[str, str]  # lines of `memory.stat`: pages of files, which Linux can drop
+
+
+_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_V2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes that the machine and this process's control groups leave, if known."""
+    amounts = [_available(root / "proc/meminfo"), *(_left(*group) for group in _groups(root))]
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def keep_freed_memory() -> None:
@@ -32,17 +41,34 @@ def keep_freed_memory() -> None:
 
 
 def _available(memory_info: Path) -> int | None:
-    for line in _read(memory_info).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return _amounts(memory_info, 1024).get("MemAvailable:")
 
 
-def _left(limit: Path, use: Path) -> int | None:
-    allowed, used = _read(limit).strip(), _read(use).strip()
-    if not allowed.isdecimal() or not used.isdecimal():  # "max": no limit
+def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
+    """Yield the memory groups of this process, innermost first. A container may see only its own, at the mount."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, files = (mount / "memory", _V1) if controllers else (mount, _V2)
+        folder = base / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(base):
+                yield group, files
+
+
+def _left(group: Path, files: _GroupFiles) -> int | None:
+    limit, use = (_read(group / name).strip() for name in (files.limit, files.use))
+    if not limit.isdecimal() or not use.isdecimal():  # "max": no limit
         return None
-    return max(int(allowed) - int(used), 0)
+    stat = _amounts(group / "memory.stat")
+    return max(int(limit) - max(int(use) - sum(stat.get(name, 0) for name in files.caches), 0), 0)
+
+
+def _amounts(path: Path, unit: int = 1) -> dict[str, int]:
+    rows = (line.split() for line in _read(path).splitlines())
+    return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
 def _read(path: Path) -> str:

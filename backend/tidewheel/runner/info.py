@@ -20,6 +20,8 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     activation_bytes: int  # measured on a GPU, estimated from shapes on a CPU
     kv_cache_bytes: int
+    cache_source: str = ""  # what gave the KV cache its size: "num_blocks 64", "half of the 9 GiB of memory to spare"
+    shortened: str = ""  # log line, if max_model_len is less than the model's context because no more fits
     load_seconds: float
     num_host_blocks: int = 0  # in the host tier
     swap_seconds_per_block: float | None = None  # measured, one copy one way; None: no host tier

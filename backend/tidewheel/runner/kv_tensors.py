@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import mmap
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.byte_sizes import MIB
+from tidewheel.byte_sizes import MIB, shown_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.runner.memory_claims import SpareMemory
 from tidewheel_kernels import FP8, copy_blocks
 
-DEFAULT_CPU_MB = 512
+UNKNOWN_MEMORY_BYTES = 512 * MIB  # cache where Linux does not say what is free
+LEAST_FULL_BYTES = 512 * MIB  # for cached prompts, where all requests of full length fill less
 MOST_OF_A_GPU = 0.98  # highest recommendation
 
 
@@ -43,39 +46,87 @@ class MemoryBudget(NamedTuple):
     source: str  # for messages: "kv_cache_memory_mb 512"
     setting: str  # setting to raise if too small
     share: Share | None = None  # None: the setting is in MiB
+    host_bytes: int | None = None  # free host memory, of which a cache on a CPU may be; None: not known
 
     def least_setting(self, num_bytes: int) -> float | None:
         """Return the setting that gives `num_bytes`, or None."""
         if self.share is None:
-            return -(-num_bytes // MIB)
+            fits = self.host_bytes is None or num_bytes <= self.host_bytes
+            return -(-num_bytes // MIB) if fits else None
         fraction = self.share.fraction + (num_bytes - self.bytes) / self.share.total
         rounded = math.ceil(100 * fraction) / 100
         return rounded if rounded <= MOST_OF_A_GPU else None
 
 
-def cpu_budget(config: EngineConfig) -> MemoryBudget:
-    megabytes = config.kv_cache_memory_mb or DEFAULT_CPU_MB
-    return MemoryBudget(megabytes * MIB, f"kv_cache_memory_mb {megabytes}", "kv_cache_memory_mb")
+class CacheSize(NamedTuple):
+    num_blocks: int
+    max_model_len: int
+    source: str  # of the memory
+    shortened: str = ""  # log line, if a request cannot have the model's whole context
 
 
-def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: CacheLayout, max_model_len: int) -> int:
-    """Raise `ConfigError` if one request cannot fit."""
+def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) -> int:
+    """Return what `max_num_seqs` requests of full length fill."""
+    return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.block_bytes
+
+
+def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
+    """Return `kv_cache_memory_mb`, or half of the spare memory, but no more than running requests can fill."""
+    setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
+    megabytes = config.kv_cache_memory_mb
+    if megabytes is not None:
+        return MemoryBudget(megabytes * MIB, f"{setting} {megabytes}", setting, host_bytes=free)
+    if spare is None:
+        return MemoryBudget(UNKNOWN_MEMORY_BYTES, "the default where free memory is not known", setting)
+    most, half = max(most_bytes, LEAST_FULL_BYTES), spare.bytes // 2
+    if most <= half:
+        return MemoryBudget(most, f"all that max_num_seqs {config.max_num_seqs} can use", setting, host_bytes=free)
+    source = f"half of the {shown_bytes(spare.bytes)} of memory to spare"
+    if spare.num_engines > 1:
+        source += f" for each of {spare.num_engines} engines that load"
+    return MemoryBudget(half, source, setting, host_bytes=free)
+
+
+def decide_size(
+    num_blocks: int | None,
+    budget: MemoryBudget,
+    layout: CacheLayout,
+    max_model_len: int,
+    *,
+    may_shorten: bool = False,
+) -> CacheSize:
+    """Return the size of the cache. Raise `ConfigError` if no request fits, or none of `max_model_len` tokens and it
+    may not be shortened.
+    """
     needed = -(-max_model_len // layout.block_size)
+    least: float | None = needed
     if num_blocks is None:
         source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.block_bytes)
         num_blocks = max(budget.bytes, 0) // layout.block_bytes
     else:
-        source, setting, least = f"num_blocks {num_blocks}", "num_blocks", needed
-    tokens = num_blocks * layout.block_size
-    if tokens < max_model_len:
-        ways = [f"set max_model_len to at most {tokens}"] if tokens else []
-        ways += [f"raise {setting} to at least {least:g}"] if least is not None else []
+        source, setting = f"num_blocks {num_blocks}", "num_blocks"
+    num_bytes, tokens = num_blocks * layout.block_bytes, num_blocks * layout.block_size
+    if budget.host_bytes is not None and num_bytes > budget.host_bytes:
         raise ConfigError(
-            f"max_model_len is {max_model_len}, but {source} gives a KV cache of {tokens} tokens: "
-            f"{', or '.join(ways) or 'use a larger GPU'} ({needed} blocks of {layout.block_size} tokens need "
-            f"{-(-needed * layout.block_bytes // MIB)} MiB)"
+            f"host memory does not suffice: KV cache {shown_bytes(num_bytes)} ({source}), and "
+            f"{shown_bytes(budget.host_bytes)} are available; lower {setting}"
         )
-    return num_blocks
+    if tokens >= max_model_len:
+        return CacheSize(num_blocks, max_model_len, source)
+    need = f"{needed} blocks of {layout.block_size} tokens need {-(-needed * layout.block_bytes // MIB)} MiB"
+    ways = [f"raise {setting} to at least {least:g}"] if least is not None else []
+    larger = f"use a {'machine with more memory' if budget.share is None else 'larger GPU'}"
+    if may_shorten and tokens:
+        shortened = (
+            f"max_model_len is {tokens} of a context of {max_model_len} tokens, because {source} gives no larger "
+            f"KV cache: set max_model_len yourself, or {', or '.join(ways) or larger} to have all ({need})"
+        )
+        return CacheSize(num_blocks, tokens, source, shortened)
+    ways = [*([f"set max_model_len to at most {tokens}"] if tokens else []), *ways]
+    raise ConfigError(
+        f"max_model_len is {max_model_len}, but {source} gives a KV cache of {tokens} tokens: "
+        f"{', or '.join(ways) or larger} ({need})"
+    )
 
 
 class KVTensors:
@@ -83,10 +134,13 @@ class KVTensors:
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape
-        self._tensor = torch.zeros(
-            shape.num_layers, 2, num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim,
-            dtype=torch.uint8 if layout.dtype == FP8 else layout.dtype, device=device,
-        )  # fmt: skip
+        size = (shape.num_layers, 2, num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim)
+        dtype = torch.uint8 if layout.dtype == FP8 else layout.dtype
+        if device.type == "cpu":  # torch's zeros would take all the memory now, and minutes for many GiB
+            memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._tensor = torch.frombuffer(memory, dtype=dtype).view(size)
+        else:
+            self._tensor = torch.zeros(size, dtype=dtype, device=device)
         scales = [None] * shape.num_layers if layout.scales is None else layout.scales
         layers = zip(self._tensor.view(layout.dtype), scales, strict=True)
         self.layers = [KVLayer(layer[0], layer[1], of_heads) for layer, of_heads in layers]

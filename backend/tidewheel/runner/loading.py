@@ -14,9 +14,9 @@ import torch
 from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, EmbeddingLM, Progress, SplitLM
+from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, SplitLM
 from tidewheel.models.loader import LoadedModel, load_model
-from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
+from tidewheel.models.model_folder import Fields, checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.cache_scales import with_scales
 from tidewheel.runner.decode_graphs import decode_sizes, unsplit_sizes
@@ -33,7 +33,8 @@ from tidewheel.runner.host_memory import available_host_bytes, keep_freed_memory
 from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
-from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_size, full_bytes
+from tidewheel.runner.memory_claims import MemoryClaim
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.prompt_graphs import prompt_sizes
 from tidewheel.runner.step_graphs import GraphSizes
@@ -79,6 +80,7 @@ class RunnerParts(NamedTuple):
     device: torch.device
     stages: StageClock  # since the load began
     compile_log: CompileLog | None
+    claim: MemoryClaim | None = None  # of host memory; None on a GPU
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
@@ -92,6 +94,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
+    claim = _claim(config, folder, fields, dtype) if device.type == "cpu" else None
     loaded = load_model(folder, fields, config, dtype, device, stages)
     if device.type == "cpu":
         keep_freed_memory()
@@ -102,7 +105,14 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     if of_cache == FP8:
         layout = with_scales(layout, loaded.model, dtype, device, loaded.max_model_len)
         info = msgspec.structs.replace(info, kv_cache_dtype=str(of_cache).removeprefix("torch."))
-    return RunnerParts(loaded.model, layout, info, device, stages, compile_log)
+    return RunnerParts(loaded.model, layout, info, device, stages, compile_log, claim)
+
+
+def _claim(config: EngineConfig, folder: Path, fields: Fields, dtype: torch.dtype) -> MemoryClaim:
+    """Claim what the files are going to need, and say whether the cache takes a share."""
+    as_stored = DTYPES.get(checkpoint_dtype(fields) or "", dtype)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * dtype.itemsize // as_stored.itemsize
+    return MemoryClaim(takes_share=config.has_automatic_cache, others=weights)
 
 
 def _draft_info(
@@ -131,25 +141,33 @@ def _draft_info(
 class Cache(NamedTuple):
     kv: KVTensors
     host: HostBlocks | None  # host tier
+    claim: MemoryClaim | None = None  # holds as long as the cache
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
-    budget = _budget(config, memory.activations + memory.graphs + staging_bytes, device)
-    num_blocks = decide_num_blocks(config.num_blocks, budget, layout, parts.info.max_model_len)
-    kv = _allocate(layout, num_blocks, device, budget)
+    reserved = memory.activations + memory.graphs + staging_bytes
+    budget = _budget(config, parts, reserved, num_host_blocks * layout.block_bytes)
+    is_automatic = config.max_model_len == "auto"
+    size = decide_size(config.num_blocks, budget, layout, parts.info.max_model_len, may_shorten=is_automatic)
+    kv = _allocate(layout, size.num_blocks, device, budget)
     host = _allocate_host(kv, num_host_blocks, config.swap_space)
+    if parts.claim is not None:
+        parts.claim.take(kv.num_bytes)
     info = msgspec.structs.replace(
         parts.info,
-        num_blocks=num_blocks,
+        num_blocks=size.num_blocks,
+        max_model_len=size.max_model_len,
+        cache_source=size.source,
+        shortened=size.shortened,
         activation_bytes=memory.activations,
         kv_cache_bytes=kv.num_bytes,
         num_host_blocks=num_host_blocks,
         swap_seconds_per_block=BlockTransfers(kv, host).seconds_per_block(),
     )
-    return Cache(kv, host), info
+    return Cache(kv, host, parts.claim), info
 
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
@@ -178,16 +196,19 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
     return GraphSizes(decodes, prompts, unsplit)
 
 
-def _budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:
-    if device.type == "cuda" and config.kv_cache_memory_mb is None:
-        return gpu_budget(config, reserved_bytes, device)
-    return cpu_budget(config)
+def _budget(config: EngineConfig, parts: RunnerParts, reserved_bytes: int, host_bytes: int) -> MemoryBudget:
+    if parts.device.type == "cuda" and config.kv_cache_memory_mb is None:
+        return gpu_budget(config, reserved_bytes, parts.device)
+    spare, available = None, available_host_bytes()
+    if parts.claim is not None and available is not None:
+        spare = parts.claim.spare(available, parts.info.weights_bytes + reserved_bytes + host_bytes)
+    return cpu_budget(config, spare, full_bytes(config, parts.layout, parts.info.max_model_len))
 
 
 def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:
     try:
         return KVTensors(layout, num_blocks, device)
-    except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
+    except (RuntimeError, OSError) as error:  # CUDA's class is a RuntimeError; of host memory mmap's is an OSError
         raise ConfigError(
             f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
             f"{_room(layout, device)}lower num_blocks or {budget.setting}"

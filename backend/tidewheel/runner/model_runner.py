@@ -83,6 +83,7 @@ class ModelRunner:
     ) -> None:
         self.info = info
         self.kv = cache.kv
+        self._claim = cache.claim
         self._transfers = BlockTransfers(cache.kv, cache.host)
         self._accelerator = accelerator
         self._rows = RowTable(

@@ -157,8 +157,10 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         + (f", graphs {shown_bytes(info.graph_bytes)}" if info.graph_bytes else ""),
         f"    KV cache {shown_bytes(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
         f"{info.num_cache_tokens:,} tokens" + (f", in {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
+        *([f"    sized by {info.cache_source}"] if info.cache_source else []),
         f"    fits {info.max_concurrency:.1f} requests of full length ({info.max_model_len:,} tokens) at once; "
         f"{info.max_num_seqs} run at a time{', scheduled one step ahead' if info.async_scheduling else ''}",
+        *([f"    {info.shortened}"] if info.shortened else []),
     ]
 
 

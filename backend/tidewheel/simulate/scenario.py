@@ -196,7 +196,7 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
         device=device,
         dtype="",
         vocab_size=2**31 - 1,
-        max_model_len=config.max_model_len or max_model_len,
+        max_model_len=max_model_len if config.max_model_len == "auto" else config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=block_size,

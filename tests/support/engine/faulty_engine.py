@@ -48,7 +48,7 @@ class FaultyRunner(FakeRunner):
             device="none",
             dtype="float32",
             vocab_size=VOCAB_SIZE,
-            max_model_len=config.max_model_len or MAX_MODEL_LEN,
+            max_model_len=MAX_MODEL_LEN if config.max_model_len == "auto" else config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=block_size,

@@ -1,0 +1,113 @@
+"""Claims of engines on host memory, so that those that start at once share what is free.
+
+Linux counts memory when it is first written, and a cache fills slowly: memory that is free now may be another
+engine's. So each engine keeps a claim in a memfd, which others find in /proc and which ends with its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+_NAME = "tidewheel-memory"
+_SIZE = 512  # bytes of a claim, which one write replaces
+_PAGE = os.sysconf("SC_PAGESIZE")
+
+
+class Claim(msgspec.Struct, frozen=True):
+    pid: int
+    base: int  # bytes that the process held before the load
+    others: int = 0  # bytes of weights, activations and host tier
+    cache: int = 0  # bytes of the KV cache
+    takes_share: bool = False  # no setting gives the cache its size
+    began: int = 0  # ns of the monotonic clock
+    sized: int = 0  # the same, when the cache got its size; 0: not yet
+
+
+class SpareMemory(NamedTuple):
+    bytes: int
+    num_engines: int  # that load at once and get as much each
+
+
+class MemoryClaim:
+    """Claim of one engine, until it is deleted."""
+
+    def __init__(self, *, takes_share: bool, others: int) -> None:
+        self._claim = Claim(
+            os.getpid(), resident_bytes(os.getpid()), others, takes_share=takes_share, began=time.monotonic_ns()
+        )
+        self._file: IO[bytes] | None = None
+        try:
+            self._file = os.fdopen(os.memfd_create(_NAME), "wb", buffering=0)
+        except OSError as error:
+            log.info("other engines cannot see what memory this one needs: %s", error)
+        self._write()
+
+    def spare(self, available: int, others: int) -> SpareMemory:
+        """Return what this engine may use of `available` bytes, beside `others` of its own, most of which it has."""
+        self._claim = msgspec.structs.replace(self._claim, others=others)
+        return spare_memory(self._claim, _claims(self._claim), available)
+
+    def take(self, cache: int) -> None:
+        """Claim a cache of this size."""
+        self._claim = msgspec.structs.replace(self._claim, cache=cache, sized=time.monotonic_ns())
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is not None:
+            os.pwrite(self._file.fileno(), msgspec.json.encode(self._claim).ljust(_SIZE), 0)
+
+
+def spare_memory(mine: Claim, claims: dict[int, list[Claim]], available: int) -> SpareMemory:
+    """Leave what others are going to take, and divide the rest by the engines that load while `mine` does."""
+    num_engines, growth = 0, 0
+    for pid, of_process in claims.items():
+        expected = min(claim.base for claim in of_process)
+        for claim in of_process:
+            loads_too = claim.takes_share and (not claim.sized or claim.sized > mine.began)
+            num_engines += loads_too
+            expected += claim.others + (0 if loads_too else claim.cache)
+        growth += max(expected - resident_bytes(pid), 0)
+    num_engines = num_engines if mine.takes_share else 1
+    return SpareMemory(max(available - growth, 0) // num_engines, num_engines)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return 0 for a process that has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _claims(mine: Claim) -> dict[int, list[Claim]]:
+    """Return `mine` and all other claims that this user may see, by process. A forked process has its parent's."""
+    found = defaultdict(list, {mine.pid: [mine]})
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        for claim in filter(None, map(_read_claim, _entries(folder))):
+            if str(claim.pid) == folder.parent.name and (claim.pid, claim.began) != (mine.pid, mine.began):
+                found[claim.pid].append(claim)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def _read_claim(link: Path) -> Claim | None:
+    try:
+        is_claim = str(link.readlink()).startswith(f"/memfd:{_NAME}")
+        return msgspec.json.decode(link.read_bytes(), type=Claim) if is_claim else None
+    except (OSError, msgspec.MsgspecError):
+        return None

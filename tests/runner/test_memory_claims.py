@@ -1,0 +1,101 @@
+"""Engines that start leave each other memory that Linux still calls free."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tidewheel.byte_sizes import GIB
+from tidewheel.runner import memory_claims
+from tidewheel.runner.memory_claims import Claim, MemoryClaim, SpareMemory, spare_memory
+
+MINE = Claim(1, base=0, takes_share=True, began=100)
+CODE = """
+import sys
+from tidewheel.runner.memory_claims import MemoryClaim
+claim = MemoryClaim(takes_share=True, others=0)
+claim.take(3 << 30)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def resident(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that each process has, of those that these tests name."""
+    real, known = memory_claims.resident_bytes, dict[int, int]()
+    monkeypatch.setattr(memory_claims, "resident_bytes", lambda pid: known.get(pid, real(pid) if pid > 99 else 0))
+    return known
+
+
+def spare(*others: Claim, mine: Claim = MINE, available: int = 1000) -> SpareMemory:
+    claims: dict[int, list[Claim]] = {mine.pid: [mine]}
+    for claim in others:
+        claims.setdefault(claim.pid, []).append(claim)
+    return spare_memory(mine, claims, available)
+
+
+def test_one_engine_may_use_all_but_what_it_still_takes_itself(resident: dict[int, int]) -> None:
+    assert spare() == (1000, 1)
+    mine = Claim(1, base=50, others=300, takes_share=True)
+    resident[1] = 250  # of 350, when it has its weights
+    assert spare(mine=mine) == (900, 1)
+
+
+def test_engines_that_load_at_once_get_the_same_whichever_is_first(resident: dict[int, int]) -> None:
+    loading = Claim(2, base=0, others=100, takes_share=True, began=90)
+    assert spare(loading) == (450, 2)
+    sized = Claim(2, base=0, others=100, cache=225, takes_share=True, began=90, sized=110)
+    assert spare(sized) == (450, 2)
+    resident[2] = 100
+    assert spare(sized) == (500, 2)
+
+
+def test_a_cache_of_an_engine_from_before_counts_as_far_as_it_is_not_filled(resident: dict[int, int]) -> None:
+    before = Claim(2, base=10, others=100, cache=400, takes_share=True, began=5, sized=20)
+    assert spare(before) == (1000 - 510, 1)
+    resident[2] = 310
+    assert spare(before) == (1000 - 200, 1)
+    resident[2] = 700
+    assert spare(before) == (1000, 1)
+
+
+def test_a_cache_whose_size_is_set_is_left_to_its_engine_and_shares_nothing() -> None:
+    explicit = Claim(2, base=0, others=100, cache=300, began=150, sized=160)
+    assert spare(explicit) == (600, 1)
+    assert spare(Claim(2, base=0, takes_share=True), mine=Claim(1, base=0, began=100)) == (1000, 1)
+
+
+def test_two_engines_of_one_process_count_once(resident: dict[int, int]) -> None:
+    resident[1] = 500
+    first = Claim(1, base=100, others=200, cache=400, takes_share=True, began=5, sized=20)
+    assert spare(first, mine=Claim(1, base=500, others=100, takes_share=True, began=100)) == (700, 1)
+
+
+def test_a_process_sees_the_claims_of_others_until_they_end() -> None:
+    mine = MemoryClaim(takes_share=True, others=0)
+    alone = mine.spare(100 * GIB, 0)
+    with subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+        beside = mine.spare(100 * GIB, 0)
+        later = MemoryClaim(takes_share=True, others=0)
+        assert later.spare(100 * GIB, 0).bytes <= (100 - 2) * GIB  # it loads beside `mine`, and after the other one
+        other.communicate()
+    assert beside.num_engines == alone.num_engines + 1
+    del later
+    gc.collect()
+    assert mine.spare(100 * GIB, 0).num_engines == alone.num_engines
+
+
+def test_without_memfds_an_engine_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError("not here")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    claim = MemoryClaim(takes_share=True, others=0)
+    claim.take(GIB)
+    assert claim.spare(GIB, 0).bytes > 0

@@ -153,3 +153,22 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert second["summary"]["errors"] == {UNANSWERED: 1}
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2
     assert "Cut short" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "companion"),
+    [
+        ("--set=max_num_seqs=4", "a target of ours"),
+        ("--dtype=bfloat16", "served here"),
+        ("--baselines=elsewhere", "baseline_"),
+        ("--budget-s=5", "--suite compare"),
+        ("--offline-model=elsewhere", "--suite compare"),
+        ("--offline-dtype=float32", "--suite compare"),
+    ],
+)
+def test_an_option_that_counts_for_no_target_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, companion: str
+) -> None:
+    assert bench(tmp_path, "--target=a=grpc://127.0.0.1:9/demo", option) == 2
+    error = capsys.readouterr().err
+    assert option.partition("=")[0] in error and companion in error and "count for nothing" in error

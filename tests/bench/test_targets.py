@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from tidewheel.bench import BenchError
+from tidewheel.bench import BenchError, peer_engines
+from tidewheel.bench.deploy import Deployment, deployed
 from tidewheel.bench.targets import BASELINES, STRATEGIES, parse_target, parse_targets
+from tidewheel.bench.transports.peer import Peer
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -81,3 +86,42 @@ def test_what_names_nothing_is_refused_in_one_line(text: str, reason: str) -> No
 def test_two_targets_of_one_name() -> None:
     with pytest.raises(BenchError, match="stands twice"):
         parse_targets(["static", "static,batch_size=4"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "transformers,max_num_seqs=4",
+        f"vllm={sys.executable},cache_gib=4",
+        f"openvino={sys.executable},enforce_eager=true",
+        "grpc://host:8001/demo,max_num_seqs=4",
+    ],
+)
+def test_an_option_that_a_target_would_not_read_is_refused(text: str) -> None:
+    with pytest.raises(BenchError, match=f"{text.rpartition(',')[2].partition('=')[0]} is no option of"):
+        parse_target(text)
+
+
+def test_options_of_peers_are_those_that_are_read() -> None:
+    source = inspect.getsource(peer_engines)
+    for name in set().union(*peer_engines.OPTIONS.values()):
+        assert f'options["{name}"]' in source or f'options.get("{name}"' in source or f'(options, "{name}")' in source
+
+
+def test_settings_of_our_engines_count_for_the_offline_engine_too(tmp_path: Path) -> None:
+    deployment = Deployment(model="m", dtype="float32", settings={"max_num_seqs": "4"}, folder=tmp_path)
+    targets = parse_targets(["llm", "few=llm,max_num_seqs=2", "transformers"])
+    with deployed(deployment, targets, with_ids=False) as places:
+        made = {name: place.transport for name, place in places.items()}
+    options = {name: json.loads(one._command[-1]) for name, one in made.items() if isinstance(one, Peer)}
+    plain = {"model": "m", "dtype": "float32"}
+    assert options["llm"] == plain | {"max_num_seqs": "4"}
+    assert options["few"] == plain | {"max_num_seqs": "2"}
+    assert options["transformers"] == plain
+
+
+@pytest.mark.parametrize(("text", "is_on"), [("true", True), ("False", False), (None, True)])
+def test_an_option_of_a_peer_can_be_switched_off(text: str | None, is_on: bool) -> None:
+    assert peer_engines.is_on({} if text is None else {"enforce_eager": text}, "enforce_eager") is is_on
+    with pytest.raises(ValueError, match="it must be true or false"):
+        peer_engines.is_on({"enforce_eager": "no"}, "enforce_eager")

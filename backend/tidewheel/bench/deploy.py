@@ -74,7 +74,8 @@ def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: boo
                 places[target.name] = Place(here, f"http://{metrics}/metrics", target.name)
         for target in targets:
             if target.is_peer:
-                options = {"model": deployment.model, "dtype": deployment.dtype, **target.settings}
+                settings = deployment.settings if target.is_ours else {}
+                options = {"model": deployment.model, "dtype": deployment.dtype, **settings, **target.settings}
                 log = deployment.folder / f"{target.name}.log"
                 places[target.name] = Place(
                     Peer(target.python or sys.executable, target.kind, options, log), None, ""
@@ -103,7 +104,7 @@ def _repository(deployment: Deployment, targets: Sequence[Target]) -> Iterator[P
 
 
 def _settings(target: Target) -> dict[str, str]:
-    return {key: value for key, value in target.settings.items() if key not in ("entry", "metrics")}
+    return {key: value for key, value in target.settings.items() if key != "entry"}
 
 
 def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:

@@ -28,6 +28,17 @@ WAIT_S = 0.005  # for results of transformers, while requests may come
 # An offline batch comes at once.
 WAITING = {"max_waiting_requests": 1 << 20, "max_waiting_tokens": 1 << 30}
 FREE_MEMORY_SHARE = 0.5  # of a GPU; batches of transformers may need the rest
+# Options that each peer reads; `llm` takes all engine settings and refuses others itself.
+OPTIONS = {
+    "transformers": {"model", "dtype", "device", "attention", "threads", "max_memory_percent", "max_batch_tokens"},
+    "vllm": {
+        "model", "dtype", "threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+        "enable_prefix_caching", "enforce_eager",
+    },
+    "openvino": {
+        "model", "dtype", "threads", "cache_gib", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
+    },
+}  # fmt: skip
 
 
 class PeerEngine(Protocol):
@@ -167,9 +178,9 @@ class VllmEngine:
             dtype=options["dtype"],
             max_model_len=int(options.get("max_model_len", 1024)),
             max_num_seqs=int(options.get("max_num_seqs", 256)),
-            max_num_batched_tokens=options.get("max_num_batched_tokens"),  # None: vLLM's choice
-            enable_prefix_caching=bool(options.get("enable_prefix_caching", True)),
-            enforce_eager=bool(options.get("enforce_eager", True)),
+            max_num_batched_tokens=int(options.get("max_num_batched_tokens") or 0) or None,  # None: vLLM's choice
+            enable_prefix_caching=is_on(options, "enable_prefix_caching"),
+            enforce_eager=is_on(options, "enforce_eager"),
             skip_tokenizer_init=True,
             disable_log_stats=True,
         )
@@ -201,7 +212,7 @@ class OpenVinoPipeline:
         scheduler.max_num_seqs = int(options.get("max_num_seqs", 256))
         scheduler.max_num_batched_tokens = int(options.get("max_num_batched_tokens", 2048))
         scheduler.dynamic_split_fuse = True
-        scheduler.enable_prefix_caching = bool(options.get("enable_prefix_caching", True))
+        scheduler.enable_prefix_caching = is_on(options, "enable_prefix_caching")
         hints: dict[str, Any] = {"INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[options["dtype"]]}
         if options.get("threads"):
             hints["INFERENCE_NUM_THREADS"] = int(options["threads"])
@@ -228,6 +239,14 @@ class OpenVinoPipeline:
             if left <= count:
                 del self._running[request_id]
         return events
+
+
+def is_on(options: dict[str, Any], name: str) -> bool:
+    """Read an option that may be text; absent, it is on. Raise ValueError for anything but true and false."""
+    text = str(options.get(name, True)).lower()
+    if text not in ("true", "false"):
+        raise ValueError(f"{name} is {text!r}: it must be true or false")
+    return text == "true"
 
 
 def installed_versions(*packages: str) -> dict[str, str]:

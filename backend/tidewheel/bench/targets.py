@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import parse_qs, urlsplit
 
-from tidewheel.bench import BenchError
+from tidewheel.bench import BenchError, peer_engines
 from tidewheel.bench.driver import Transport
 from tidewheel.bench.environment import without_folders
 from tidewheel.bench.transports.http import GenerateStream, Infer, OpenAi
@@ -51,6 +51,11 @@ class Target:
         return self.kind in PEERS
 
     @property
+    def is_ours(self) -> bool:
+        """Say that engine settings count for it."""
+        return self.kind in ("ours", "llm")
+
+    @property
     def model(self) -> str:
         if self.kind == "grpc":
             return urlsplit(self.url).path.strip("/")
@@ -81,6 +86,15 @@ def parse_targets(texts: list[str]) -> list[Target]:
 
 
 def parse_target(text: str) -> Target:
+    target = _parse_target(text)
+    known = {"metrics"} if target.url else peer_engines.OPTIONS.get(target.kind, set(target.settings))
+    for key in target.settings:
+        if key not in known:
+            raise BenchError(f"--target {text!r}: {key} is no option of {target.kind}: {', '.join(sorted(known))}")
+    return target
+
+
+def _parse_target(text: str) -> Target:
     spec, *pairs = re.split(r",(?=[\w-]+=)", text)
     settings: dict[str, str] = {}
     for pair in pairs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,11 @@ def _add_what(what: argparse._ArgumentGroup) -> None:
     )
     _repeated(what, "--peer", "SPEC", "a target besides the suite's own")
     what.add_argument("--model", **folder, default=DEFAULT_MODEL, help="weights of what is served here")
-    what.add_argument("--dtype", default="float32", choices=_DTYPES, help="of all of it")
-    _repeated(what, "--set", "KEY=VALUE", "an engine setting of ours")
-    what.add_argument("--baselines", **folder, default=DEFAULT_REPOSITORY, help="where their entries are")
+    what.add_argument("--dtype", choices=_DTYPES, help="of what is served here and of peers (default: float32)")
+    _repeated(what, "--set", "KEY=VALUE", "a setting of our engines: of strategies and of llm")
+    what.add_argument("--baselines", **folder, help=f"where their entries are (default: {DEFAULT_REPOSITORY})")
     what.add_argument("--offline-model", **folder, help="of compare's offline part (default: --model)")
-    what.add_argument("--offline-dtype", default="bfloat16", choices=_DTYPES, help="default: %(default)s")
+    what.add_argument("--offline-dtype", choices=_DTYPES, help="of compare's offline part (default: bfloat16)")
     what.add_argument("--one-at-a-time", action="store_true", help="start each target for its runs, and end it then")
     what.add_argument(
         "--warm-up",
@@ -86,7 +85,7 @@ def _add_objective(objective: argparse._ArgumentGroup) -> None:
     seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
     objective.add_argument("--ttft", **seconds, help=f"time to first token (default: {DEFAULT_TTFT_S:g})")
     objective.add_argument("--tpot", **seconds, help=f"time per output token (default: {DEFAULT_TPOT_S:g})")
-    objective.add_argument("--budget-s", **seconds, default=math.inf, help="of compare's search (default: no limit)")
+    objective.add_argument("--budget-s", **seconds, help="of compare's search (default: no limit)")
 
 
 def _repeated(group: argparse._ArgumentGroup, name: str, metavar: str, text: str) -> None:

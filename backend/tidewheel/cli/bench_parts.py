@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -20,14 +21,16 @@ from tidewheel.bench.outcome import Slo
 from tidewheel.bench.results import Recorder
 from tidewheel.bench.run_plan import Stage
 from tidewheel.bench.suites import Suite
-from tidewheel.bench.targets import parse_targets
+from tidewheel.bench.targets import Target, parse_targets
 from tidewheel.bench.terminal import result_tables
 from tidewheel.bench.workloads import Workload, parse_workload
+from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 from tidewheel.server.repository import parse_settings
 
 INTERRUPTED = 130
+DTYPE, OFFLINE_DTYPE = "float32", "bfloat16"
 _ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
@@ -40,6 +43,7 @@ class Part(NamedTuple):
 
 def measure(args: argparse.Namespace) -> int:
     parts = list(_parts(args))
+    _check_counted(args, [target for part in parts for target in part.stage.targets])
     recorder = Recorder(args.out, environment())
     recorder.extra |= {"suite": args.suite, "vllm_cpu_ratio": None, "vllm_cpu_ratio_reason": _why_no_vllm(parts)}
     code = 0
@@ -68,16 +72,16 @@ def _parts(args: argparse.Namespace) -> Iterator[Part]:
         "rates": Suite.rates,
         "offline": Suite.offline,
         "efficiency": Suite.efficiency,
-        "compare": lambda suite: suite.compare(slo, args.budget_s),
+        "compare": lambda suite: suite.compare(slo, args.budget_s or math.inf),
     }
     stage = _stage(args, args.model)
-    yield Part(_deployment(args, stage, args.model, args.dtype), stage, steps[args.suite])
+    yield Part(_deployment(args, stage, args.model, args.dtype or DTYPE), stage, steps[args.suite])
     if args.suite == "compare" and (peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]):
         model = args.offline_model or args.model
         offline = _stage(args, model, "offline")
         targets, workload = tuple(parse_targets(["llm", *peers])), _workload(args, "mixed", model)
         offline = replace(offline, targets=targets, workload=workload)
-        yield Part(_deployment(args, offline, model, args.offline_dtype), offline, Suite.offline)
+        yield Part(_deployment(args, offline, model, args.offline_dtype or OFFLINE_DTYPE), offline, Suite.offline)
 
 
 def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
@@ -124,7 +128,25 @@ def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str)
     folder = args.out / "work"
     folder.mkdir(parents=True, exist_ok=True)
     weights, settings = str(model.resolve()), parse_settings(args.set)
-    return Deployment(model=weights, dtype=dtype, settings=settings, baselines=args.baselines, folder=folder)
+    baselines = args.baselines or DEFAULT_REPOSITORY
+    return Deployment(model=weights, dtype=dtype, settings=settings, baselines=baselines, folder=folder)
+
+
+def _check_counted(args: argparse.Namespace, targets: list[Target]) -> None:
+    """Raise `UsageError` for an option that counts for none of the targets, or not in the suite."""
+    has_offline_part = args.suite == "compare" and any(_ELSEWHERE.search(spec) for spec in args.peer)
+    is_here = any(target.is_served_here or target.is_peer for target in targets)
+    rules = (
+        ("--set", args.set, any(target.is_ours for target in targets), "a target of ours, such as continuous or llm"),
+        ("--dtype", args.dtype, is_here, "a target that is served here, or a peer"),
+        ("--baselines", args.baselines, any(target.kind == "baseline" for target in targets), "a target baseline_…"),
+        ("--budget-s", args.budget_s, args.suite == "compare", "--suite compare"),
+        ("--offline-model", args.offline_model, has_offline_part, "--suite compare and a --peer in an environment"),
+        ("--offline-dtype", args.offline_dtype, has_offline_part, "--suite compare and a --peer in an environment"),
+    )
+    for option, given, counts, companion in rules:
+        if given and not counts:
+            raise UsageError(f"{option} goes with {companion}: here it would count for nothing")
 
 
 def _why_no_vllm(parts: list[Part]) -> str:

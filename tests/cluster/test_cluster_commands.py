@@ -176,14 +176,18 @@ def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
 
 
 def test_status_says_what_each_replica_has_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    new = {"running": 0.0, "waiting": 0.0, "kv_use": 0.0, "is_ready": 1.0, "age_s": 83.4, "restarts": 0.0}
     busy = {"running": 3.0, "waiting": 2.0, "kv_use": 0.126, "queue_s_critical": 0.25, "queue_s_low": 7.0}
-    replicas = {"h:2": busy, "h:1": {"running": 0.0, "waiting": 0.0, "kv_use": 0.0}, "h:3": {}}
+    busy |= {"is_ready": 0.0, "age_s": 90_000.0, "restarts": 2.0}
+    replicas = {"h:2": busy, "h:1": new, "h:3": {}}
     _show(
         {"state": "RUNNING", "wanted": "3", "replicas": {"RUNNING": 3}, "message": "", "port": 8, "figures": replicas}
     )
     assert capsys.readouterr().out.splitlines() == [
         "running: 3 replicas wanted, 3 running",
         "OpenAI API at port 8",
-        "  h:1: 0 running, 0 waiting, 0% of its cache in use",
-        "  h:2: 3 running, 2 waiting (the oldest CRITICAL for 0.2 s, LOW for 7.0 s), 13% of its cache in use",
+        "  h:1: ready, up 0:01:23, restarts 0; 0 running, 0 waiting, 0% of its cache in use",
+        "  h:2: not ready, up 1 day, 1:00:00, restarts 2; "
+        "3 running, 2 waiting (the oldest CRITICAL for 0.2 s, LOW for 7.0 s), 13% of its cache in use",
+        "  h:3: it has told nothing yet",
     ]

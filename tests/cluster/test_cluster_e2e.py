@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,8 +31,16 @@ def test_two_replicas_answer_behind_one_endpoint(cluster: RunningCluster) -> Non
         lines = [line for line in answer.iter_lines() if line]
     assert len(lines) > 1
     assert all(line.startswith(b'data: {"model_name":"demo"') for line in lines), lines
-    status = cluster.command("status")
-    assert status.stdout.startswith("running: 2 replicas wanted, 2 running\n")
+    assert cluster.command("status").stdout.startswith("running: 2 replicas wanted, 2 running\n")
+    wait_for(lambda: num_shown(cluster, 0) == 2, 60, "two replicas that were not started again")
+
+
+def num_shown(cluster: RunningCluster, num_restarts: int) -> int:
+    """Return how many replicas the status shows as ready after so many restarts."""
+    text = cluster.command("status").stdout
+    return len(
+        re.findall(rf"^  127.0.0.1:\d+: ready, up \d:\d\d:\d\d, restarts {num_restarts}; ", text, re.MULTILINE)
+    )
 
 
 def test_a_second_cluster_is_refused_in_one_line(cluster: RunningCluster) -> None:
@@ -75,6 +84,8 @@ def test_a_death_under_streams(
     assert all(one.is_done for one in ends if not one.errors)
     cluster.wait_ready(2)
     assert cluster.chat("A tuple is", max_tokens=4).ok
+    if victims is RunningCluster.tritons:
+        wait_for(lambda: num_shown(cluster, 1) == 1, 60, "a replica whose server was started again")
 
 
 def test_another_number_of_replicas_cuts_nothing(cluster: RunningCluster) -> None:

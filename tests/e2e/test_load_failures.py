@@ -102,6 +102,21 @@ def test_bad_setting_in_the_entry(tmp_path: Path, parameter: str, value: str, wo
     assert "Traceback" not in output
 
 
+def test_every_mistake_of_an_entry_is_named(tmp_path: Path) -> None:
+    entry = tmp_path / "repository" / "broken"
+    (entry / "1").mkdir(parents=True)
+    settings = {"model": str(WEIGHTS), "max_num_seq": "4", "block_size": "17"}
+    parameters = (
+        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}\n' for key, text in settings.items()
+    )
+    (entry / "config.pbtxt").write_text('backend: "tidewheel"\n' + "".join(parameters))
+    output = refused(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
+    assert f"tidewheel check {entry} finds:" in output
+    assert "config.pbtxt:3:14: error: unknown setting 'max_num_seq'" in output
+    assert "config.pbtxt:4:14: error: block_size is 17" in output
+    assert output.splitlines()[-1].startswith("tidewheel: error: model 'broken' cannot be loaded: ")
+
+
 def test_twin_without_its_model(tmp_path: Path) -> None:
     entry = tmp_path / "repository" / "lonely_infer"
     (entry / "1").mkdir(parents=True)

@@ -93,6 +93,7 @@ def test_it_is_off_by_default(fake: FakeTriton) -> None:
     with gateway_to(fake.port) as plain:
         for name in FILES:
             assert plain.get(f"/playground{name}").status_code == 404
+        assert "The playground, a page to try models, is off" in plain.get("/").text
 
 
 def test_the_root_leads_to_the_page(gateway: RunningGateway) -> None:

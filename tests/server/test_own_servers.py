@@ -13,7 +13,7 @@ from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import ServeError, own_servers
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.own_servers import ENDPOINTS, announce, current_engines_of
-from tidewheel.server.workdir import LOCK, WorkDir, work_dir
+from tidewheel.server.workdir import CLUSTER, LOCK, WorkDir, work_dir
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def test_living_servers_are_listed(base: Path, tmp_path: Path) -> None:
         with work_dir(base, tmp_path):  # has announced nothing yet
             os.environ[RUN_DIR] = str(base)
             assert own_servers.living() == [Endpoints(metrics=8002)]
+
+
+def test_servers_of_a_cluster_are_listed(base: Path, tmp_path: Path) -> None:
+    run = WorkDir(base / CLUSTER).run
+    with work_dir(run, tmp_path) as one:
+        announce(one, Endpoints(metrics=8002))
+        os.environ[RUN_DIR] = str(base)
+        assert own_servers.living() == own_servers.living(run) == [Endpoints(metrics=8002)]
+        assert own_servers.living(base) == []
 
 
 def test_a_dead_server_is_not_found(base: Path) -> None:

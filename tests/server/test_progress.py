@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 
 import pytest
 
 from tidewheel.engine.folder import State, Status, write_status
 from tidewheel.server.console import LoadProgress
+from tidewheel.server.wait_line import WaitLine, waiting
 
 
 class Terminal(io.StringIO):
@@ -63,3 +65,50 @@ def test_a_file_that_cannot_be_read_is_no_news(engines: dict[str, Path]) -> None
     (engines["demo"] / "status.json").write_text("{")
     LoadProgress(engines, out).update()
     assert out.getvalue() == ""
+
+
+def test_a_long_wait_is_a_line_now_and_then() -> None:
+    out, times = io.StringIO(), [0.0, 0.0, 4.9, 5.0, 9.9, 10.0, 19.0, 21.0]
+    line = WaitLine(out, lambda: times.pop(0))
+    while times:
+        line.update("starting Ray")
+    line.close()
+    assert out.getvalue().splitlines() == [f"  starting Ray, {seconds} s so far" for seconds in (5, 10, 21)]
+
+
+def test_on_a_terminal_it_is_one_line_that_goes_away() -> None:
+    out, times = Terminal(), [0.0, 0.0, 3.0]
+    line = WaitLine(out, lambda: times.pop(0))
+    while times:
+        line.update("starting Ray")
+    line.close()
+    assert "starting Ray, 3 s" in out.getvalue()
+    assert "\n" not in out.getvalue() and out.getvalue().rstrip(" ").endswith("\r")
+
+
+def test_what_is_waited_for_may_change_meanwhile() -> None:
+    class Screen(Terminal):
+        seen = threading.Event()
+
+        def write(self, text: str) -> int:
+            if "the gateway, " in text:
+                self.seen.set()
+            return super().write(text)
+
+    what, out = "Ray", Screen()
+    with waiting(lambda: what, out):
+        what = "the gateway"
+        assert out.seen.wait(60)
+
+
+def test_a_load_says_how_long_it_takes(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("tidewheel.server.wait_line.FIRST_S", 0.0)
+    progress = LoadProgress(engines, out)
+    progress.update()
+    write(engines["demo"], "loading", "weights")
+    monkeypatch.setattr(progress, "_wait", WaitLine(out))
+    progress.update()
+    assert out.getvalue().splitlines() == [
+        "  tritonserver starts, 0 s so far", "  demo: weights", "  demo: weights, 0 s so far",
+    ]  # fmt: skip

@@ -126,17 +126,18 @@ class Experiment:
         if not self._one_at_a_time and all(target in self._targets for target in targets):
             targets = self._targets
         self._end()
-        live.say("starting " + ", ".join(target.name for target in targets))
+        live.say(text := "starting " + ", ".join(target.name for target in targets))
         with_ids = stage.workload.turns > 1
-        self._places = self._stack.enter_context(deployed(self._deployment, targets, with_ids=with_ids))
+        with live.waiting(text):
+            self._places = self._stack.enter_context(deployed(self._deployment, targets, with_ids=with_ids))
         for target in targets:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
             self._stack.callback(self._close, transport)
             if isinstance(transport, Peer):
                 self._recorder.environment["versions"] |= transport.versions
-            live.note(f"warming {target.name}")
-            self._runner.run(self._warm(target, stage))
+            with live.waiting(f"warming {target.name}"):
+                self._runner.run(self._warm(target, stage))
 
     def _close(self, transport: Transport) -> None:
         self._runner.run(transport.close())

@@ -14,6 +14,7 @@ from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder
 from tidewheel.bench.summary import summarise_run
+from tidewheel.server.wait_line import WaitLine, waiting
 
 TICK_S = 0.5
 _RUN_COLUMNS = ("done", "output", "within", "within e2e", "TTFT p50", "TTFT p99", "TPOT p50", "batch")
@@ -21,7 +22,7 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 class Live:
-    """Progress on standard error; without a terminal, only a line per run."""
+    """Progress on standard error; without a terminal, a line per run, and some while it lasts."""
 
     def __init__(self, title: str, num_runs: int | None) -> None:
         self._bar = tqdm(
@@ -41,17 +42,26 @@ class Live:
 
     @contextlib.asynccontextmanager
     async def following(self, label: str, progress: Progress) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._follow(label, progress))
+        task = asyncio.create_task(self._follow(label, progress, WaitLine()))
         try:
             yield
         finally:
             task.cancel()
             self._bar.update()
 
-    async def _follow(self, label: str, progress: Progress) -> None:
+    async def _follow(self, label: str, progress: Progress, line: WaitLine) -> None:
         while True:
-            self.note(f"{label}: {progress.num_ended} of {len(progress.outcomes)} answered")
+            text = f"{label}: {progress.num_ended} of {len(progress.outcomes)} answered"
+            if self._bar.disable:
+                line.update(text)
+            else:
+                self.note(text)
             await asyncio.sleep(TICK_S)
+
+    @staticmethod
+    def waiting(what: str) -> contextlib.AbstractContextManager[None]:
+        """Show what is waited for, and how long, as long as the block lasts."""
+        return waiting(lambda: what)
 
     def note(self, text: str) -> None:
         self._bar.set_postfix_str(text, refresh=True)

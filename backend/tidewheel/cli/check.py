@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,9 +79,20 @@ def _print(report: Report, mended: list[Finding]) -> None:
         if finding.edit is not None:
             print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
     for finding in report.findings:
-        print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"))
+        print(_line(finding))
     errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
     print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
+
+
+def print_errors(report: Report, title: str) -> None:
+    """Print the findings that are errors to standard error, if there are any."""
+    lines = [_line(finding) for finding in report.findings if finding.severity == "error"]
+    if lines:
+        print("\n  ".join([title, *lines]), file=sys.stderr, flush=True)
+
+
+def _line(finding: Finding) -> str:
+    return printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]")
 
 
 def _counted(count: int, what: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +112,7 @@ def run(args: argparse.Namespace) -> int:
     place = ClusterPlace.here()
     match args.action:
         case "up":
-            port = control.up(_settings(args), _note)
-            print(f"OpenAI API at http://{args.host}:{port}/v1\ntidewheel cluster status | scale N | down")
+            print(_where(args, _up(args)))
         case "status":
             _show(control.status(place))
         case "scale":
@@ -121,6 +121,36 @@ def run(args: argparse.Namespace) -> int:
             control.down(place)
             print("the cluster is down")
     return 0
+
+
+def _up(args: argparse.Namespace) -> int:
+    """Return the gateway's port, and show meanwhile what is waited for."""
+    from tidewheel.cluster import control
+    from tidewheel.server.wait_line import waiting
+
+    stage = "starting the cluster"
+
+    def note(text: str) -> None:
+        nonlocal stage
+        stage = text
+        _note(text)
+
+    with waiting(lambda: stage):
+        return control.up(_settings(args), note)
+
+
+def _where(args: argparse.Namespace, port: int) -> str:
+    """Return where the cluster is, and what shows it."""
+    from tidewheel.cluster.cluster_place import ClusterPlace
+    from tidewheel.server import own_servers
+    from tidewheel.server.console import top_command
+    from tidewheel.server.workdir import WorkDir
+
+    url = f"http://{args.host}:{port}"
+    servers = own_servers.living(WorkDir(ClusterPlace.here().root).run)
+    lines = [f"OpenAI API at {url}/v1"] + [f"playground at {url}/playground"] * args.playground
+    tops = [f"{top_command(one)} --gateway-url {url}/metrics" for one in servers]
+    return "\n".join([*lines, *(f"Watch it: {top}" for top in tops), "tidewheel cluster status | scale N | down"])
 
 
 def _settings(args: argparse.Namespace) -> ClusterSettings:
@@ -180,8 +210,13 @@ def _show(status: dict[str, Any]) -> None:
         print(status["message"])
     print(f"OpenAI API at port {status['port']}")
     for authority, figures in sorted(status["figures"].items()):
-        if figures:
-            print(f"  {authority}: {_load(figures)}")
+        print(f"  {authority}: {_condition(figures)}" if figures else f"  {authority}: it has told nothing yet")
+
+
+def _condition(figures: dict[str, float]) -> str:
+    state = "ready" if figures["is_ready"] else "not ready"
+    age = timedelta(seconds=int(figures["age_s"]))
+    return f"{state}, up {age}, restarts {figures['restarts']:.0f}; {_load(figures)}"
 
 
 def _load(figures: dict[str, float]) -> str:

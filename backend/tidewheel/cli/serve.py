@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,9 +124,25 @@ def _add_control(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = _options(args)
+    from tidewheel.server import LoadError
     from tidewheel.server.run_server import serve
 
-    return serve(options)
+    try:
+        return serve(options)
+    except LoadError as error:
+        if options.model_repository is not None:
+            _print_mistakes(options.model_repository / error.model)
+        raise
+
+
+def _print_mistakes(entry: Path) -> None:
+    """Print all that is wrong with an entry: a load ends at the first mistake."""
+    from tidewheel.cli.check import print_errors
+    from tidewheel.entries.checking import check
+    from tidewheel.errors import ConfigError
+
+    with contextlib.suppress(ConfigError):  # it is no entry by now
+        print_errors(check(entry), f"tidewheel: tidewheel check {shlex.quote(str(entry))} finds:")
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:

@@ -16,9 +16,8 @@ from pathlib import Path
 from tidewheel.cluster import ClusterError
 from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
 from tidewheel.server import workdir
-from tidewheel.server.workdir import LOCK, WorkDir
+from tidewheel.server.workdir import CLUSTER, LOCK, WorkDir
 
-_NAME = "cluster"
 _LONGEST_BELOW = max(  # names of sockets
     len("/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store."),
     len("/run/serve-abcdefgh/run/16_letters_model-01234567/0123456789/engine.sock"),
@@ -31,7 +30,7 @@ class ClusterPlace:
 
     @classmethod
     def here(cls) -> ClusterPlace:
-        return cls(run_dir_path() / _NAME)
+        return cls(run_dir_path() / CLUSTER)
 
     @property
     def ray(self) -> Path:
@@ -52,7 +51,7 @@ class ClusterPlace:
     @property
     def last_words(self) -> Path:
         """Return the file that says why the last cluster ended by itself. It outlives the folder."""
-        return self.root.with_name(f"{_NAME}-ended")
+        return self.root.with_name(f"{CLUSTER}-ended")
 
     def why_it_ended(self) -> str:
         """Return the line of `last_words`; empty without one."""

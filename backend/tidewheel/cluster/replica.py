@@ -25,7 +25,7 @@ class Replica:
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Return when the server is ready. Raise `ClusterError` if it cannot start."""
         settings = read_settings(arguments)
-        self._ready_at = time.monotonic()
+        self._born = self._ready_at = time.monotonic()
         self._process = ServedProcess(serve_options(settings), _address(settings))
         self._figures: dict[str, float] = {}
         try:
@@ -91,7 +91,18 @@ class Replica:
                 self._figures = figures_of(await answer.text())
         except (aiohttp.ClientError, TimeoutError):
             pass
-        return self._figures
+        await asyncio.to_thread(self._process.look)
+        try:
+            is_ready = (await self._readiness()).is_ready
+        except ClusterError:  # it has ended
+            is_ready = False
+        restarts = self._process.num_restarts + self._figures.get("engine_restarts", 0.0)
+        return {
+            **self._figures,
+            "is_ready": float(is_ready),
+            "age_s": time.monotonic() - self._born,
+            "restarts": restarts,
+        }
 
 
 def _address(settings: ClusterSettings) -> str:

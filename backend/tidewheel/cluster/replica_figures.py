@@ -14,6 +14,7 @@ _SUMS = {
     "vllm:kv_cache_usage_perc": "kv_use",
     "tidewheel_tenant_requests_total": "arrivals",
     "tidewheel_scheduled_tokens_total": "tokens",
+    "tidewheel_engine_restarts_total": "engine_restarts",
 }
 _OLDEST = "tidewheel_wait_oldest_seconds"
 _CLASS = re.compile(r'[{,]class="(\w+)"')

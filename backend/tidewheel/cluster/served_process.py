@@ -61,6 +61,8 @@ class ServedProcess:
                 start_new_session=True,
             )
         self._endpoints: Endpoints | None = None
+        self._tritonserver: tuple[int, int] | None = None  # process id and start, as seen last
+        self.num_restarts = 0  # of tritonserver, as far as `look` has seen
 
     @property
     def pid(self) -> int:
@@ -72,6 +74,13 @@ class ServedProcess:
         if self._endpoints is None:
             self._endpoints = own_servers.read_report(self._ports)
         return self._endpoints
+
+    def look(self) -> None:
+        """Count a tritonserver that took the place of another."""
+        for one in processes.children(self.pid):
+            if one.name == "tritonserver" and (one.pid, one.started) != self._tritonserver:
+                self.num_restarts += self._tritonserver is not None
+                self._tritonserver = one.pid, one.started
 
     def readiness(self) -> Readiness:
         """Ask its health endpoint. Raise `ClusterError` if it has ended."""

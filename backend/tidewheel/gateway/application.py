@@ -38,13 +38,21 @@ _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _JSON_HEADERS = {"Content-Type": "application/json"}
-_OPEN_PATHS = ("/health",)
+_OPEN_PATHS = ("/", "/health")
+_FRONT_PAGE = """\
+Tidewheel's gateway. OpenAI's API is at /v1 (GET /v1/models lists models), readiness at /health, figures at /metrics.
+The playground, a page to try models, is off: start the gateway with --playground.
+"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Answering = Callable[[web.Request, Ask], Awaitable[web.StreamResponse]]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+async def _front_page(_: web.Request) -> web.Response:
+    return web.Response(text=_FRONT_PAGE)
 
 
 class _Streamed(web.StreamResponse):
@@ -95,8 +103,7 @@ class Gateway:
                 web.post("/detokenize", self._answering(tokenizing.read_detokenize, self._detokenize)),
             ]
         )
-        if self._playground:
-            application.add_routes(playground_pages.routes())
+        application.add_routes(playground_pages.routes() if self._playground else [web.get("/", _front_page)])
         return application
 
     async def _live(self, _: web.Application) -> AsyncIterator[None]:

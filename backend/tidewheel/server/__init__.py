@@ -5,5 +5,13 @@ class ServeError(Exception):
     """Failed start or dead part of a server, in one line that says what to change."""
 
 
+class LoadError(ServeError):
+    """Model that cannot be loaded."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"model {model!r} cannot be loaded: {reason}")
+        self.model = model
+
+
 class CrashLoop(ServeError):
     """Too many deaths, after which another start would not help."""

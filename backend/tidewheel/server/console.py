@@ -19,6 +19,7 @@ from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine, without_places
 from tidewheel.server.triton_http import DeployedModel
+from tidewheel.server.wait_line import WaitLine
 from tidewheel.version import __version__
 
 _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
@@ -59,7 +60,7 @@ class Console:
 
 
 class LoadProgress:
-    """One bar per loading engine on a terminal, else one line per engine and stage."""
+    """One bar per loading engine on a terminal, else one line per engine and stage, and the time that it takes."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         self._engines = dict(engines)
@@ -67,6 +68,7 @@ class LoadProgress:
         self._bars: dict[str, tqdm] = {}
         self._stages: dict[str, str] = {}
         self._on_terminal = self._stream.isatty()
+        self._wait = WaitLine(self._stream)  # where no bar shows the time
         tqdm.monitor_interval = 0  # no thread beside the one that forks
 
     def update(self) -> None:
@@ -78,8 +80,14 @@ class LoadProgress:
             status = read_status(folder)
             if status is not None and status.state in ("starting", "loading", "ready"):
                 self._show(name, status)
+        if self._bars:
+            self._wait.close()
+        else:
+            loading = [f"{name}: {stage}" for name, stage in self._stages.items() if stage != "ready"]
+            self._wait.update(", ".join(loading) or "tritonserver starts")
 
     def close(self) -> None:
+        self._wait.close()
         for bar in self._bars.values():
             bar.close()
         self._bars.clear()

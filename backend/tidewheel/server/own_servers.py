@@ -64,9 +64,9 @@ def current_engines_of(metrics_port: int) -> list[Path]:
     return sorted(alone.glob(f"*/{CURRENT}")) if _is_own(alone := run_dir_path()) else []
 
 
-def living() -> list[Endpoints]:
-    """Return the endpoints of this user's servers that live on this machine."""
-    return [endpoints for work in work_dirs() if (endpoints := _announced(work)) is not None]
+def living(base: Path | None = None) -> list[Endpoints]:
+    """Return the endpoints of this user's servers that live on this machine, or of those in a run directory."""
+    return [endpoints for work in work_dirs(base) if (endpoints := _announced(work)) is not None]
 
 
 def _announced(work: WorkDir) -> Endpoints | None:

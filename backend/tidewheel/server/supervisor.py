@@ -14,7 +14,7 @@ from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
 from tidewheel.engine.operating import drain
 from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
-from tidewheel.server import ServeError, processes
+from tidewheel.server import LoadError, ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.lifeline import Lifeline
@@ -100,7 +100,7 @@ class Supervisor:
             if has_ended:
                 self._server.read_output()
             if self._log.failure is not None:
-                raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
+                raise LoadError(self._log.failure.model, self._log.failure.reason)
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
             self._check_loading_stubs()

@@ -15,6 +15,7 @@ from pathlib import Path
 from tidewheel.private_dir import RUN_DIR, private_dir, run_dir_path, unwritable
 from tidewheel.server import processes
 
+CLUSTER = "cluster"  # folder of a cluster, below whose `run` its servers have theirs
 _PREFIX = "serve-"
 _SHM_PREFIX = "tidewheel_"
 LOCK = "lock"
@@ -104,9 +105,11 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
-def work_dirs() -> list[WorkDir]:
-    """Return those of this user's servers that live."""
-    roots = sorted(run_dir_path().glob(f"{_PREFIX}*"))
+def work_dirs(base: Path | None = None) -> list[WorkDir]:
+    """Return those of this user's servers that live, in `base` or, without one, alone and in a cluster."""
+    own = run_dir_path()
+    bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
+    roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
     return [WorkDir(root) for root in roots if _is_own(root) and not is_left_over(root)]
 
 

@@ -23,14 +23,18 @@ CONFIGURATION = Path(__file__).with_name("pytest.ini")
 KERNELS, GRAPHS = "tests of the kernels", "tests marked gpu"
 # Of tests/kernels all but these: compilation without a device, and checks that `smoke` ran.
 NOT_RUN = ("test_aot.py", "test_smoke.py")
-MARKED = ("test_decode_graphs_gpu.py", "test_deterministic.py", "test_warm_up.py")  # of tests/runner
+MARKED = (  # elsewhere
+    "runner/test_decode_graphs_gpu.py", "runner/test_deterministic.py", "runner/test_warm_up.py",
+    "models/test_weight_stream.py", "models/test_bf16_parity.py",
+)  # fmt: skip
 SHARDS = {
     "test_attention.py": 6,
     "test_sampling_kernel.py": 2,
     "test_sampling_operation.py": 2,
     "test_decode_graphs_gpu.py": 4,
+    "test_bf16_parity.py": 4,
 }  # which compile longest
-IN_ORDER = ("test_decode_graphs_gpu.py",)  # whose neighbours share what they load
+IN_ORDER = ("test_decode_graphs_gpu.py", "test_bf16_parity.py")  # whose neighbours share what they load
 SHARES = {KERNELS: 0.6, GRAPHS: 1.0}  # of the time that is left, so that graphs have some
 WORKERS = max(2, (os.cpu_count() or 4) - 2)  # processes at once, which mostly compile
 OF_THE_DEVICE = "not cpu and not native"  # implementations
@@ -57,7 +61,7 @@ def files_to_run(is_dry: bool) -> dict[str, list[Path]]:
     kernels = [path for path in sorted((ROOT / "tests/kernels").glob("test_*.py")) if path.name not in NOT_RUN]
     if is_dry:  # `make test-kernels` runs the others
         return {KERNELS: [path for path in kernels if path.name in ("test_norm.py", "test_kv_cache.py")]}
-    return {KERNELS: kernels, GRAPHS: [ROOT / "tests/runner" / name for name in MARKED]}
+    return {KERNELS: kernels, GRAPHS: [ROOT / "tests" / name for name in MARKED]}
 
 
 def body(stage: Stage) -> None:

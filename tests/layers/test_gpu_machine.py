@@ -44,9 +44,19 @@ def test_all_stages_and_the_engine_are_imported() -> None:
     on_the_machine("-c", f"import {', '.join(modules)}")
 
 
+def files_with_tests() -> set[Path]:
+    return {TESTS, *(path for paths in files_to_run(is_dry=False).values() for path in paths)}
+
+
+def test_every_test_that_needs_a_device_is_run() -> None:
+    others = set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
+    marked = {path for path in others if "pytest.mark.gpu" in path.read_text()}
+    assert len(marked) > 5 and marked <= files_with_tests()
+
+
 def test_all_tests_are_collected() -> None:
-    files = [str(path) for paths in files_to_run(is_dry=False).values() for path in paths]
+    files = sorted(map(str, files_with_tests()))
     options = ("-c", str(CONFIGURATION), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "gpu.line_reports")
-    found = on_the_machine("-m", "pytest", "-q", "--collect-only", *options, *files, str(TESTS))
+    found = on_the_machine("-m", "pytest", "-q", "--collect-only", *options, *files)
     assert "test_decode_graphs_gpu.py::test_every_size_has_its_graph" in found
     assert f"{Path(TESTS).name}::test_prompt_attention" in found

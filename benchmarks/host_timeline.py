@@ -19,19 +19,18 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import zmq
 
 from clocks import Clock, CpuClock, WallClock
-from modelled_device import Busy, ModelledDevice, modelled_runner
+from modelled_device import ModelledDevice, modelled_runner
 from roofline import H200, SHAPES, decode_seconds, prefill_seconds
 from study import RESULTS, Study
+from tidewheel.bench.charts import COLOURS, Picture, panels, style
 from tidewheel.config import EngineConfig
 from tidewheel.engine import front_ends
 from tidewheel.engine.build import build_scheduler, engine_info
@@ -41,7 +40,6 @@ from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.sampling import SamplingParams
 
 WARM_UP_STEPS = 50  # after all requests run
-SHOWN_STEPS = 10
 SEED = 0
 PARTS = {  # in step order
     "receive": "read commands from the socket",
@@ -56,8 +54,6 @@ PARTS = {  # in step order
     "send": "encode and send",
     "loop": "the loop itself",
 }
-COLOURS = dict(zip(PARTS, ("#9ecae1", "#3182bd", "#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801", "#c7c7c7", "#31a354",
-                           "#bcbddc", "#756bb1", "#636363"), strict=True))  # fmt: skip
 
 
 class Segment(NamedTuple):
@@ -128,13 +124,6 @@ class Run:
     step_us: float  # between completions, median
 
 
-class Timeline(msgspec.Struct):
-    segments: list[Segment]
-    busy: list[Busy]
-    begin: float
-    end: float
-
-
 def client(address: str, count: int, prompt_tokens: int, max_tokens: int) -> None:
     generator = np.random.default_rng(SEED)
     socket = zmq.Context().socket(zmq.DEALER)
@@ -201,7 +190,7 @@ class Engine:
         wait_until = self.clock.wait_until
         self.clock.wait_until = parts.wrapped(wait_until, "device")
 
-    def serve(self) -> tuple[Run, Timeline]:
+    def serve(self) -> Run:
         with tempfile.TemporaryDirectory() as folder, zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             address = f"ipc://{folder}/socket"
             socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -227,7 +216,7 @@ class Engine:
                 peer.kill()
                 peer.join()
                 gc.unfreeze()
-        return self._run(), self._timeline()
+        return self._run()
 
     def _must_stop_after(self, server: EngineServer) -> Any:
         num_full = 0
@@ -258,46 +247,42 @@ class Engine:
             step_us=round(1e6 * float(np.median(np.diff(self.ends))), 1),
         )
 
-    def _timeline(self) -> Timeline:
-        begin, end = self.ends[-1 - SHOWN_STEPS], self.ends[-1]
-        busy = [work for work in self.device.busy if work.end > begin and work.begin < end]
-        return Timeline(self.parts.between(begin, end), busy, begin, end)
+
+def picture(models: Mapping[str, Any]) -> Picture:
+    """Draw what a step of each model takes, from a record, and what the host does in it."""
+    figure, (above, below) = panels(rows=2, height=5.6)
+    rows = [(model, of["device_us"] / 1e3, run) for model, of in models.items() for run in of["runs"][-2:]]
+    for row, (_, device_ms, run) in enumerate(rows):
+        idle_ms = run["step_us"] / 1e3 - device_ms
+        above.barh(row, device_ms, 0.6, color=COLOURS[0])
+        above.barh(row, idle_ms, 0.6, left=device_ms, color=COLOURS[1])
+        text = f"{run['step_us'] / 1e3:.2f} ms" + f", idle {run['idle_fraction']:.0%}" * bool(run["idle_fraction"])
+        above.annotate(text, (device_ms + idle_ms, row), (6, 0), textcoords="offset points", va="center")
+    names = [f"{model}, async_scheduling {'on' if run['is_async'] else 'off'}" for model, _, run in rows]
+    above.set_yticks(range(len(rows)), names)
+    style(above, "A step: the device works (blue), and waits for the host (orange), ms")
+    of_host = rows[0][2]["host_us"]
+    below.barh(list(of_host), of_host.values(), 0.6, color=COLOURS[1])
+    for row, value in enumerate(of_host.values()):
+        below.annotate(f"{value:.0f}  {PARTS[list(of_host)[row]]}", (value, row), (6, 0),
+                       textcoords="offset points", va="center", fontsize=9)  # fmt: skip
+    style(below, f"Work of the host for a step of {rows[0][0]}, µs: {rows[0][2]['host_us_total']:.0f} in all")
+    for axes in (above, below):
+        axes.invert_yaxis()
+        axes.margins(x=0.3)
+        axes.grid(axis="y", visible=False)
+    return Picture("host_timeline", "", figure)
 
 
-def plot(timelines: dict[bool, Timeline], title: str, path: Path) -> None:
-    from tidewheel.bench import charts
-
-    span = max(timeline.end - timeline.begin for timeline in timelines.values())
-    figure, panels = charts.panels(rows=2, width=14, height=4.6, sharex=True)
-    for axes, (is_async, timeline) in zip(panels, sorted(timelines.items()), strict=True):
-        for part, colour in COLOURS.items():
-            bars = [
-                (1e3 * (segment.begin - timeline.begin), 1e3 * (segment.end - segment.begin))
-                for segment in timeline.segments
-                if segment.part == part
-            ]
-            axes.broken_barh(bars, (1.1, 0.8), color=colour, linewidth=0, label=part)
-        steps = [(1e3 * (work.begin - timeline.begin), 1e3 * (work.end - work.begin)) for work in timeline.busy]
-        axes.broken_barh(steps, (0.1, 0.8), color="#74c476", edgecolor="white", linewidth=0.8)
-        charts.style(axes, f"async_scheduling {'on' if is_async else 'off'}")
-        axes.set_yticks([0.5, 1.5], ["device", "host"])
-        axes.set_xlim(0, 1e3 * span)
-    panels[1].set_xlabel("ms")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=100)
-
-
-def measure(options: argparse.Namespace, model: str) -> tuple[dict[str, Any], dict[bool, Timeline]]:
-    timelines: dict[bool, Timeline] = {}
+def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     runs: list[Run] = []
     for _ in range(options.rounds):
         for is_async in (False, True):
-            run, timelines[is_async] = Engine(options, model, is_async=is_async).serve()
+            run = Engine(options, model, is_async=is_async).serve()
             runs.append(run)
             print_run(model, run)
     device_us = 1e6 * decode_seconds(SHAPES[model], options.running, options.context)
-    return {"device_us": round(device_us, 1), "runs": [asdict(run) for run in runs]}, timelines
+    return {"device_us": round(device_us, 1), "runs": [asdict(run) for run in runs]}
 
 
 def print_run(model: str, run: Run) -> None:
@@ -318,12 +303,9 @@ def main() -> None:
     study.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     options = study.begin()
     front_ends.SILENCE_LIMIT_S = float("inf")  # engine and client clocks differ
-    results = {}
-    for model in options.model:
-        results[model], timelines = measure(options, model)
-        if options.save:
-            title = f"{model}, {options.running} running at {options.context} tokens: {SHOWN_STEPS} steps"
-            plot(timelines, title, RESULTS / f"host_timeline_{model}.png")
+    results = {model: measure(options, model) for model in options.model}
+    if options.save:
+        (RESULTS / "host_timeline.png").write_bytes(picture(results).png())
     settings = {name: getattr(options, name) for name in ("running", "context", "steps", "rounds", "clock")}
     facts = {"load": os.getloadavg(), "device": asdict(H200), "settings": settings, "parts": PARTS}
     study.save({**facts, "models": results})

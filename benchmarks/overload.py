@@ -17,14 +17,15 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offered_load import run
 from serving import Address, metric, served
-from study import Study
+from study import RESULTS, Study
+from tidewheel.bench.charts import COLOURS, GREYS, INK, Picture, panels, style
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.workloads import PLAIN, Kind, Workload
@@ -200,6 +201,30 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     }
 
 
+def picture(result: Mapping[str, Any]) -> Picture:
+    """Draw, from a record, which classes are served at twice the capacity, and how soon."""
+    figure, (answered, first) = panels(2, height=2.6)
+    classes = result["overload"]["classes"]
+    for row, one in enumerate(classes.values()):
+        share, p99 = 100 * one["finished"] / one["offered"], 1e3 * one["ttft_s"]["p99"]
+        texts = f"{one['finished']} of {one['offered']}", f"{p99:,.0f} ms"
+        for axes, value, text in zip((answered, first), (share, p99), texts, strict=True):
+            axes.barh(row, value, 0.6, color=COLOURS[0] if row == 0 else GREYS[1])
+            axes.annotate(text, (value, row), (6, 0), textcoords="offset points", va="center")
+    alone = 1e3 * result["critical"]["unloaded_p99_ttft_s"]
+    first.axvline(alone, color=INK, linewidth=0.9, linestyle=":")
+    style(answered, "Answered at twice the capacity", "requests of each class, in two minutes")
+    style(first, "Time to first token, p99", f"dotted: {alone:.0f} ms, of CRITICAL requests alone")
+    for axes, names in ((answered, list(classes)), (first, [""] * len(classes))):
+        axes.set_yticks(range(len(classes)), names)
+        axes.invert_yaxis()
+        axes.margins(x=0.22)
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.grid(axis="y", visible=False)
+    return Picture("overload", "", figure)
+
+
 def main() -> None:
     study = Study("overload", __doc__, "torch", "tritonclient")
     study.add_argument("folder", type=Path, help="a model that tidewheel serves")
@@ -216,6 +241,8 @@ def main() -> None:
         result = measure(address, Path(recording), options)
     print(json.dumps(result, indent=1))
     study.save({"settings": SETTINGS, **result})
+    if options.save:
+        (RESULTS / "overload.png").write_bytes(picture(result).png())
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from controller_models import (
     run_window,
 )
 from study import RESULTS, Study, show
+from tidewheel.bench.charts import COLOURS, GREYS, INK, Picture, name_lines, panels, style
 from tidewheel.scheduler.controllers import KV_HIGH, KV_LOW
-from tidewheel.scheduler.strategy import MAX_WINDOW_S, MIN_WINDOW_S, TOLERANCE
+from tidewheel.scheduler.strategy import TOLERANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,77 +66,61 @@ def changes_of(*schedules: tuple[tuple[float, float], ...]) -> list[float]:
 
 def draw_tpot(panels: list[Axes], trace: Trace, scenario: TpotScenario) -> None:
     above, below = panels
-    seconds = trace["seconds"]
-    above.plot(seconds, trace["tpot_ms"], label="TPOT (time of a step)", linewidth=0.8)
-    above.step(seconds, trace["target_ms"], "k--", where="post", label="target_tpot_ms")
-    above.set(
-        ylabel="TPOT, ms", ylim=(0, 110), title="TPOT controller: prompts always wait, every step fills its budget"
-    )
-    below.plot(seconds, trace["budget_tokens"], "C1", label="token budget")
-    below.axhline(scenario.min_budget, color="gray", linestyle=":", label="least and largest budget")
-    below.axhline(scenario.max_budget, color="gray", linestyle=":")
-    below.set(ylabel="tokens of a step", xlabel="time, s", ylim=(0, 1.1 * scenario.max_budget))
+    above.step(trace["seconds"], trace["target_ms"], color=INK, linestyle="--", where="post", label="target")
+    above.plot(trace["seconds"], trace["tpot_ms"], color=COLOURS[0], label="measured")
+    below.plot(trace["seconds"], trace["budget_tokens"], color=COLOURS[1], label="budget")
     notes = [(begin, f"{rows} rows decode") for begin, rows in scenario.rows]
     notes += [(begin, f"target {1e3 * target:g} ms") for begin, target in scenario.targets[1:]]
-    annotate(panels, notes)
+    finish(panels, ["Time of a step, ms", "Token budget of a step: what the controller moves"], notes)
 
 
 def draw_governor(panels: list[Axes], trace: Trace, scenario: GovernorScenario) -> None:
-    free = run_governor(scenario, governed=False)
+    free = thinned(run_governor(scenario, governed=False))
     top, middle, bottom = panels
-    seconds = trace["seconds"]
-    top.plot(free["seconds"], free["running"], color="lightgray", label="running, no governor")
-    top.plot(seconds, trace["running"], "C2", linewidth=0.8, label="running")
-    top.step(seconds, trace["max_num_seqs"], "C1", where="post", label="max_num_seqs, governed")
-    top.set(ylabel="requests", ylim=(0, 1.1 * scenario.max_num_seqs))
-    top.set_title(
-        f"Governor: more requests wait than fit; {trace['preemptions'][-1]:.0f} preemptions, "
-        f"{free['preemptions'][-1]:.0f} without it"
-    )
-    middle.plot(free["seconds"], free["kv_use_percent"], color="lightgray", label="KV use, no governor")
-    middle.plot(seconds, trace["kv_use_percent"], "C0", linewidth=0.8, label="KV use")
-    middle.axhspan(1e2 * KV_LOW, 1e2 * KV_HIGH, color="C0", alpha=0.12, label="band in which nothing moves")
-    middle.set(ylabel="KV blocks used, %", ylim=(0, 110))
-    bottom.plot(free["seconds"], free["step_ms"], color="lightgray", label="step time, no governor")
-    bottom.plot(seconds, trace["step_ms"], "C3", linewidth=0.6, label="step time")
+    top.step(trace["seconds"], trace["max_num_seqs"], color=COLOURS[1], where="post", label="limit")
+    middle.axhspan(1e2 * KV_LOW, 1e2 * KV_HIGH, color=COLOURS[0], alpha=0.12, linewidth=0)
+    preempted = [f"{of['preemptions'][-1]:.0f} preemptions" for of in (trace, free)]
+    middle.plot(free["seconds"], free["kv_use_percent"], color=GREYS[1], label=f"without: {preempted[1]}")
+    middle.plot(trace["seconds"], trace["kv_use_percent"], color=COLOURS[0], label=f"with: {preempted[0]}")
     begin, target = scenario.targets[-1]
-    bottom.hlines(1e3 * target, begin, scenario.seconds, "k", "--", label="governor_target_latency_ms")
-    bottom.set(ylabel="step, ms", xlabel="time, s", ylim=(0, None))
+    bottom.plot(trace["seconds"], trace["step_ms"], color=COLOURS[0], label="measured")
+    bottom.hlines(1e3 * target, begin, scenario.seconds, color=INK, linestyle="--")
     notes = [(begin, f"outputs of {mean:g} tokens") for begin, mean in scenario.mean_outputs]
-    annotate(panels, [*notes, (begin, f"step target {1e3 * target:g} ms")])
+    titles = [
+        "Limit of running requests: what the governor moves",
+        "KV blocks used, %; in the band nothing moves",
+        "Time of a step, ms; dashed: its target",
+    ]
+    finish(panels, titles, [*notes, (begin, f"target {1e3 * target:g} ms")])
 
 
 def draw_window(panels: list[Axes], trace: Trace, scenario: WindowScenario) -> None:
     above, below = panels
-    seconds = trace["seconds"]
-    above.plot(seconds, trace["latency_ms"], ".", markersize=2, color="lightgray", label="latency of a batch")
-    above.plot(seconds, trace["smoothed_ms"], "C0", linewidth=0.8, label="smoothed")
+    above.plot(trace["seconds"], trace["smoothed_ms"], color=COLOURS[0], label="smoothed")
     target = 1e3 * scenario.target_latency_s
-    above.axhline(TOLERANCE * target, color="k", linestyle="--", label=f"{TOLERANCE} x batch_target_latency_ms")
-    above.axhline(target, color="k", linestyle=":", label="batch_target_latency_ms")
-    above.set(ylabel="latency, ms", ylim=(0, 2.5 * target), title="Window of dynamic batches: Poisson arrivals")
-    below.step(seconds, trace["window_ms"], "C1", where="post", label="window")
-    below.plot(seconds, trace["batch_size"], ".", markersize=2, color="C2", alpha=0.4, label="requests of a batch")
-    for limit in (MIN_WINDOW_S, MAX_WINDOW_S):
-        below.axhline(1e3 * limit, color="gray", linestyle=":")
-    below.set(ylabel="window, ms; requests", xlabel="time, s", ylim=(0, 115))
-    annotate(panels, [(begin, f"{rate:g} requests/s") for begin, rate in scenario.arrivals_per_s])
+    above.axhline(TOLERANCE * target, color=INK, linestyle="--")
+    below.step(trace["seconds"], trace["window_ms"], color=COLOURS[1], where="post", label="window")
+    notes = [(begin, f"{rate:g} requests/s") for begin, rate in scenario.arrivals_per_s]
+    latency = f"Latency of a batch, ms; dashed: {TOLERANCE} x batch_target_latency_ms"
+    finish(panels, [latency, "Window, ms: what the controller moves"], notes)
 
 
-def annotate(axes: list[Axes], notes: list[tuple[float, str]]) -> None:
-    """Draw changes through all plots, named in the topmost."""
-    for axis in axes:
+def finish(panels: list[Axes], titles: list[str], notes: list[tuple[float, str]]) -> None:
+    """Name panels and lines, and the changes in the topmost panel."""
+    for axes, title in zip(panels, titles, strict=True):
         for begin, _ in notes:
             if begin > 0.0:
-                axis.axvline(begin, color="gray", linewidth=0.8)
-        axis.grid(alpha=0.3)
-        axis.margins(x=0)
-        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", frameon=False)
+                axes.axvline(begin, color=GREYS[1], linewidth=0.8)
+        axes.margins(x=0)
+        axes.set_ylim(0, 1.25 * max(max(line.get_ydata()) for line in axes.get_lines()))
+        style(axes, title)
+        name_lines(axes, least=0.12)
     for begin, text in notes:
-        axes[0].annotate(
-            text, (begin, 1.0), xytext=(3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-            va="top", fontsize="small",
+        panels[0].annotate(
+            text, (begin, 1.0), xytext=(4, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
+            va="top", fontsize=9,
         )  # fmt: skip
+    panels[-1].set_xlabel("time, s")
 
 
 class Response(NamedTuple):
@@ -163,11 +148,9 @@ def thinned(trace: Trace) -> Trace:
 
 
 def plot(name: str, response: Response, trace: Trace) -> None:
-    from tidewheel.bench import charts
-
-    figure, panels = charts.panels(rows=response.num_panels, width=10, height=6.5, sharex=True)
-    response.draw(panels, trace, response.scenario)
-    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    figure, axes = panels(rows=response.num_panels, height=1.8 * response.num_panels + 0.5, sharex=True)
+    response.draw(axes, thinned(trace), response.scenario)
+    (RESULTS / f"{name}.png").write_bytes(Picture(name, "", figure).png())
 
 
 def main() -> None:

@@ -76,6 +76,7 @@ def test_time_belongs_to_the_innermost_part() -> None:
 
 def test_every_part_of_a_step_is_seen() -> None:
     options = argparse.Namespace(running=4, context=16, steps=12, clock="cpu")
-    run, timeline = Engine(options, "tiny", is_async=True).serve()
-    assert set(run.host_us) == {segment.part for segment in timeline.segments} - {"device"}
-    assert len(timeline.busy) >= 5
+    engine = Engine(options, "tiny", is_async=True)
+    run = engine.serve()
+    assert set(run.host_us) == {segment.part for segment in engine.parts.segments} - {"device"}
+    assert len(engine.device.busy) >= 5

@@ -6,6 +6,7 @@ import io
 import math
 from typing import Literal, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -15,6 +16,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8
 GREYS = ("#555555", "#999999")
 INK, GRID = "#222222", "#DDDDDD"
 MARKERS = "osD^vPX<>"
+WIDTH = 9.0  # inches: a page shows about 900 pixels, so that 10 points are 14 pixels
 _MOST_DECADES = 2.3
 
 
@@ -27,7 +29,13 @@ class Picture(NamedTuple):
         return self._saved("svg", {"Date": None})
 
     def png(self) -> bytes:
-        return self._saved("png", {})
+        """Return a PNG of 64 colours, a third of the size."""
+        from PIL import Image  # matplotlib needs it too
+
+        buffer = io.BytesIO()
+        with Image.open(io.BytesIO(self._saved("png", {}))) as image:
+            image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+        return buffer.getvalue()
 
     def _saved(self, kind: str, metadata: dict[str, None]) -> bytes:
         buffer = io.BytesIO()
@@ -36,11 +44,17 @@ class Picture(NamedTuple):
 
 
 def panels(
-    columns: int = 1, rows: int = 1, *, width: float = 12.0, height: float = 4.4, sharex: bool = False
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    width: float = WIDTH,
+    height: float = 4.4,
+    sharex: bool = False,
+    sharey: bool = False,
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure, in inches, and its axes row by row."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
 
 
 def style(axes: Axes, title: str, note: str = "") -> None:
@@ -62,6 +76,21 @@ def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
     axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def name_lines(axes: Axes, *, least: float = 0.06) -> None:
+    """Write the label of each line beside its last point, in its colour, `least` of the height apart."""
+    ends = []
+    for line in axes.get_lines():
+        points = np.asarray(line.get_xydata())
+        if not str(line.get_label()).startswith("_") and len(points):
+            at = axes.transAxes.inverted().transform(axes.transData.transform(points[-1]))
+            ends.append((float(at[1]), float(at[0]), str(line.get_label()), line.get_color()))
+    lowest = -least
+    for height, right, label, colour in sorted(ends):
+        lowest = max(height, lowest + least)
+        axes.annotate(label, (right, lowest), (6, 0), xycoords="axes fraction", textcoords="offset points",
+                      color=colour, va="center", fontsize=9)  # fmt: skip
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:

@@ -9,10 +9,23 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 
 from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER
-from tidewheel.bench.charts import COLOURS, GREYS, INK, MARKERS, Picture, legend_below, logarithmic, panels, style
+from tidewheel.bench.charts import (
+    COLOURS,
+    GREYS,
+    GRID,
+    INK,
+    MARKERS,
+    Picture,
+    legend_below,
+    logarithmic,
+    panels,
+    style,
+)
 from tidewheel.bench.figure_columns import COLUMNS, measured, verdicts
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import Target
+
+MOST_PANELS = 4  # beside each other
 
 
 class Panel(NamedTuple):
@@ -50,33 +63,29 @@ def pictures(result: StageResult) -> list[Picture]:
         shown = (_OUTPUT, _first_known(result, _TPOT, _E2E), _first_known(result, _BUSY, _BATCH))
         return [_lines(result, targets, name, shown, "requests in flight")]
     is_search = result.stage.longest_s is not None
-    if is_search or (all(load.rate is not None for load in loads) and len(loads) > 3):
-        name += "_rates" * is_search
+    if is_search:
+        return [_each_target(result, targets, f"{name}_rates")]
+    if all(load.rate is not None for load in loads) and len(loads) > 3:
         return [_lines(result, targets, name, (_WITHIN, _TTFT, _ANSWER), "offered, requests/s")]
     return [_bars(result, targets, name, (_GOODPUT, _TTFT, _OUTPUT))]
 
 
 def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> Picture:
     """Draw the capacities of `capacity_findings` as bars, the largest on top."""
-    found, objective = findings["capacities"], findings["objective"]
-    order = sorted(found[WHOLE_ANSWER], key=lambda name: float(found[WHOLE_ANSWER][name]["per_s"]))
-    figure, (axes,) = panels(height=1.6 + 0.42 * len(order), width=9.5)
-    colour, width = colours(targets), 0.8 / len(found)
+    found, objective = findings["capacities"][WHOLE_ANSWER], findings["objective"]
+    order = sorted(found, key=lambda name: (float(found[name]["per_s"]), -float(found[name]["bracket"][1])))
+    figure, (axes,) = panels(height=1.4 + 0.36 * len(order))
+    ours = {target.name for target in targets if target.kind == "ours"}
     for row, target in enumerate(order):
-        bars = [of_targets[target] for of_targets in found.values() if target in of_targets]
-        for number, one in enumerate(bars):
-            at, (low, high) = row + ((len(bars) - 1) / 2 - number) * width, one["bracket"]
-            sign, high = ("", high) if math.isfinite(high) else ("≥ ", one["per_s"])
-            look: dict[str, Any] = {"fill": False, "ec": colour[target]} if number else {"color": colour[target]}
-            axes.barh(at, one["per_s"], width * 0.9, **look)
-            axes.plot([low, high], [at, at], color=INK, linewidth=0.9, marker="|", markersize=5)
-            ratio = f"   {'≥ ' * one['ratio_is_lower_bound']}{one['ratio'][0]:.1f}x" if one["ratio"] else ""
-            text = f"{sign}{one['per_s']:.3g}{ratio}"
-            axes.annotate(text, (high, at), (5, 0), textcoords="offset points", va="center")
+        one, (low, high) = found[target], found[target]["bracket"]
+        high = high if math.isfinite(high) else one["per_s"]
+        axes.barh(row, one["per_s"], 0.62, color=COLOURS[0] if target in ours else GREYS[1])
+        axes.plot([low, high], [row, row], color=INK, linewidth=0.9, marker="|", markersize=5)
+        axes.annotate(_capacity(one), (high, row), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(order)), order)
     axes.margins(x=0.14)
     axes.set_xlim(left=0)
-    style(axes, "Capacity, requests/s", f"{_GOAL} of whole answers within the objective; outline: of streams")
+    style(axes, "Capacity, requests/s", f"{_GOAL} of whole answers in time; line: between which rates it lies")
     axes.grid(axis="y", visible=False)
     caption = (
         f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} "
@@ -84,6 +93,15 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
         f"Lines: the bracket. x: over {findings['reference']}."
     )
     return Picture("capacity", caption, figure)
+
+
+def _capacity(one: Mapping[str, Any]) -> str:
+    """Write a capacity, and what it is over the reference: "under 6.15" where no rate met the objective."""
+    low, high = one["bracket"]
+    if not low:
+        return f"under {high:.3g}"
+    ratio = f"   {'≥ ' * one['ratio_is_lower_bound']}{one['ratio'][0]:.1f}x" if one["ratio"] else ""
+    return f"{'' if math.isfinite(high) else '≥ '}{one['per_s']:.3g}{ratio}"
 
 
 def colours(targets: Sequence[Target]) -> dict[str, str]:
@@ -118,6 +136,32 @@ def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Seq
             axes.axhline(GOAL * 100, color=INK, linewidth=0.8, linestyle=":")
     legend_below(figure, panes[0])
     return Picture(name, f"{result.stage.title}.", figure)
+
+
+def _each_target(result: StageResult, targets: Sequence[Target], name: str) -> Picture:
+    """Draw the share in time over the rate, in a panel for each target, with the others in grey."""
+    rows = -(-len(targets) // MOST_PANELS)
+    figure, panes = panels(min(MOST_PANELS, len(targets)), rows, height=0.4 + 1.9 * rows, sharex=True, sharey=True)
+    column = COLUMNS[_WITHIN.columns[0]]
+    lines = {}
+    for target in targets:
+        figures = [(load.value, result.figures(target.name, i)) for i, load in enumerate(result.stage.loads)]
+        points = [(x, column.estimate(f).mean) for x, f in figures if f]
+        lines[target.name] = list(zip(*points, strict=True))
+    for axes, target in zip(panes, targets, strict=False):
+        for other, points in lines.items():
+            if other != target.name:
+                axes.plot(*points, color=GRID, linewidth=1.0)
+        axes.plot(*lines[target.name], color=COLOURS[0], marker="o", markersize=4)
+        logarithmic(axes, "x")
+        axes.axhline(GOAL * 100, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_ylim(0, 105)
+        style(axes, target.name)
+    for axes in panes[len(targets) :]:
+        axes.set_visible(False)
+    figure.supxlabel("offered, requests/s (logarithmic)", fontsize=9)
+    figure.supylabel("whole answers in time, %", fontsize=9)
+    return Picture(name, f"{result.stage.title}. Share of whole answers in time; dotted: {_GOAL}.", figure)
 
 
 def _quantiles(result: StageResult, target: Target, name: str) -> Picture:

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.outcome import Outcome
-from tidewheel.bench.run_plan import Run, Stage
+from tidewheel.bench.estimates import Estimate
+from tidewheel.bench.outcome import Outcome, Slo
+from tidewheel.bench.run_plan import PLAIN, Run, Stage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
+from tidewheel.bench.targets import Target
+from tidewheel.bench.workloads import Workload
+from tidewheel.workload.lengths import Range
 
 _SAMPLE: Mapping[str, Callable[[Outcome], object]] = {
     "sent_s": lambda o: o.sent,
@@ -57,6 +61,25 @@ class StageResult:
     runs: list[RunResult] = field(default_factory=list)
     setup: Mapping[str, Any] = field(default_factory=dict)
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> StageResult:
+        """Return a recorded stage with its figures, without its runs: enough for tables and pictures."""
+        targets = tuple(Target(one["name"], one["kind"], one["settings"], one["url"]) for one in document["targets"])
+        result = cls(
+            Stage(
+                **{name: document[name] for name in PLAIN},
+                targets=targets,
+                loads=tuple(Load(**load) for load in document["loads"]),
+                workload=Workload(document["workload"]["name"], Range(0, 0), Range(0, 0)),
+                slo=Slo(**document["slo"]),
+            )
+        )
+        loads = {str(load): index for index, load in enumerate(result.stage.loads)}
+        for figures in document["figures"]:
+            values = {key: _estimates(value) for key, value in figures.items() if key not in ("target", "load")}
+            result._figures[figures["target"], loads[figures["load"]], 0] = values
+        return result
 
     def add_load(self, load: Load) -> None:
         """Add a load, in the order of rates."""
@@ -133,6 +156,13 @@ class Recorder:
 def _mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = {name: None for one in figures for name in one}
     return {name: sum(one[name] for one in figures if name in one) / len(figures) for name in names}
+
+
+def _estimates(value: Any) -> Any:
+    """Return recorded figures with estimates, which JSON has as lists."""
+    if isinstance(value, Mapping):
+        return {key: _estimates(item) for key, item in value.items()}
+    return Estimate(*(math.nan if part is None else part for part in value)) if isinstance(value, list) else value
 
 
 def _clean(value: Any) -> Any:

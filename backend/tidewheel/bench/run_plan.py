@@ -9,7 +9,7 @@ from tidewheel.bench.outcome import Conversation, Offered, Slo
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import Workload
 
-_PLAIN = ("name", "title", "load_names", "seconds", "longest_s", "max_requests", "repeats", "seed", "timeout_s")
+PLAIN = ("name", "title", "load_names", "seconds", "longest_s", "max_requests", "repeats", "seed", "timeout_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Stage:
 
     def summary(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in PLAIN},
             "targets": [target.summary() for target in self.targets],
             "loads": [asdict(load) for load in self.loads],
             "workload": self.workload.summary(),

@@ -38,19 +38,26 @@ def _throughput(series: Mapping[str, Sequence[Result]]) -> Picture:
 
 
 def _classes(parts: Mapping[str, Figures]) -> Picture:
-    figure, axes = _figure("Time to first token by class", "", "TTFT, ms: p50 full, p99 pale")
+    """Draw a panel for each class, with a line from the median to the p99 for each policy."""
     classes = list(dict.fromkeys(name for figures in parts.values() for name in figures["classes"]))
-    width = 0.8 / len(classes)
-    for index, name in enumerate(classes):
-        found = [figures["classes"].get(name) for figures in parts.values()]
-        x = np.arange(len(found)) + (index - (len(classes) - 1) / 2) * width
-        medians, tails = (
-            [1e3 * (part["ttft_s"][q] or 0.0) if part else 0.0 for part in found] for q in ("p50", "p99")
-        )
-        axes.bar(x, tails, width * 0.92, color=_colour(index), alpha=0.35)
-        axes.bar(x, medians, width * 0.92, color=_colour(index), label=name)
-    axes.set_xticks(np.arange(len(parts)), list(parts))
-    return _finished("classes", figure, axes)
+    figure, panes = panels(len(classes), height=1.3 + 0.4 * len(parts), sharex=True)
+    for column, (axes, name) in enumerate(zip(panes, classes, strict=True)):
+        for row, figures in enumerate(parts.values()):
+            ttft = figures["classes"].get(name, {}).get("ttft_s", {})
+            found = [1e3 * ttft[quantile] for quantile in ("p50", "p99") if ttft.get(quantile)]
+            y, colour = [row] * len(found), _colour(column)
+            axes.plot(found, y, linewidth=2.5, color=colour)
+            axes.plot(found[:1], y[:1], "o", markersize=6, color=colour)
+            axes.plot(found[1:], y[1:], "|", markersize=11, markeredgewidth=2.5, color=colour)
+        style(axes, name)
+        axes.set_yticks(range(len(parts)), list(parts) if axes is panes[0] else [""] * len(parts))
+        axes.set_ylim(len(parts) - 0.5, -0.5)
+        axes.margins(x=0.1)
+    for axes in panes:
+        logarithmic(axes, "x")
+    label = "time to first token, ms (logarithmic): from the median, a dot, to the p99"
+    figure.supxlabel(label, fontsize=9)
+    return Picture("classes", "Time to first token by class", figure)
 
 
 def _fairness(parts: Mapping[str, Figures]) -> Picture:

@@ -108,6 +108,25 @@ def render(title: str, run: Run, verdicts: Sequence[Verdict], picture: Picture, 
     return document(title, headline, parts)
 
 
+def recoveries(faults: Sequence[Mapping[str, Any]]) -> Picture:
+    """Draw how long each recorded fault took to its recovery, the slowest kind on top."""
+    by_kind: dict[str, list[float]] = {}
+    for fault in faults:
+        by_kind.setdefault(fault["kind"], []).append(fault["recovered"] - fault["ended"])
+    order = sorted(by_kind, key=lambda kind: statistics.median(by_kind[kind]))
+    chart, (axes,) = panels(height=1.2 + 0.26 * len(order))
+    for row, kind in enumerate(order):
+        found = by_kind[kind]
+        axes.plot(found, [row] * len(found), "o", color=COLOURS[0], alpha=0.6, markersize=6, markeredgewidth=0)
+        axes.annotate(f"{statistics.median(found):.1f}", (max(found), row), (9, 0), textcoords="offset points",
+                      va="center", fontsize=9, color=GREYS[0])  # fmt: skip
+    axes.set_yticks(range(len(order)), [f"{kind}, {len(by_kind[kind])} times" for kind in order])
+    axes.set_xlim(left=0)
+    axes.margins(x=0.08)
+    style(axes, "Seconds from the end of a fault to the recovery", "a dot for each fault; number: the median")
+    return Picture("recoveries", f"Recovery from {len(faults)} faults.", chart)
+
+
 def timeline(run: Run) -> Picture:
     kinds = sorted({fault.kind for fault in run.faults})
     draws: list[Callable[[Axes, Run], None]] = [_canaries, _throughput, _memory, _handles, _blocks]

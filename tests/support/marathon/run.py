@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -29,7 +30,7 @@ from support.faults.service import SETTINGS, make_repository
 from support.marathon.disturbances import KINDS, Disturber, Target
 from support.marathon.judgement import judge
 from support.marathon.ledger import Run
-from support.marathon.page import figures, render, timeline, verdict_table
+from support.marathon.page import figures, recoveries, render, timeline, verdict_table
 from support.marathon.traffic import (
     CANARIES_PER_S,
     CANARY_TOKENS,
@@ -75,6 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--name", default="marathon", help="of the results")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results as well")
+    parser.add_argument("--redraw", action="store_true", help="draw the recorded picture again, and measure nothing")
     options = parser.parse_args(arguments)
     chosen = {"all": list(KINDS), "none": []}.get(options.faults, options.faults.split(","))
     if unknown := set(chosen) - set(KINDS):
@@ -188,6 +190,10 @@ def _left_over(disk: Path, own_disk: OwnMount, shared_memory: OwnMount) -> list[
 def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     options = parse(arguments)
+    recorded = ROOT / "benchmarks" / "results" / options.name
+    if options.redraw:
+        _draw(json.loads(recorded.with_suffix(".json").read_text())["faults"], recorded)
+        return 0
     folder = ROOT / "build" / options.name
     folder.mkdir(parents=True, exist_ok=True)
     about = {**environment(), "command": command_line("python -m support.marathon.run", arguments)}
@@ -199,14 +205,16 @@ def main(arguments: Sequence[str]) -> int:
     verdicts, picture = judge(run), timeline(run)
     found = {**about, "verdicts": [one._asdict() for one in verdicts], **figures(run)}
     (folder / "report.html").write_text(render(options.name.capitalize(), run, verdicts, picture, about))
-    for base in (
-        folder / options.name,
-        *([ROOT / "benchmarks" / "results" / options.name] if options.record else []),
-    ):
+    for base in (folder / options.name, *([recorded] if options.record else [])):
         base.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        picture.figure.savefig(base.with_suffix(".png"), dpi=60)
+        _draw(found["faults"], base)
     print(verdict_table(verdicts).as_text(), f"report: {folder / 'report.html'}", sep="\n")
     return int(not all(one.passed for one in verdicts))
+
+
+def _draw(faults: Sequence[Mapping[str, Any]], base: Path) -> None:
+    if faults:
+        base.with_suffix(".png").write_bytes(recoveries(faults).png())
 
 
 if __name__ == "__main__":

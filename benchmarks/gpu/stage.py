@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
+from gpu import STARTED
 from gpu.measurements import OURS, Ceilings, Measurement
 from gpu.suite import INTERRUPTED, NO_DEVICE, add_common_options, device_problem, is_dry, model_names
 from tidewheel.bench.worker_process import WorkerFailed
@@ -139,7 +140,7 @@ def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -
             device=torch.device(options.device),
             models=model_names(options),
             is_dry=is_dry(options),
-            end=time.monotonic() + options.seconds,
+            end=STARTED + options.seconds,
             ceilings=Ceilings.load(options.ceilings) if options.ceilings else Ceilings(),
             out=options.out,
             records=stack.enter_context(options.records.open("a")) if options.records else None,

@@ -49,6 +49,20 @@ def test_records_of_a_stage_that_dies_are_kept() -> None:
     assert (outcome, records) == ("FAILED with SIGABRT: halfway", [{"type": "facts"}])
 
 
+def test_the_time_of_a_stage_begins_before_its_imports(tmp_path: Path) -> None:
+    """Else one that uses all of it is stopped before it reports."""
+    program = (
+        f"import sys, time; sys.path[:] = {sys.path!r}; import gpu\n"
+        "time.monotonic = lambda now=time.monotonic: now() + 50\n"
+        "from gpu.stage import parser, run\n"
+        f"sys.argv[1:1] = ['--device', 'cpu', '--seconds', '100', '--out', {str(tmp_path)!r}]\n"
+        "run('late', lambda stage: stage.facts(left=stage.seconds_left), parser('').parse_args())"
+    )
+    outcome, records = ended(program, seconds=300.0)
+    assert outcome == DONE
+    assert records[-1]["left"] < 50
+
+
 def test_a_stage_that_ends_with_a_status_gives_its_last_line() -> None:
     outcome, records = ended(f"{WRITE} sys.exit('no room')")
     assert (outcome, len(records)) == ("FAILED with status 1: no room", 1)

@@ -32,7 +32,7 @@ SHARDS = {
     "test_sampling_kernel.py": 2,
     "test_sampling_operation.py": 2,
     "test_decode_graphs_gpu.py": 4,
-    "test_bf16_parity.py": 4,
+    "test_bf16_parity.py": 2,
 }  # which compile longest
 IN_ORDER = ("test_decode_graphs_gpu.py", "test_bf16_parity.py")  # whose neighbours share what they load
 SHARES = {KERNELS: 0.6, GRAPHS: 1.0}  # of the time that is left, so that graphs have some

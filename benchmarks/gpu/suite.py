@@ -55,8 +55,8 @@ class Fallback(NamedTuple):
 
 FIRST = (  # a device for the first time: is all right, and how far are the goals
     StagePlan("machine_check", 18.0),
-    StagePlan("smoke", 30.0),
-    StagePlan("device_tests", 85.0),
+    StagePlan("smoke", 35.0),
+    StagePlan("device_tests", 80.0),
     StagePlan("ceilings", 20.0),
     StagePlan("parity", 45.0, ("--dtypes", "bfloat16")),  # compiles what an engine needs, first of all stages
     StagePlan("latency", 85.0, ("--goals",)),

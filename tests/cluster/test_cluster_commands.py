@@ -17,10 +17,10 @@ from tidewheel.cli.cluster import _show
 from tidewheel.cli.main import main
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace
-from tidewheel.cluster.control_socket import MAX_LINE, ControlSocket, ask
 from tidewheel.cluster.ray_watch import RayWatch
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
 from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
+from tidewheel.server.control_socket import MAX_LINE, ControlSocket, ask
 from tidewheel.server.processes import children
 from tidewheel.server.workdir import work_dir
 
@@ -162,17 +162,17 @@ def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
         return {"did": command["do"]} if command["do"] != "crash" else {"did": 1 // 0}
 
     path = tmp_path / "c"
-    with ControlSocket(path, handle):
+    with ControlSocket(path, handle, ClusterError):
         assert path.stat().st_mode & 0o777 == 0o600
-        assert ask(path, {"do": "this"}) == {"did": "this"}
+        assert ask(path, {"do": "this"}, ClusterError) == {"did": "this"}
         with pytest.raises(ClusterError, match="it cannot"):
-            ask(path, {"do": "fail"})
+            ask(path, {"do": "fail"}, ClusterError)
         with pytest.raises(ClusterError, match="ZeroDivisionError"):
-            ask(path, {"do": "crash"})
+            ask(path, {"do": "crash"}, ClusterError)
         with pytest.raises(ClusterError):
-            ask(path, {"do": "x" * MAX_LINE})
+            ask(path, {"do": "x" * MAX_LINE}, ClusterError)
     with pytest.raises(ClusterError, match="does not answer"):
-        ask(path, {"do": "this"})
+        ask(path, {"do": "this"}, ClusterError)
 
 
 def test_status_says_what_each_replica_has_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,8 +150,7 @@ def edit(server: Server, **settings: object) -> None:
 def reload(server: Server, **settings: object) -> None:
     """Load the model with these settings, and wait until one engine and one front end are left."""
     edit(server, **settings)
-    loaded = server.session.post(f"{server.http}/v2/repository/models/demo/load", timeout=LIMIT_S)
-    assert loaded.ok, loaded.text
+    server.control("reload", "demo")
     for name in ("tidewheel-eng", "triton_python"):
         wait_for(lambda name=name: num_processes(server, name) == 1, LIMIT_S, f"end of the old {name}")
 

@@ -1,4 +1,4 @@
-"""Load, unload and reload, by request and by polling, while 50 streams run on another model."""
+"""Load, unload and reload, by command and by polling, while 50 streams run on another model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import psutil
 import pytest
 import requests
 import tritonclient.grpc as grpcclient
-from tritonclient.utils import InferenceServerException
 
 from support.triton.burst import PROMPTS, Burst, steady_streams
 from support.triton.serving import REPOSITORY, Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.server import ServeError
+from tidewheel.server.own_servers import control_of
 
 pytestmark = pytest.mark.e2e
 
@@ -87,17 +88,6 @@ def front_end(server: Server, name: str) -> psutil.Process:
     return server.stubs(name)[0]
 
 
-def load(server: Server, name: str) -> None:
-    with grpcclient.InferenceServerClient(server.grpc) as client:
-        client.load_model(name)
-
-
-def unload(server: Server, name: str) -> None:
-    with grpcclient.InferenceServerClient(server.grpc) as client:
-        client.unload_model(name)
-    wait_for(lambda: state_of(server, name) == "UNAVAILABLE", LIMIT_S, f"end of {name}")
-
-
 def state_of(server: Server, name: str) -> str | None:
     index = requests.post(f"{server.http}/v2/repository/index", timeout=60).json()
     return next((entry.get("state") for entry in index if entry["name"] == name), None)
@@ -117,18 +107,18 @@ def edit(repository: Path, **settings: object) -> None:
 def test_every_order_of_loads_disturbs_no_other_model(server: Server, expected: dict[str, list[int]]) -> None:
     with steady_streams(server, NUM_STREAMS, expected):
         text, (first,) = ask(server), engines(server)
-        unload(server, "moving")
+        server.control("unload", "moving")
         assert ask(server, "moving_infer") == text  # the engine has another owner now
-        load(server, "moving")
-        unload(server, "moving_infer")
-        load(server, "moving_infer")
+        server.control("load", "moving")
+        server.control("unload", "moving_infer")
+        server.control("load", "moving_infer")
         assert (ask(server), ask(server, "moving_infer")) == (text, text)
         assert engines(server) == {first}
-        unload(server, "moving_infer")
-        unload(server, "moving")
+        server.control("unload", "moving_infer")
+        server.control("unload", "moving")
         wait_for(lambda: not engines(server), LIMIT_S, "end of the engine")
-        load(server, "moving_infer")
-        load(server, "moving")
+        server.control("load", "moving_infer")
+        server.control("load", "moving")
         assert (ask(server), ask(server, "moving_infer")) == (text, text)
         assert len(engines(server)) == 1
 
@@ -139,15 +129,15 @@ def test_a_reload_keeps_the_engine_or_replaces_it(
     with steady_streams(server, NUM_STREAMS, expected):
         (first,) = engines(server)
         edit(repository, max_num_seqs=3, tenants={"poor": {"requests_per_s": 0.001}})
-        load(server, "moving")
+        server.control("reload", "moving")
         assert "TW-BUSY" not in ask(server, tenant="poor")
         assert "[TW-BUSY" in ask(server, "moving_infer", tenant="poor")
         edit(repository, session_max_blocks=1 << 30)
-        with pytest.raises(InferenceServerException, match="session_max_blocks is 1073741824: the KV cache has"):
-            load(server, "moving")
+        with pytest.raises(ServeError, match="session_max_blocks is 1073741824: the KV cache has"):
+            server.control("reload", "moving")
         assert engines(server) == {first}
         edit(repository, max_model_len=64)
-        load(server, "moving")
+        server.control("reload", "moving")
         assert "context of 64" in ask(server, text_input="a " * 100)
         wait_for(lambda: "context of 64" in ask(server, "moving_infer", text_input="a " * 100), LIMIT_S, "the twin")
         wait_for(lambda: len(engines(server)) == 1, LIMIT_S, "end of the old engine")
@@ -158,16 +148,16 @@ def test_requests_of_the_reloaded_model_end_where_they_began(
     server: Server, repository: Path, expected: dict[str, list[int]]
 ) -> None:
     edit(repository)
-    load(server, "moving")
+    server.control("reload", "moving")
     wait_for(lambda: len(engines(server)) == 1, LIMIT_S, "end of the old engine")
     burst = Burst(server, model="moving")
     for prompt in PROMPTS:
         burst.send(prompt, 400)
     edit(repository, ageing_s=3)
-    load(server, "moving")
+    server.control("reload", "moving")
     (first,) = engines(server)
     edit(repository, max_model_len=512)
-    load(server, "moving")
+    server.control("reload", "moving")
     burst.finish()
     burst.close()
     assert burst.errors == []
@@ -202,3 +192,24 @@ def test_polling_follows_the_repository(tmp_path: Path, expected: dict[str, list
         assert engines(server) == {first}
         shutil.rmtree(tmp_path / "moving")
         wait_for(lambda: not engines(server), LIMIT_S, "end of the engine")
+
+
+def test_clients_load_models_where_that_is_open(tmp_path: Path) -> None:
+    write_entry(tmp_path / "demo")
+    write_entry(tmp_path / "moving")
+    opened = ("--model-control", "explicit", "--open-api", "model-repository", "--models", "demo")
+    with serve(tmp_path, *opened) as server, grpcclient.InferenceServerClient(server.grpc) as client:
+        assert "warning: --open-api model-repository lets all that reach 127.0.0.1 run code" in server.log.read_text()
+        client.load_model("moving")
+        text = ask(server)
+        front_end(server, "moving").kill()
+        wait_for(lambda: "model 'moving' is loaded again" in server.log.read_text(), LIMIT_S, "the model again")
+        assert ask(server) == text
+        client.unload_model("moving")
+        wait_for(lambda: state_of(server, "moving") == "UNAVAILABLE", LIMIT_S, "the end of moving")
+        ran = tmp_path / "ran"  # what the warning says, and what `faults/test_strangers.py` shows to be closed else
+        code = f"import pathlib; pathlib.Path({str(ran)!r}).touch()\nclass TritonPythonModel:\n    pass\n"
+        client.load_model("stolen", config='{"backend": "python"}', files={"file:1/model.py": code.encode()})
+        assert ran.exists()
+        with pytest.raises(ServeError, match="without --open-api model-repository"):
+            control_of(server.http_port)

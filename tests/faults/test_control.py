@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 from support.faults.nothing_lost import (
     CANARIES,
+    INHERITED_DESCRIPTORS,
     Recorded,
     assert_prefixes,
     assert_serves,
@@ -23,6 +23,7 @@ from support.faults.raw_streams import RawStream
 from support.faults.service import serving
 from support.triton.burst import bursting
 from support.triton.serving import Server, has_ended, wait_for
+from tidewheel.server import ServeError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -30,13 +31,9 @@ LIMIT_S = 180.0
 LONG = 900
 
 
-def control(server: Server, model: str, action: str) -> requests.Response:
-    return requests.post(f"{server.http}/v2/repository/models/{model}/{action}", timeout=LIMIT_S)
-
-
 @pytest.fixture(scope="module")
 def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve models that clients may load."""
+    """Serve models that the tests load."""
     with serving(tmp_path_factory.mktemp("control"), "--model-control", "explicit") as server:
         yield server
 
@@ -47,8 +44,8 @@ def tokens(explicit: Server) -> Recorded:
 
 
 def test_reload_under_load(explicit: Server, tokens: Recorded) -> None:
-    with nothing_lost(explicit, tokens) as canaries:
-        assert control(explicit, "demo", "load").ok
+    with nothing_lost(explicit, tokens, spare_descriptors=INHERITED_DESCRIPTORS) as canaries:
+        explicit.control("reload", "demo")
         canaries.finish()
 
 
@@ -57,29 +54,28 @@ def test_a_reload_that_fails_keeps_the_old_model(explicit: Server, tokens: Recor
     config = path.read_text()
     with nothing_lost(explicit, tokens):
         path.write_text(config + 'parameters { key: "max_num_seq" value: { string_value: "4" } }\n')
-        answer = control(explicit, "demo", "load")
+        with pytest.raises(ServeError, match="max_num_seqs"):
+            explicit.control("reload", "demo")
         path.write_text(config)
-        assert not answer.ok
-        assert "max_num_seqs" in answer.text
 
 
 def test_unload_under_load(explicit: Server, tokens: Recorded) -> None:
     with streaming_canaries(explicit) as canaries:
-        assert control(explicit, "demo_infer", "unload").ok
-        assert control(explicit, "demo", "unload").ok
+        explicit.control("unload", "demo_infer")
+        explicit.control("unload", "demo")
         assert_survived(canaries, tokens)
     wait_for(lambda: not explicit.stubs(), LIMIT_S, "the end of the front ends")
-    assert control(explicit, "demo", "load").ok
-    assert control(explicit, "demo_infer", "load").ok
+    explicit.control("load", "demo")
+    explicit.control("load", "demo_infer")
     assert_serves(explicit, tokens)
 
 
 def test_a_model_that_is_loaded_keeps_no_connection_open(explicit: Server, tokens: Recorded) -> None:
     """The new front end is a fork of Triton, and the client reads until its connection is closed."""
-    assert control(explicit, "demo_infer", "unload").ok
+    explicit.control("unload", "demo_infer")
     stream = RawStream(explicit, CANARIES[0], 100)
     stream.wait_for_first()
-    assert control(explicit, "demo_infer", "load").ok
+    explicit.control("load", "demo_infer")
     assert stream.finish() == tokens[CANARIES[0]][:100]
 
 

@@ -14,6 +14,7 @@ import requests
 from faults.conftest import Case
 from support.faults.nothing_lost import (
     CANARIES,
+    INHERITED_DESCRIPTORS,
     Recorded,
     assert_serves,
     assert_survived,
@@ -29,7 +30,6 @@ from support.triton.serving import Server, has_ended, wait_for
 pytestmark = pytest.mark.e2e
 
 BACK_LIMIT_S = 180.0
-INHERITED_DESCRIPTORS = 32  # by a stub that starts while Triton serves: pairs of sockets of its HTTP threads
 PROMPT_PROCESS = "tidewheel.frontend.prompt_process"
 RECEIVED = "tidewheel_requests_received_total"
 

@@ -1,11 +1,13 @@
-"""Attacks of another user of the machine, and of a web page, on APIs of Triton that change a server or show its memory.
+"""Attacks of another user of the machine, and of a web page, on APIs of Triton that change a server or show memory.
 
 Where root runs them they are another user's, elsewhere those of the same user, who may do no more over the ports.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from support.faults.nothing_lost import Recorded, nothing_lost, record
+from support.faults.nothing_lost import Recorded, assert_serves, nothing_lost, record
 from support.faults.service import serving
 from support.faults.stranger import Call, attack
 from support.triton.serving import Server
@@ -27,7 +29,7 @@ OWN_KEY = "statistics:ops-key=secret"  # of the operator: a header that clients 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keyed = [f"--triton-arg={flag}={OWN_KEY}" for flag in ("--http-restricted-api", "--grpc-restricted-protocol")]
-    with serving(tmp_path_factory.mktemp("strangers"), *keyed) as running:
+    with serving(tmp_path_factory.mktemp("strangers"), "--model-control", "explicit", *keyed) as running:
         yield running
 
 
@@ -76,6 +78,43 @@ def test_the_key_in_the_arguments_opens_no_shared_memory(server: Server, recorde
     http, grpc = http_calls(names[0]), grpc_calls(names[0])
     with nothing_lost(server, recorded):
         assert attack(server, "shared-memory", http, grpc) == {call.path: [] for call in (*http, *grpc)}
+
+
+def model_that_runs(code: str) -> tuple[str, bytes]:
+    """Return configuration and `model.py` of a model whose load runs the code."""
+    config = {"name": "stolen", "backend": "python", "input": [], "output": []}
+    return json.dumps(config), f"{code}\nclass TritonPythonModel:\n    pass\n".encode()
+
+
+def test_nobody_loads_models_over_the_ports(server: Server, recorded: Recorded, tmp_path: Path) -> None:
+    """Files in a load are code. A web page may send the same from the browser of the server's user."""
+    ran = tmp_path / "ran"
+    config, code = model_that_runs(f"import pathlib; pathlib.Path({str(ran)!r}).touch()")
+    files = {"config": config, "file:1/model.py": base64.b64encode(code).decode()}
+    models = "/v2/repository/models"
+    http = [
+        Call(f"{models}/stolen/load", json.dumps({"parameters": files}).encode()),
+        Call(f"{models}/demo/load", b""),
+        Call(f"{models}/demo/unload", b""),
+    ]
+    load = pb.RepositoryModelLoadRequest(model_name="stolen")
+    load.parameters["config"].string_param = config
+    load.parameters["file:1/model.py"].bytes_param = code
+    grpc = [
+        Call("RepositoryModelLoad", load.SerializeToString()),
+        Call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="demo").SerializeToString()),
+    ]
+    with nothing_lost(server, recorded):
+        assert attack(server, "shared-memory", http, grpc) == {call.path: [] for call in (*http, *grpc)}
+    assert not ran.exists()
+
+
+def test_only_the_servers_user_reaches_the_socket_that_loads_models(server: Server, recorded: Recorded) -> None:
+    control = server.work.control
+    assert stat.S_IMODE(control.stat().st_mode) == 0o600
+    assert stat.S_IMODE(control.parent.stat().st_mode) == 0o700
+    server.control("reload", "demo_infer")
+    assert_serves(server, recorded)
 
 
 def test_the_same_requests_open_what_an_operator_gave_a_key(server: Server) -> None:

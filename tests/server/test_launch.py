@@ -12,7 +12,7 @@ from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import ClosedApi, ModelControl, command, control_flags, environment, known_flags
 from tidewheel.server.locate import TritonInstall
-from tidewheel.server.run_server import ServeOptions, open_warnings
+from tidewheel.server.run_server import ServeOptions, open_warnings, opened_apis
 from tidewheel.server.workdir import WorkDir
 
 ENDPOINTS = Endpoints(http=1, grpc=2, metrics=3)
@@ -42,7 +42,7 @@ def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, t
     assert flags["--model-control-mode"] == "none"
     assert flags["--allow-client-shm"] == "false"
     assert flags[pool] == "1024"
-    assert flags["--http-restricted-api"].startswith("shared-memory,trace,logging:")
+    assert flags["--http-restricted-api"].startswith("shared-memory,trace,logging,model-repository:")
     assert "--grpc-restricted-protocol" not in flags
     assert "--allow-sagemaker" not in flags
     assert int(flags["--exit-timeout-secs"]) > 2.5
@@ -51,9 +51,9 @@ def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, t
 @pytest.mark.parametrize(
     ("opened", "allowed", "closed"),
     [
-        (("shared-memory",), "true", "trace,logging"),
-        (("trace",), "false", "shared-memory,logging"),
-        (("trace", "logging", "shared-memory"), "true", ""),
+        (("shared-memory", "model-repository"), "true", "trace,logging"),
+        (("trace",), "false", "shared-memory,logging,model-repository"),
+        (("trace", "logging", "shared-memory", "model-repository"), "true", ""),
     ],
 )
 def test_opened_apis(
@@ -84,8 +84,8 @@ def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int 
 @pytest.mark.parametrize(
     ("mode", "host", "opened", "words"),
     [
-        ("explicit", "127.0.0.1", (), []),
-        ("explicit", "0.0.0.0", (), ["load models, and with them code"]),
+        ("explicit", "0.0.0.0", (), []),
+        ("explicit", "127.0.0.1", ("model-repository",), ["run code as this user"]),
         ("poll", "0.0.0.0", ("trace",), []),
         ("none", "127.0.0.1", ("shared-memory",), ["change the requests of others"]),
     ],
@@ -112,6 +112,21 @@ def test_closed_apis_ask_for_a_header_that_cannot_be_sent(install: TritonInstall
         assert name.lower() != name
         assert equals
         assert value != second[flag].rpartition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("argument", "opened", "is_open"),
+    [
+        ("--log-verbose=1", (), True),  # Triton refuses loads itself, and lists its models
+        ("--model-control-mode=explicit", (), False),
+        ("--model-control-mode=explicit", ("model-repository",), True),
+    ],
+)
+def test_an_explicit_triton_is_closed_unless_it_is_opened(
+    argument: str, opened: tuple[ClosedApi, ...], is_open: bool
+) -> None:
+    options = ServeOptions(settings={}, endpoints=Endpoints(), triton_arguments=(argument,), open_apis=opened)
+    assert ("model-repository" in opened_apis(options)) is is_open
 
 
 def test_environment(install: TritonInstall, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
+"""Loads and unloads: by the private socket, with a Triton that says what it would do, and over Triton's API."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,7 +12,11 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from tidewheel.server.model_control import reload
+from tidewheel.adapter.repository_entry import ORIGIN
+from tidewheel.server import ServeError, repository
+from tidewheel.server.control_socket import ControlSocket
+from tidewheel.server.model_control import Action, ModelControl, ask_server, reload
+from tidewheel.server.repository import folder_names, mirror
 
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -50,3 +57,121 @@ def test_reload(served: tuple[Triton, str]) -> None:
 def test_reload_without_a_server() -> None:
     with pytest.raises(OSError, match="UNAVAILABLE"):
         reload("127.0.0.1:9", "a")
+
+
+class PollingTriton:
+    """A Triton that polls at once, as soon as the repository has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.failure = ""
+        self.forgotten: list[str] = []
+        self.refuses = ""
+        source = folder / "source"
+        for name in ("a", "b"):
+            (source / name / "1").mkdir(parents=True)
+            (source / name / "config.pbtxt").touch()
+        self.served = mirror(source, ["a"], folder / "models")
+        self.control = ModelControl(
+            source, self.served, check=self.check, serves=lambda _: False, forget=self.forgotten.append
+        )
+
+    def check(self) -> None:
+        if self.refuses:
+            raise ServeError(self.refuses)
+
+    def mtime(self, model: str) -> float:
+        return (self.served / model / ORIGIN).stat().st_mtime
+
+
+@pytest.fixture
+def polling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PollingTriton, Path]]:
+    triton = PollingTriton(tmp_path)
+
+    def answered(name: str) -> None:
+        change = getattr(repository, name)
+
+        def changed(*arguments: Any) -> None:
+            change(*arguments)
+            triton.control.note_load("another", "not this one")
+            triton.control.note_load(arguments[1] if name == "add_entry" else arguments[0].name, triton.failure)
+
+        monkeypatch.setattr(repository, name, changed)
+
+    answered("add_entry")
+    answered("load_again")
+    with ControlSocket(tmp_path / "c", triton.control.handle, ServeError):
+        yield triton, tmp_path / "c"
+
+
+def test_load_and_unload(polling: tuple[PollingTriton, Path]) -> None:
+    triton, control = polling
+    ask_server(control, "load", "b")
+    assert folder_names(triton.served) == ["a", "b"]
+    assert (triton.served / "b" / "config.pbtxt").is_symlink()
+    ask_server(control, "unload", "a")
+    assert folder_names(triton.served) == ["b"]
+    assert triton.forgotten == ["a"]
+
+
+def test_a_load_that_fails_leaves_nothing_to_try_again(polling: tuple[PollingTriton, Path]) -> None:
+    triton, control = polling
+    triton.failure = "no weights"
+    with pytest.raises(ServeError, match="model 'b' cannot be loaded: no weights"):
+        ask_server(control, "load", "b")
+    assert folder_names(triton.served) == ["a"]
+    before = triton.mtime("a")
+    with pytest.raises(ServeError, match="model 'a' cannot be loaded: no weights"):
+        ask_server(control, "reload", "a")
+    assert triton.mtime("a") == before
+
+
+def test_a_reload_sees_files_that_are_new_and_none_that_are_gone(
+    polling: tuple[PollingTriton, Path], tmp_path: Path
+) -> None:
+    triton, control = polling
+    (tmp_path / "source" / "a" / "2").mkdir()
+    (tmp_path / "source" / "a" / "1").rmdir()
+    before = triton.mtime("a")
+    ask_server(control, "reload", "a")
+    assert sorted(path.name for path in (triton.served / "a").iterdir()) == ["2", "config.pbtxt", ORIGIN]
+    assert triton.mtime("a") > before
+
+
+@pytest.mark.parametrize(
+    ("action", "model", "words"),
+    [
+        ("load", "a", "is loaded: tidewheel reload"),
+        ("load", "../source/b", r"there is no model '../source/b'; .* has a, b"),
+        ("load", ".", "there is no model"),
+        ("unload", "b", "'b' is not loaded; those that are: a"),
+        ("reload", "..", "'..' is not loaded"),
+    ],
+)
+def test_refused_commands(polling: tuple[PollingTriton, Path], action: Action, model: str, words: str) -> None:
+    triton, control = polling
+    with pytest.raises(ServeError, match=words):
+        ask_server(control, action, model)
+    assert folder_names(triton.served) == ["a"]
+
+
+def test_nothing_is_loaded_while_the_server_cannot(polling: tuple[PollingTriton, Path]) -> None:
+    triton, control = polling
+    triton.refuses = "the server is starting"
+    with pytest.raises(ServeError, match="the server is starting"):
+        ask_server(control, "load", "b")
+
+
+def test_a_restart_takes_back_what_was_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a model that kills the server would do so for ever."""
+    triton = PollingTriton(tmp_path)
+    add_entry = repository.add_entry
+
+    def killed(*arguments: Any) -> None:
+        add_entry(*arguments)
+        triton.control.note_restart("tritonserver died")
+
+    monkeypatch.setattr(repository, "add_entry", killed)
+    with pytest.raises(ServeError, match="cannot be loaded: tritonserver died"):
+        triton.control.handle({"do": "load", "model": "b"})
+    assert folder_names(triton.served) == ["a"]
+    triton.control.note_restart("again")

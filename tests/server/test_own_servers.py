@@ -12,7 +12,7 @@ from tidewheel.engine.folder import CURRENT
 from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import ServeError, own_servers
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.own_servers import ENDPOINTS, announce, current_engines_of
+from tidewheel.server.own_servers import ENDPOINTS, announce, control_of, current_engines_of
 from tidewheel.server.workdir import CLUSTER, LOCK, WorkDir, work_dir
 
 
@@ -65,6 +65,29 @@ def test_servers_of_a_cluster_are_listed(base: Path, tmp_path: Path) -> None:
         os.environ[RUN_DIR] = str(base)
         assert own_servers.living() == own_servers.living(run) == [Endpoints(metrics=8002)]
         assert own_servers.living(base) == []
+
+
+def test_the_socket_for_commands_is_that_of_one_server(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="no server of this user runs here"):
+        control_of(None)
+    with work_dir(base, tmp_path) as one:
+        announce(one, Endpoints(http=8000, grpc=8001))
+        os.environ[RUN_DIR] = str(base)
+        with pytest.raises(
+            ServeError, match="port 8000 takes no such command: start it with --model-control explicit"
+        ):
+            control_of(None)
+        one.control.touch()
+        assert control_of(None) == control_of(8001) == one.control
+        with pytest.raises(ServeError, match="no server of this user runs here with port 9001"):
+            control_of(9001)
+        with work_dir(base, tmp_path) as other:
+            announce(other, Endpoints(http=9000, grpc=9001))
+            other.control.touch()
+            os.environ[RUN_DIR] = str(base)
+            assert control_of(9001) == other.control
+            with pytest.raises(ServeError, match=r"name one with --server PORT \((8000, 9000|9000, 8000)\)"):
+                control_of(None)
 
 
 def test_a_dead_server_is_not_found(base: Path) -> None:

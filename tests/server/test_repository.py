@@ -145,4 +145,4 @@ def test_a_mirror_shows_triton_one_file_that_changes(tmp_path: Path, model: Path
     assert max(times, key=times.__getitem__) == ORIGIN
     load_again(entry)
     assert (entry / ORIGIN).stat().st_mtime > times[ORIGIN]
-    assert (repository / "one" / ORIGIN).stat().st_mtime != (entry / ORIGIN).stat().st_mtime
+    assert not (repository / "one" / ORIGIN).exists()

@@ -51,6 +51,17 @@ def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypa
     assert calls == ["demo", "demo"]
 
 
+def test_revivals_of_an_unloaded_model_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    revivals = Revivals(pytest.fail)
+    for model in ("a", "b"):
+        revivals.start(model, lambda _: pytest.fail("loaded"), 3600.0)
+    revivals.cancel("a")
+    assert revivals.look() == "b"
+    revivals.cancel()
+    assert revivals.look() == ""
+
+
 def test_a_revival_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
     revival = Revival("demo", lambda _: pytest.fail("loaded"), 3600.0)

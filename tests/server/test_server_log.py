@@ -72,6 +72,26 @@ def test_version() -> None:
     assert fed("| server_version                   | 2.51.0          |").version == "2.51.0"
 
 
+def test_loads_are_reported_as_they_end() -> None:
+    log, ends = ServerLog(), []
+    log.on_load = lambda *end: ends.append(end)
+    lines = [
+        FAILED,
+        "I1121 08:34:23.8 9534 model_lifecycle.cc:849] \"successfully loaded 'good'\"",
+        "I1121 08:34:23.8 9534 model_lifecycle.cc:636] \"successfully unloaded 'good' version 1\"",
+        "E1121 08:34:23.8 9534 a.cc:7] \"failed to load model 'odd': at least one version must be available\"",
+        "E1121 08:34:23.8 9534 a.cc:7] \"Invalid argument: ensemble 'sum' depends on 'odd' which is not valid.\"",
+    ]
+    log.feed("".join(f"{line}\n" for line in lines).encode())
+    assert ends == [
+        ("bad", "max_num_seqs is 0: it must be at least 1"),
+        ("good", ""),
+        ("odd", "at least one version must be available"),
+        ("sum", "depends on 'odd' which is not valid."),
+    ]
+    assert log.failure is not None and log.failure.model == "bad"
+
+
 def test_the_first_failed_load() -> None:
     later = FAILED.replace("'bad'", "'worse'")
     assert fed(FAILED, later).failure == LoadFailure("bad", "max_num_seqs is 0: it must be at least 1")

@@ -14,10 +14,13 @@ from importlib import import_module
 
 from tidewheel.version import __version__
 
-# Module → summary. Each has add_arguments(parser) and run(args) → exit code.
+# Command → summary. Its module has add_arguments(parser) and run(args) → exit code.
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "gateway": "answer in OpenAI's API for one server or several",
+    "load": "load a model into a running server",
+    "unload": "unload a model from a running server",
+    "reload": "load a model of a running server again, as its files are now",
     "cluster": "run replicas on Ray Serve behind one gateway",
     "doctor": "say what this machine can run, and why not",
     "check": "say what is wrong with a model repository before it is deployed",
@@ -33,6 +36,8 @@ COMMANDS = {
     "bench": "measure any targets on the same requests, and report",
     "demo": "start a server with the demo model, let it write, and end it",
 }
+# Those whose module has another name.
+_MODULES = dict.fromkeys(("load", "unload", "reload"), "model_commands")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,10 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tidewheel {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
-        module = import_module(f"tidewheel.cli.{name}")
+        module = import_module(f"tidewheel.cli.{_MODULES.get(name, name)}")
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, command=name)
     return parser
 
 

@@ -74,9 +74,10 @@ def _add_manner(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--open-api",
         action="append",
-        choices=("shared-memory", "trace", "logging"),
+        choices=("shared-memory", "trace", "logging", "model-repository"),
         default=[],
-        help="open one of Triton's APIs that are closed otherwise (repeatable)",
+        help="open one of Triton's APIs that are closed otherwise (repeatable). All that reach it may then do harm: "
+        "docs/proxy.md",
     )
     how.add_argument("--tritonserver", metavar="PATH", help="the tritonserver to run (default: the first one found)")
     how.add_argument(
@@ -103,8 +104,8 @@ def _add_control(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model-control",
         choices=("none", "explicit", "poll"),
-        help="none: models stay as they are (default); explicit: clients load and unload them, --models are loaded "
-        "first; poll: changes of the repository are followed",
+        help="none: models stay as they are (default); explicit: tidewheel load, unload and reload change them, "
+        "--models are loaded first; poll: changes of the repository are followed",
     )
     group.add_argument(
         "--repository-poll-s",
@@ -161,6 +162,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--set and --model-name go with --model; settings of a repository stand in its config.pbtxt")
     if args.repository_poll_s is not None and args.model_control not in (None, "poll"):
         raise UsageError(f"--repository-poll-s goes with --model-control poll, not with {args.model_control}")
+    if "model-repository" in args.open_api and args.model_control != "explicit":
+        raise UsageError("--open-api model-repository goes with --model-control explicit: else Triton loads nothing")
     if args.model is None and model_repository is None:
         if not DEFAULT_REPOSITORY.is_dir():
             raise UsageError(f"nothing to serve: give --model or --model-repository (no {DEFAULT_REPOSITORY} here)")

@@ -16,8 +16,8 @@ import msgspec
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace, free_port, in_use
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.cluster.control_socket import ask
 from tidewheel.server import ServeError, processes
+from tidewheel.server.control_socket import ask
 from tidewheel.server.endpoints import check_keys
 from tidewheel.server.workdir import LOCK
 
@@ -46,13 +46,13 @@ def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
 def status(place: ClusterPlace) -> dict[str, Any]:
     """Raise `ClusterError` if there is none."""
     _check_up(place)
-    return ask(place.control, {"do": "status"})
+    return ask(place.control, {"do": "status"}, ClusterError)
 
 
 def scale(place: ClusterPlace, replicas: int) -> dict[str, Any]:
     """Raise `ClusterError` if that many cannot be placed."""
     _check_up(place)
-    return ask(place.control, {"do": "scale", "replicas": replicas})
+    return ask(place.control, {"do": "scale", "replicas": replicas}, ClusterError)
 
 
 def down(place: ClusterPlace) -> None:

@@ -19,11 +19,11 @@ import msgspec
 from tidewheel.cluster import ClusterError, ray_start
 from tidewheel.cluster.cluster_place import ClusterPlace
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
-from tidewheel.cluster.control_socket import ControlSocket
 from tidewheel.cluster.ray_watch import RayWatch
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import processes
+from tidewheel.server.control_socket import ControlSocket
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.workdir import WorkDir
 
@@ -72,7 +72,7 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Te
             cluster.deploy()
             while not signals.count and not cluster.is_ready():
                 _wait(signals)
-            with ControlSocket(place.control, partial(_handle, cluster, watch)):
+            with ControlSocket(place.control, partial(_handle, cluster, watch), ClusterError):
                 if not signals.count:
                     tell({"ready": cluster.status().port})
                 _stay(signals, watch, place)

@@ -29,7 +29,7 @@ EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
 ModelControl = Literal["none", "explicit", "poll"]
 
-ClosedApi = Literal["shared-memory", "trace", "logging"]  # unless opened
+ClosedApi = Literal["shared-memory", "trace", "logging", "model-repository"]  # unless opened
 # Triton asks for this header, and names it to a client that it refuses. All users of the machine see the argument,
 # so no client may be able to send it: HTTP ends a name at a colon, and HTTP/2 and gRPC allow neither colon, space nor
 # capital in one. The value is random in case that a server reads names in another way.

@@ -69,6 +69,28 @@ def living(base: Path | None = None) -> list[Endpoints]:
     return [endpoints for work in work_dirs(base) if (endpoints := _announced(work)) is not None]
 
 
+def control_of(port: int | None) -> Path:
+    """Return the socket for commands of the server of this user with this port (None: of the only one).
+
+    Raise `ServeError` if there is none, or several.
+    """
+    found = [(endpoints, work) for work in work_dirs() if (endpoints := _announced(work)) is not None]
+    if port is not None:
+        found = [one for one in found if port in dataclasses.astuple(one[0])]
+    if not found:
+        raise ServeError("no server of this user runs here" + (f" with port {port}" if port is not None else ""))
+    if len(found) > 1:
+        ports = ", ".join(str(endpoints.http) for endpoints, _ in found)
+        raise ServeError(f"several servers of this user run: name one with --server PORT ({ports})")
+    ((endpoints, work),) = found
+    if not work.control.exists():
+        raise ServeError(
+            f"the server at port {endpoints.http} takes no such command: start it with --model-control explicit, "
+            "without --open-api model-repository"
+        )
+    return work.control
+
+
 def _announced(work: WorkDir) -> Endpoints | None:
     try:
         return _decoder.decode((work.root / ENDPOINTS).read_bytes())

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tidewheel.adapter.repository_entry import ORIGIN, check_settings
+from tidewheel.adapter.repository_entry import ORIGIN, check_settings, real_entry
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
@@ -77,6 +78,11 @@ def entries(repository: Path) -> list[str]:
     return names
 
 
+def folder_names(repository: Path) -> list[str]:
+    """Return what Triton takes for models: all folders, in order."""
+    return sorted(path.name for path in repository.iterdir() if path.is_dir())
+
+
 def check_names(repository: Path, names: Iterable[str]) -> None:
     """Raise `ConfigError` if an entry is missing."""
     there = entries(repository)
@@ -91,26 +97,65 @@ def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
     Raise `ConfigError` if an entry is missing.
     """
     check_names(repository, names)
-    for name in names or [path.name for path in repository.iterdir() if path.is_dir()]:
-        source, folder = (repository / name).resolve(), target / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in source.iterdir():
-            if path.name != ORIGIN:
-                (folder / path.name).symlink_to(path)
-        _set_origin(folder, source)
+    target.mkdir()
+    for name in dict.fromkeys(names) or folder_names(repository):
+        add_entry(repository, name, target)
     return target
 
 
-def _set_origin(folder: Path, source: Path) -> None:
-    """Say where the entry is from. Triton sees no change but that of this file, which is the latest."""
+def add_entry(repository: Path, name: str, target: Path) -> None:
+    """Add links to the files of an entry. A polling Triton sees all of them at once, and loads it."""
+    source, folder = (repository / name).resolve(), _aside(target, name)
+    folder.mkdir(parents=True)
+    _link(folder, source)
+    # The only file whose changes Triton sees, because it is the latest.
     (folder / ORIGIN).write_text(str(source), encoding="utf-8")
     os.utime(folder / ORIGIN, (time.time() + _AHEAD_S,) * 2)
+    folder.rename(target / name)
+
+
+def remove_entry(target: Path, name: str) -> None:
+    """Remove the links of an entry. A polling Triton unloads it."""
+    folder = _aside(target, name)
+    folder.parent.mkdir(exist_ok=True)
+    (target / name).rename(folder)
+    shutil.rmtree(folder)
+
+
+def refresh_entry(entry: Path) -> None:
+    """Link what has been added to an entry's folder since, and unlink what is gone."""
+    for path in entry.iterdir():
+        if not path.exists():
+            path.unlink()
+    _link(entry, real_entry(entry))
 
 
 def load_again(entry: Path) -> None:
     """Let a polling Triton load an entry again, and again every second if that fails."""
+    _shift(entry, 1)
+
+
+def give_up_loading(entry: Path) -> None:
+    """Undo a `load_again` that failed: Triton keeps what it had loaded before."""
+    _shift(entry, -1)
+
+
+def _shift(entry: Path, seconds: int) -> None:
     path = entry / ORIGIN
-    os.utime(path, (path.stat().st_mtime + 1,) * 2)
+    os.utime(path, (path.stat().st_mtime + seconds,) * 2)
+
+
+def _link(folder: Path, source: Path) -> None:
+    for path in source.iterdir():
+        if path.name != ORIGIN and not (folder / path.name).is_symlink():
+            (folder / path.name).symlink_to(path)
+
+
+def _aside(target: Path, name: str) -> Path:
+    """Return a path beside the repository, for an entry that Triton must not see."""
+    folder = target.with_name(f"{target.name}-aside") / name
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def select(repository: Path, names: Sequence[str], target: Path) -> Path:
@@ -127,7 +172,6 @@ def select(repository: Path, names: Sequence[str], target: Path) -> Path:
 
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
-    _set_origin(folder, folder)
     count = num_front_ends(len(os.sched_getaffinity(0)))
     text = entry_text(parameters, decoupled=decoupled, num_instances=count)
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")

@@ -106,10 +106,12 @@ class Revivals:
             self._note(f"model {revival.model!r} is loaded again after {revival.age_s:.1f} s")
         return next((revival.model for revival in self._open if not revival.while_it_serves), "")
 
-    def cancel(self) -> None:
-        for revival in self._open:
+    def cancel(self, model: str = "") -> None:
+        """End those of a model, or all."""
+        ended = [revival for revival in self._open if model in ("", revival.model)]
+        for revival in ended:
             revival.cancel()
-        self._open.clear()
+        self._open = [revival for revival in self._open if revival not in ended]
 
 
 class GiveBack:

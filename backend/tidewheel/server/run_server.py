@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
@@ -14,11 +15,13 @@ from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.private_dir import unwritable
 from tidewheel.server import CrashLoop, ServeError, launch, model_control, own_servers, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
-from tidewheel.server.endpoints import Endpoints, check_keys, is_loopback
+from tidewheel.server.control_socket import ControlSocket
+from tidewheel.server.endpoints import Endpoints, check_keys
 from tidewheel.server.gateway_process import GatewayProcess
 from tidewheel.server.health import Health
 from tidewheel.server.lifeline import Lifeline, stop_with_parent
 from tidewheel.server.locate import TritonInstall, locate
+from tidewheel.server.model_control import ModelControl
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.supervisor import Supervisor
@@ -27,6 +30,7 @@ from tidewheel.server.workdir import WorkDir, work_dir
 
 _POLL_S = 1
 _STDIN = 0
+_MODELS_API: Literal["model-repository"] = "model-repository"
 _OWN_CONTROL = ("--model-control", "--model-repo", "--model-store", "--load-model", "--repository-poll")
 FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
@@ -46,7 +50,7 @@ class ServeOptions:
     drain_s: float = 30.0
     restart: bool = True  # after a death, without a session
     model_control: launch.ModelControl = "none"
-    open_apis: tuple[launch.ClosedApi, ...] = ()
+    open_apis: tuple[launch.ClosedApi, ...] = ()  # `model-repository` with `explicit` alone
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
@@ -106,6 +110,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 note=console.note,
                 on_line=console.server_line,
             ) as supervisor,
+            _model_control(options, work, log, triton, supervisor),
             _gateway(options, plan.endpoints, supervisor, console) as gateway,
         ):
             for warning in open_warnings(options):
@@ -138,7 +143,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
         control=_control_flags(options),
-        opened=options.open_apis,
+        opened=opened_apis(options),
         extra=options.triton_arguments,
     )
     return _Plan(
@@ -161,20 +166,40 @@ def _unprepared(error: OSError, work: WorkDir) -> Exception:
 
 def _is_closed(options: ServeOptions) -> bool:
     """Return whether no client may have models loaded, so that `serve` makes a private repository."""
-    return options.model_control == "none" and not any(
-        argument.startswith(_OWN_CONTROL) for argument in options.triton_arguments
+    return not (
+        options.model_control == "poll"
+        or _MODELS_API in options.open_apis
+        or any(argument.startswith(_OWN_CONTROL) for argument in options.triton_arguments)
     )
 
 
+def opened_apis(options: ServeOptions) -> set[launch.ClosedApi]:
+    """Return the APIs that need no header. A Triton that is not explicit refuses loads itself, and lists models."""
+    is_explicit = any("explicit" in argument for argument in options.triton_arguments)
+    return {*options.open_apis, *(() if is_explicit else (_MODELS_API,))}
+
+
 def _is_polled(options: ServeOptions) -> bool:
-    """Return whether Triton polls that repository. Without a free descriptor it would unload what it cannot see."""
-    return _is_closed(options) and processes.raise_descriptor_limit() >= processes.MANY_DESCRIPTORS
+    """Return whether Triton polls that repository. Without a free descriptor it would unload what it cannot see.
+
+    Raise `ServeError` where models could not be loaded without.
+    """
+    if not _is_closed(options):
+        return False
+    limit = processes.raise_descriptor_limit()
+    if options.model_control == "explicit" and limit < processes.MANY_DESCRIPTORS:
+        raise ServeError(
+            f"--model-control explicit needs {processes.MANY_DESCRIPTORS} open files, and {limit} are allowed: allow "
+            "more (ulimit -Hn)"
+        )
+    return limit >= processes.MANY_DESCRIPTORS
 
 
 def _control_flags(options: ServeOptions) -> list[str]:
     if _is_polled(options):
         return launch.control_flags("poll", (), _POLL_S)
-    return launch.control_flags(options.model_control, options.models, options.repository_poll_s)
+    mode = "none" if _is_closed(options) else options.model_control
+    return launch.control_flags(mode, options.models, options.repository_poll_s)
 
 
 def _reload(options: ServeOptions, models: Path, endpoints: Endpoints) -> Callable[[str], None] | None:
@@ -199,33 +224,55 @@ def _descriptor_warning() -> str:
 
 def open_warnings(options: ServeOptions) -> list[str]:
     """Return what those can do who reach the APIs that are open."""
-    warnings = []
+    host, warnings = options.endpoints.host, []
     if "shared-memory" in options.open_apis:
         warnings.append(
             "--open-api shared-memory lets all that reach the ports, other users of the machine included, read and "
             "change the requests of others (docs/proxy.md)"
         )
-    if options.model_control == "explicit" and not is_loopback(options.endpoints.host):
+    if _MODELS_API in options.open_apis:
         warnings.append(
-            f"--model-control explicit lets all that reach {options.endpoints.host} load models, and with them code: "
-            "leave --host at 127.0.0.1, or close the API (docs/serve.md)"
+            f"--open-api {_MODELS_API} lets all that reach {host} run code as this user: other users of the machine, "
+            "and every web page that a browser on it opens (docs/proxy.md)"
         )
     return warnings
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
-    if options.model_repository is not None:
-        folder = options.model_repository.expanduser().resolve()
-        if options.model_control == "explicit":
-            repository.check_names(folder, options.models)
-            return folder
-        if _is_closed(options):
-            return repository.mirror(folder, options.models, work.repository)
-        return repository.select(folder, options.models, work.repository) if options.models else folder
-    model = options.model or ""
-    name = options.model_name or repository.served_name(model)
-    repository.write_entry(work.repository, model, repository.check_name(name), options.settings)
-    return work.repository.resolve()
+    source = _source(options, work)
+    if options.model_repository is None:
+        model = options.model or ""
+        name = options.model_name or repository.served_name(model)
+        repository.write_entry(source, model, repository.check_name(name), options.settings)
+    if _is_closed(options):
+        return repository.mirror(source, options.models, work.repository)
+    if options.model_control == "explicit":
+        repository.check_names(source, options.models)
+        return source
+    return repository.select(source, options.models, work.repository) if options.models else source
+
+
+def _source(options: ServeOptions, work: WorkDir) -> Path:
+    """Return the operator's repository, or that of the entries that `--model` makes."""
+    return (options.model_repository or work.written).expanduser().resolve()
+
+
+def _model_control(
+    options: ServeOptions, work: WorkDir, log: ServerLog, triton: TritonHttp, supervisor: Supervisor
+) -> contextlib.AbstractContextManager[object]:
+    """Listen to `tidewheel load`, `unload` and `reload`, if models may be loaded and not over Triton's API."""
+    if options.model_control != "explicit" or not _is_closed(options):
+        return contextlib.nullcontext()
+
+    def check() -> None:
+        if supervisor.readiness.state in ("starting", "draining", "stopped"):
+            raise ServeError(f"the server is {supervisor.readiness.state}: nothing can be loaded until it is ready")
+
+    source = _source(options, work)
+    control = ModelControl(source, work.repository, check=check, serves=triton.serves, forget=supervisor.forget)
+    log.on_load = control.note_load
+    supervisor.on_restart = control.note_restart
+    return ControlSocket(work.control, control.handle, ServeError)
 
 
 @contextlib.contextmanager

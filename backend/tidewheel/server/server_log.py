@@ -3,6 +3,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
+from collections.abc import Callable
 from typing import IO, NamedTuple
 
 _KEPT_LINES = 400
@@ -13,7 +14,13 @@ _SIGNAL = re.compile(r"Signal \(\d+\) received")  # before a stack trace
 _LINE = re.compile(r'^(?P<level>[IWEF])\d{4} [\d:.]+ \d+ (?P<file>[^:\]]+):\d+\] ?"?(?P<message>.*?)"?$', re.DOTALL)
 _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
-_LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
+_LOAD_FAILED = re.compile(
+    r"failed to load (?:model )?'?(?P<model>[^']+?)'?(?: version \d+)?: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL
+)
+_ENSEMBLE_FAILED = re.compile(
+    r"(?:[\w ]+: )?ensemble '?(?P<model>[^' ]+)'? (?P<reason>(?:contains models|depends on) .*)", re.DOTALL
+)
+_LOADED = re.compile(r"successfully loaded '?(?P<model>[^']+?)'?$")
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
 # Protobuf explains a wrong config.pbtxt before Triton reports it.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
@@ -50,7 +57,7 @@ def parse(text: str) -> LogLine:
 
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
-    if match := _LOAD_FAILED.match(message):
+    if match := _LOAD_FAILED.match(message) or _ENSEMBLE_FAILED.match(message):
         return LoadFailure(match["model"], _advised(_one_line(match["reason"])))
     if match := _POLL_FAILED.match(message):
         detail = f": {syntax_error}" if syntax_error else ""
@@ -75,6 +82,7 @@ class ServerLog:
         self._raw: deque[str] = deque(maxlen=_KEPT_LINES)
         self.version = ""
         self.failure: LoadFailure | None = None
+        self.on_load: Callable[[str, str], None] | None = None  # takes a model and its failure, empty if it serves
 
     def feed(self, data: bytes) -> list[LogLine]:
         """Return the complete lines. Copy them as far as the disk takes them."""
@@ -120,9 +128,16 @@ class ServerLog:
             self.version = version[1]
         if syntax := _SYNTAX_ERROR.search(line.message):
             self._syntax_error = syntax["detail"]
-        elif self.failure is None and line.level == "E":
-            self.failure = load_failure(line.message, self._syntax_error)
+        elif line.level == "E" and (failure := load_failure(line.message, self._syntax_error)) is not None:
+            self.failure = self.failure or failure
+            self._report_load(*failure)
+        elif loaded := _LOADED.match(line.message):
+            self._report_load(loaded["model"], "")
         return line
+
+    def _report_load(self, model: str, failure: str) -> None:
+        if self.on_load is not None:
+            self.on_load(model, failure)
 
 
 def _advised(reason: str) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import selectors
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
@@ -72,6 +73,8 @@ class Supervisor:
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
         self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
         self._paused: list[str] = []  # models
+        self._unloaded: deque[str] = deque()  # models that are not to be loaded again
+        self.on_restart: Callable[[str], None] | None = None  # takes the reason, before all but the engines end
         self._serving: dict[processes.Process, str] = {}  # stubs and their models
         self._give_back = GiveBack(lambda pid: shared_bytes(pid, work.shm_prefix), note)
         self._num_open = 0  # requests at living front ends
@@ -142,6 +145,8 @@ class Supervisor:
         reason = str(error).splitlines()[0]
         was_serving = self.readiness.state != "starting"
         self.readiness = Readiness("starting", reason)
+        if self.on_restart is not None:
+            self.on_restart(reason)
         self._kill_all_but_engines()
         self._server.close()
         remove_shared_memory(self._work.shm_prefix)
@@ -152,6 +157,10 @@ class Supervisor:
             self._log.failure = None
             self._unreaped, self._replaced, self._missed = {}, set(), ("", 0.0)
             self._server = self._start()
+
+    def forget(self, model: str) -> None:
+        """Stop loading a model again, because it is unloaded. Any thread may call."""
+        self._unloaded.append(model)
 
     def drain(self, limit_s: float, endpoints: Endpoints) -> None:
         """Refuse new requests; let the others end, after the limit with an error.
@@ -292,6 +301,8 @@ class Supervisor:
         self._revivals.start(mark.model, reload, self._count_death(reason, was_serving=True))
 
     def _judge(self) -> Readiness:
+        while self._unloaded:
+            self._revivals.cancel(self._unloaded.popleft())
         if model := self._revivals.look():
             return Readiness("reloading", f"{model}: its front end died")
         if self._paused:

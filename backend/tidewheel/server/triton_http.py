@@ -27,6 +27,9 @@ class TritonHttp:
     def is_live(self) -> bool:
         return self._holds("/v2/health/live")
 
+    def serves(self, model: str) -> bool:
+        return self._holds(f"/v2/models/{quote(model, safe='')}/ready")
+
     def models(self) -> list[DeployedModel]:
         """Raise OSError without an answer."""
         index = self._json("POST", "/v2/repository/index")

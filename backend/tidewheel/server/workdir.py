@@ -45,6 +45,16 @@ class WorkDir:
         return self.root / "models"
 
     @property
+    def control(self) -> Path:
+        """Socket for commands of the server's user."""
+        return self.root / "control"
+
+    @property
+    def written(self) -> Path:
+        """Repository of the entries that `--model` makes."""
+        return self.root / "written"
+
+    @property
     def shm_prefix(self) -> str:
         return _shm_prefix(self.root)
 

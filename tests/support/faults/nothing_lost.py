@@ -35,6 +35,7 @@ TOLD_S = 60.0
 SETTLE_S = 60.0  # for figures, cancels, closed connections
 SPARE_THREADS = 8  # gRPC starts some of its own
 SPARE_DESCRIPTORS = 8
+INHERITED_DESCRIPTORS = 32  # by a stub that starts while Triton serves: pairs of sockets of its HTTP threads
 SPARE_BYTES = 96 << 20  # of an allocator, after one case
 BAD_LOG = re.compile(
     r"Segmentation|SIGSEGV|Traceback|device-side assert|illegal memory|double free|leak detected|not healthy"

@@ -92,6 +92,7 @@ def marathon(folder: Path, options: argparse.Namespace) -> Run:
     mounts = {str(disk): MEGABYTES["disk"], "/dev/shm": MEGABYTES["/dev/shm"]}
     server = start_server(
         *("--model-repository", str(make_repository(folder, SETTINGS)), "--model-control", "explicit"),
+        *("--open-api", "model-repository"),  # its faults load models over it
         *("--log-file", str(disk / "triton.log")),
         log=folder / "serve.log",
         prefix=with_mounts(mounts) if may_mount() else (),

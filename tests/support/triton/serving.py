@@ -24,6 +24,9 @@ import pytest
 import requests
 import tritonclient.grpc as grpcclient
 
+from tidewheel.server.model_control import Action, ask_server
+from tidewheel.server.workdir import WorkDir
+
 ROOT = Path(__file__).parents[3]
 REPOSITORY = ROOT / "model_repository"
 WEIGHTS = REPOSITORY / "demo" / "1" / "weights"
@@ -99,6 +102,17 @@ class Server:
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    @property
+    def work(self) -> WorkDir:
+        """Return its private folder, which Triton's backends are in."""
+        flag = "--backend-directory="
+        (folder,) = (word.removeprefix(flag) for word in self.triton_process().cmdline() if word.startswith(flag))
+        return WorkDir(Path(folder).parent)
+
+    def control(self, action: Action, model: str) -> None:
+        """Load, unload or reload a model through the private socket. Raise `ServeError`."""
+        ask_server(self.work.control, action, model)
 
     def metrics(self) -> dict[str, float]:
         """Return every sample of /metrics: `name{labels}` → value."""

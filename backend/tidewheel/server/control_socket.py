@@ -1,4 +1,4 @@
-"""Commands to the process that runs a cluster: a line of JSON each way, on a socket in its private folder."""
+"""Commands to the process of a server or a cluster: a line of JSON each way, on a socket in its private folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from tidewheel.cluster import ClusterError
-
 MAX_LINE = 1 << 16
 ASK_S = 60.0
 
@@ -20,13 +18,17 @@ Handle = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ControlSocket(socketserver.ThreadingUnixStreamServer):
-    """Server as long as the `with` block lasts. `handle` is called for one command at a time."""
+    """Server as long as the `with` block lasts. `handle` is called for one command at a time.
+
+    The text of an `error` goes to the asker as it is, that of any other exception with the name of its class.
+    """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, path: Path, handle: Handle) -> None:
+    def __init__(self, path: Path, handle: Handle, error: type[Exception]) -> None:
         self._handle = handle
+        self._error = error
         self._turn = threading.Lock()
         super().__init__(str(path), _Command)
         path.chmod(0o600)
@@ -35,9 +37,9 @@ class ControlSocket(socketserver.ThreadingUnixStreamServer):
         try:
             with self._turn:
                 told = self._handle(msgspec.json.decode(line, type=dict[str, Any]))
-        except (ClusterError, msgspec.DecodeError) as error:
+        except (self._error, msgspec.DecodeError) as error:
             told = {"error": str(error)}
-        except Exception as error:  # Ray's are many, and the asker has to hear of it
+        except Exception as error:  # whatever it is, the asker has to hear of it
             told = {"error": f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"}
         return msgspec.json.encode(told)
 
@@ -58,17 +60,17 @@ class _Command(socketserver.StreamRequestHandler):
         self.wfile.write(self.server.answer(self.rfile.readline(MAX_LINE)) + b"\n")
 
 
-def ask(path: Path, command: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer. Raise `ClusterError` if there is none, or if it is an error."""
+def ask(path: Path, command: dict[str, Any], error: type[Exception], limit_s: float | None = ASK_S) -> dict[str, Any]:
+    """Return the answer. Raise an `error` if there is none within the limit (None: ever), or if it is an error."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(ASK_S)
+            connection.settimeout(limit_s)
             connection.connect(str(path))
             connection.sendall(msgspec.json.encode(command) + b"\n")
             with connection.makefile("rb") as answer:
                 told = msgspec.json.decode(answer.readline(MAX_LINE), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ClusterError(f"the cluster does not answer at {path}: {error}") from None
+    except (OSError, msgspec.DecodeError) as failure:
+        raise error(f"{path} does not answer: {failure}") from None
     if "error" in told:
-        raise ClusterError(str(told["error"]))
+        raise error(str(told["error"]))
     return told

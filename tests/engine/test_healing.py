@@ -244,7 +244,8 @@ def test_waits_of_failed_starts_have_an_end() -> None:
     assert [policy.delay_s(count) for count in (7, 8, 2000)] == [16.0, 30.0, 30.0]
 
 
-def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path) -> None:
+def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "protect_texts", lambda: None)  # it is this process
     arguments = ["--engine-dir", str(folder), "--settings", '{"model": "m", "max_num_seq": 3}']
     assert process.main(arguments) == process.EXIT_LOAD_FAILED
     status = read_status(folder)

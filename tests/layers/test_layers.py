@@ -28,6 +28,7 @@ LAYERS = {
     "tidewheel": 0,
     "tidewheel.errors": 0,
     "tidewheel.private_dir": 0,
+    "tidewheel.confidential": 0,
     "tidewheel.regular_files": 0,
     "tidewheel.byte_sizes": 0,
     "tidewheel.config": 0,

@@ -4,6 +4,8 @@ import logging
 
 import triton_python_backend_utils as pb_utils
 
+from tidewheel.confidential import TracebackFormatter
+
 
 class TritonHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
@@ -21,4 +23,6 @@ def route_logging() -> None:
     logger = logging.getLogger("tidewheel")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    logger.handlers = [TritonHandler()]
+    handler = TritonHandler()
+    handler.setFormatter(TracebackFormatter())
+    logger.handlers = [handler]

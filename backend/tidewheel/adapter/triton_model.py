@@ -17,6 +17,7 @@ from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
+from tidewheel.confidential import protect_texts
 from tidewheel.engine.folder import Place, engine_dir
 from tidewheel.engine.placement import choose_place, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
@@ -40,6 +41,7 @@ class TritonPythonModel:
         """Start or join the engine. Raise `TritonModelException` if the model cannot be served."""
         route_logging()
         if is_stub():
+            protect_texts()
             close_inherited_connections()
         close_shared_memory()
         name = args["model_instance_name"]

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from tidewheel.confidential import forbid_core_dumps
 from tidewheel.version import __version__
 
 # Command → summary. Its module has add_arguments(parser) and run(args) → exit code.
@@ -41,6 +42,7 @@ _MODULES = dict.fromkeys(("load", "unload", "reload"), "model_commands")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    forbid_core_dumps()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the locale lacks ends no command

@@ -15,6 +15,7 @@ from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.replica_board import ReplicaBoard, board_of
 from tidewheel.cluster.replica_upstreams import ReplicaUpstreams
+from tidewheel.confidential import protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.run_gateway import listen
@@ -29,6 +30,7 @@ class GatewayActor:
     async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Raise `ClusterError` if it cannot listen."""
         settings = read_settings(arguments)
+        protect_texts()
         processes.raise_descriptor_limit()
         keys = Path(settings.api_keys) if settings.api_keys else None
         try:

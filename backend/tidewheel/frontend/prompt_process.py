@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array
+from tidewheel.confidential import protect_texts
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.coercion import check_size, to_text
@@ -240,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, whose socket then ends this process
     resource.setrlimit(resource.RLIMIT_AS, (args.memory_mb << 20, args.memory_mb << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    protect_texts()
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
         folder = Folder(args.folder, args.vocab_size, args.max_prompt_bytes)
         limits = Limits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import signal
+from typing import Any
 
 from aiohttp import web
 
+from tidewheel.confidential import TracebackFormatter, protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.gateway_options import GatewayOptions, announce
@@ -17,6 +19,8 @@ from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.gateway.workers import serve_workers
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import check_keys
+
+logger = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 75.0  # for an idle connection
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,7 +37,10 @@ def serve_gateway(options: GatewayOptions) -> int:
 
 def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
     """Serve in this process. Raise `ServeError` or `ConfigError` if it cannot start."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    protect_texts()
+    handler = logging.StreamHandler()
+    handler.setFormatter(TracebackFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
     processes.raise_descriptor_limit()
     gateway = Gateway(
@@ -53,6 +60,7 @@ def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
 async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_without_values)
     for number in _STOP:
         loop.add_signal_handler(number, stopped.set)
     runner = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
@@ -65,6 +73,11 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
         # A second signal ends the wait for open requests.
         with contextlib.suppress(asyncio.CancelledError):
             await _clean_up(runner, loop)
+
+
+def _log_without_values(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error that no task took. Python's own line shows the error's message."""
+    logger.error("%s", context["message"], exc_info=context.get("exception"))
 
 
 async def listen(

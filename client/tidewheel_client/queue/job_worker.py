@@ -277,7 +277,7 @@ class Worker:
         may = await self._store.fail(job_id, attempt, reason)
         if not may:
             self.figures.dead += 1
-            self._note(f"job {job_id} is given up, or another worker's: {reason}")
+            self._note(f"job {job_id} is given up, or another worker's: `tidewheel results --dead` has the reason")
         return may
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 def _in_child() -> None:
     """Let Redis take its signals again, and end politely when this process is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory holds jobs
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 

@@ -23,15 +23,17 @@ PLANTING = Path(__file__).parent / "planting"
 Function = Callable[..., Any]
 Change = Callable[[Function], Function]
 DEFECTS: dict[str, Function] = {}
+LEAKS: dict[str, Function] = {}  # of texts, which tests/faults/test_confidential_texts.py has to find
+LAST_ANSWER = f"/dev/shm/tidewheel-last-answer-{os.getuid()}"
 _CHANGES: defaultdict[str, list[tuple[str, Change]]] = defaultdict(list)  # place and change, by module
 _kept: list[object] = []
 
 
-def planted(module: str, place: str) -> Callable[[Function], Function]:
+def planted(module: str, place: str, among: dict[str, Function] = DEFECTS) -> Callable[[Function], Function]:
     """Register a defect and its place, such as `Class.method`."""
 
     def register(defect: Function) -> Function:
-        DEFECTS[defect.__name__] = defect
+        among[defect.__name__] = defect
         _CHANGES[module].append((place, functools.partial(_unless_switched_on, defect)))
         return defect
 
@@ -187,7 +189,7 @@ def counted_twice(finished: Function, recorder: Any, request: Any) -> None:
         finished(recorder, request)
 
 
-@planted("tidewheel.frontend.preparation", "RequestReader.read")
+@planted("tidewheel.frontend.request_reader", "RequestReader.read")
 def unbounded_buffer(read: Function, reader: Any, *arguments: Any) -> Any:
     """Keep every request."""
     _kept.append(arguments)
@@ -239,3 +241,49 @@ def stale_readiness(look: Function, health: Any) -> Any:
 @planted("tidewheel.server.workdir", "remove_shared_memory")
 def left_shared_memory(remove: Function, *arguments: Any) -> None:
     del remove, arguments
+
+
+# --- texts of clients ---------------------------------------------------------------------------------------------
+
+
+@planted("tidewheel.frontend.frontend", "Frontend.submit", LEAKS)
+def prompt_in_the_log(submit: Function, frontend: Any, request: Any, sink: Any) -> None:
+    import logging
+
+    logging.getLogger("tidewheel.frontend").warning("asked for %s", request.text)
+    submit(frontend, request, sink)
+
+
+@planted("tidewheel.frontend.frontend", "Frontend.submit", LEAKS)
+def prompt_in_a_file(submit: Function, frontend: Any, request: Any, sink: Any) -> None:
+    import tempfile
+
+    Path(tempfile.gettempdir(), "last_prompt").write_bytes(request.text)
+    submit(frontend, request, sink)
+
+
+@planted("tidewheel.adapter.triton_model", "read_request", LEAKS)
+def prompt_in_a_metric(read: Function, request: Any, **named: Any) -> Any:
+    import triton_python_backend_utils as pb_utils
+
+    found = read(request, **named)
+    family = pb_utils.MetricFamily(name="last_prompt", description="a leak", kind=pb_utils.MetricFamily.GAUGE)
+    _kept.extend([family, family.Metric(labels={"text": found[0].text.decode()})])
+    return found
+
+
+@planted("tidewheel.adapter.responder", "TritonSink.send", LEAKS)
+def answer_in_shared_memory(send: Function, sink: Any, response: Any) -> None:
+    """Under a name that the server does not remove."""
+    Path(LAST_ANSWER).write_text(repr(response))
+    send(sink, response)
+
+
+@planted("tidewheel.engine.server", "EngineServer._add", LEAKS)
+def tokens_in_the_log_of_the_engine(add: Function, server: Any, front_end: Any, message: Any) -> None:
+    import logging
+
+    import numpy as np
+
+    logging.getLogger("tidewheel.engine").warning("tokens %s", np.frombuffer(message.prompt, dtype="<i4").tolist())
+    add(server, front_end, message)

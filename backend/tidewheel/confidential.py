@@ -1,0 +1,47 @@
+"""Protection of clients' texts: no core dumps, and reports of errors without their messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+
+def forbid_core_dumps() -> None:
+    """Forbid core dumps of this process and of all that it starts.
+
+    A kernel that pipes dumps to a program ignores the limit; of memory that the filter leaves out it gets nothing.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # a kernel without the filter
+        Path("/proc/self/coredump_filter").write_bytes(b"0")
+
+
+def protect_texts() -> None:
+    """Forbid core dumps, and report uncaught errors without their messages, which may quote a prompt."""
+    forbid_core_dumps()
+    sys.excepthook = lambda kind, _, trace: _report(kind, trace)
+    threading.excepthook = lambda args: _report(args.exc_type, args.exc_traceback)
+
+
+class TracebackFormatter(logging.Formatter):
+    """Formatter that shows where and with which type an error was raised, and not its message."""
+
+    def formatException(self, ei: object) -> str:  # noqa: N802 - of logging
+        assert isinstance(ei, tuple)
+        kind, _, trace = ei
+        return _without_message(kind, trace)
+
+
+def _report(kind: type[BaseException], trace: TracebackType | None) -> None:
+    print(_without_message(kind, trace), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _without_message(kind: type[BaseException] | None, trace: TracebackType | None) -> str:
+    lines = ["Traceback (most recent call last):\n", *traceback.format_tb(trace)]
+    return f"{''.join(lines)}{kind.__qualname__ if kind else None} (its message is not shown)"

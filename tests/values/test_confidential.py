@@ -1,0 +1,100 @@
+"""Processes that hold texts leave no core dump, and report errors without their messages."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.faults.text_traces import SecretText, dumpable, holders
+from tidewheel.confidential import TracebackFormatter
+
+SECRET = "zebraquagga7261"
+RAISE = "text = 'zebraquagga' + '7261'; raise ValueError(text)"
+PROTECT = "from tidewheel.confidential import protect_texts; protect_texts();"
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
+    def allow_core_dumps() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=60, preexec_fn=allow_core_dumps)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_CORE)[1] != resource.RLIM_INFINITY
+    or Path("/proc/sys/kernel/core_pattern").read_text().strip() != "core",
+    reason="core dumps are not written beside the process here",
+)
+def test_a_process_that_holds_texts_leaves_no_core_dump(tmp_path: Path) -> None:
+    abort = "text = 'zebraquagga' + '7261'; import os; os.abort()"
+    assert run(abort, tmp_path).returncode == -signal.SIGABRT
+    assert [SecretText(SECRET).is_in(path.read_bytes()) for path in tmp_path.iterdir()] == [True], "the test can fail"
+    next(tmp_path.iterdir()).unlink()
+    assert run(PROTECT + abort, tmp_path).returncode == -signal.SIGABRT
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_below_it_leave_none_either(tmp_path: Path) -> None:
+    below = "import subprocess; subprocess.run(['cat', '/proc/self/limits', '/proc/self/coredump_filter'])"
+    shown = run(PROTECT + below, tmp_path).stdout.decode()
+    limits, _, written = shown.rpartition("\n0")
+    assert (next(line for line in limits.splitlines() if "core file" in line).split()[4:6], written.strip("0\n")) == (
+        ["0", "0"],
+        "",
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert "filter" in dumpable(other.pid)
+        other.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    "code", [RAISE, f"import threading; threading.Thread(target=lambda: exec({RAISE!r})).start()"]
+)
+def test_an_uncaught_error_has_no_message(tmp_path: Path, code: str) -> None:
+    assert SECRET.encode() in run(code, tmp_path).stderr
+    shown = run(PROTECT + code, tmp_path).stderr.decode()
+    assert SECRET not in shown
+    assert "line 1, in <module>" in shown
+    assert "ValueError (its message is not shown)" in shown
+
+
+def test_nor_has_a_logged_one() -> None:
+    shown = io.StringIO()
+    handler, logger = logging.StreamHandler(shown), logging.getLogger("tidewheel.test")
+    handler.setFormatter(TracebackFormatter("%(message)s"))
+    logger.addHandler(handler)
+    try:
+        raise ValueError(SECRET) from KeyError(SECRET)
+    except ValueError:
+        logger.exception("a request failed")
+    finally:
+        logger.removeHandler(handler)
+    assert SECRET not in shown.getvalue()
+    assert shown.getvalue().startswith("a request failed\nTraceback (most recent call last):\n  File")
+    assert shown.getvalue().endswith("ValueError (its message is not shown)\n")
+
+
+def test_a_text_is_found_in_any_form(tmp_path: Path) -> None:
+    secret, data = SecretText(SECRET, [17, 4, 1032]), SECRET.encode()
+    forms = [
+        data,
+        SECRET.upper().encode(),
+        data.hex().encode(),
+        b"[3, 17, 4, 1032]",
+        b"\x11\0\0\0\x04\0\0\0\x08\x04\0\0",
+    ]
+    forms += [base64.b64encode(b"{" * before + data + b"}") for before in range(5)]
+    for number, form in enumerate(forms):
+        (tmp_path / f"{number}").write_bytes(b"before " + form + b" behind")
+    (tmp_path / "none").write_bytes(data[:-1] + b"[17, 4, 1033]")
+    found = holders([secret], [tmp_path], {"page": b'last{text="' + data + b'"} 1', "other": b""})
+    assert sorted(found) == sorted([*(str(tmp_path / f"{number}") for number in range(len(forms))), "page"])

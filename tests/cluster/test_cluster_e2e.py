@@ -51,6 +51,20 @@ def test_a_second_cluster_is_refused_in_one_line(cluster: RunningCluster) -> Non
     assert cluster.is_ready(2)
 
 
+def test_ray_is_closed_to_others(cluster: RunningCluster) -> None:
+    """Ray lets the workers of Ray Serve's actors listen on all interfaces. They ask for the cluster's token."""
+    actors = {one.pid for one in cluster.processes() if " ".join(one.cmdline()).startswith("ray::")}
+    pids = {one.pid for one in cluster.processes()}
+    found = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.pid in pids]
+    others = [one for one in found if one.pid not in actors]
+    assert len(others) > 5
+    assert {one.laddr.ip.removeprefix("::ffff:") for one in others} <= {"127.0.0.1", "::1"}
+    (token,) = cluster.run_dir.glob("cluster*/token")
+    assert token.stat().st_mode & 0o777 == 0o600
+    environment = cluster.replicas()[0].environ()
+    assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
+
+
 @contextmanager
 def streams(cluster: RunningCluster) -> Iterator[tuple[list[Streamed], list[Future[Streamed]]]]:
     """Begin streams that go on for seconds, on both replicas."""

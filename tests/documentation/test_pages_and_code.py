@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from layers.test_layers import LAYERS
 
@@ -84,6 +86,22 @@ def test_the_tests_that_a_page_names_are_there(page: str, least: int) -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / page).read_text(encoding="utf-8"))
     assert len(named) > least
     assert not [test for path, test in named if f"def {test}(" not in (ROOT / "tests" / path).read_text()]
+
+
+def test_every_rule_of_security_has_a_test() -> None:
+    rows = re.findall(r"^\| (C\d+) \|.*\|([^|]*)\|$", (ROOT / "SECURITY.md").read_text("utf-8"), re.MULTILINE)
+    assert [name for name, _ in rows] == [f"C{number}" for number in range(1, len(rows) + 1)]
+    assert [name for name, tests in rows if "::" not in tests] == []
+
+
+def test_dependencies_have_bounds_and_reasons() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    texts = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    required = [Requirement(text) for text in texts]
+    assert [str(one) for one in required if "<" not in str(one.specifier)] == []
+    reasons = (ROOT / "docs" / "install.md").read_text("utf-8").partition("## Dependencies")[2]
+    cells = " ".join(re.findall(r"^\| ([^|]+) \|", reasons, re.MULTILINE)).replace("_", "-")
+    assert {one.name.replace("_", "-") for one in required} - set(re.findall(r"[\w-]+", cells)) == set()
 
 
 def test_every_case_of_the_faults_has_a_test() -> None:

@@ -24,6 +24,13 @@ else:
     settings.load_profile("tidewheel")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _commands_leave_this_process_its_core_dumps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tidewheel.cli.main.forbid_core_dumps", lambda: None)
+        yield
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """Return a folder with room for the name of a socket."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from entries.conftest import WriteEntry
 from entries.test_planted_mistakes import CONFIG, TWIN, setting
 from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.cli.main import main
+from tidewheel.entries import model_rules
 from tidewheel.entries.checking import RULES, check
 from tidewheel.entries.entry_rules import ENTRY_RULES
+from tidewheel.entries.finding import Finding, Problem, error
 from tidewheel.server.repository import write_entry
 
 MISSPELT = f"""backend: "tidewheel"  # ours
@@ -83,6 +86,37 @@ def test_nothing_to_check(tmp_path: Path, path: str, capsys: pytest.CaptureFixtu
     assert str(tmp_path) in capsys.readouterr().err
 
 
+def test_findings_come_as_they_are_found(write: WriteEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = write("demo", CONFIG + setting("sed", "1"))
+    told: list[Finding] = []
+    before: list[int] = []
+
+    def problems(self: model_rules.ModelJudge) -> Iterator[Problem]:
+        for number in range(2):
+            before.append(sum(found.severity == "error" for found in told))
+            yield error("", f"problem {number}")
+
+    monkeypatch.setattr(model_rules.ModelJudge, "problems", problems)
+    report = check(entry, tell=told.append)
+    assert before == [1, 2]
+    assert told == report.findings
+
+
+def test_the_implementation_is_said(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = write("demo", CONFIG)
+    assert "demo: LlamaForCausalLM, native" in run(capsys, str(entry))[1].splitlines()
+    assert json.loads(run(capsys, str(entry), "--json")[1])["models"] == {"demo": "LlamaForCausalLM, native"}
+
+
+def test_a_folder_that_holds_no_entry_is_named_if_it_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.gguf").write_text("GGUF")
+    for path in (tmp_path, tmp_path / "a.gguf"):
+        assert main(["check", str(path)]) == 2
+        assert f"{tmp_path / 'a.gguf'} is a GGUF file" in capsys.readouterr().err
+
+
 def test_json(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
     entry = write("demo", CONFIG + setting("sed", "1"))
     write("demo_infer", TWIN)
@@ -90,7 +124,7 @@ def test_json(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = run(capsys, str(entry.parent), "--json")
     report = json.loads(printed)
     assert code == 1
-    assert report.keys() == {"version", "checked", "passed_over", "fixed", "findings"}
+    assert report.keys() == {"version", "checked", "passed_over", "models", "fixed", "findings"}
     assert (report["version"], report["checked"], report["passed_over"]) == (1, ["demo", "demo_infer"], ["ensemble"])
     assert report["findings"][0] == {
         "rule": "settings", "severity": "error", "file": str(entry / "config.pbtxt"), "line": 4, "column": 14,

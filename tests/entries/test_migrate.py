@@ -15,10 +15,10 @@ from tidewheel.entries.checking import check
 from tidewheel.entries.entry import parse_config
 
 
-def migrate(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
-    code = main(["migrate", *map(str, arguments)])
+def migrate(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> list[str]:
+    ended = main(["migrate", *map(str, arguments)])
     captured = capsys.readouterr()
-    assert code == 0, captured.err
+    assert ended == code, captured.err
     return captured.out.splitlines()
 
 
@@ -65,7 +65,7 @@ parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
     settings = {"model": str(WEIGHTS), "enable_lora": True, "max_lora_rank": 8, "dtype": "half", "speculative": 1}
     entry = write("one", config, settings)
     (entry / "1" / "multi_lora.json").write_text('{"a": "/adapters/a"}')
-    printed = "\n".join(migrate(capsys, entry, "--out", tmp_path / "out"))
+    printed = "\n".join(migrate(capsys, entry, "--out", tmp_path / "out", code=1))
     new = tmp_path / "out" / "one"
     assert (
         (new / "config.pbtxt").read_text()
@@ -78,15 +78,19 @@ dynamic_batching { default_queue_policy { max_queue_size: 9 } }
 parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
 """
     )
-    assert json.loads((new / "1" / "model.json").read_text()) == {"model": str(WEIGHTS), "dtype": "half"}
+    kept = json.loads((new / "1" / "model.json").read_text())
+    assert kept == {"model": str(WEIGHTS), "dtype": "half", "speculative": 1}
     assert not (new / "1" / "multi_lora.json").exists()
     for words in (
         "config.pbtxt:2:1: changed: max_batch_size is 4", "config.pbtxt:5:3: changed: input 'embedding_request'",
         "config.pbtxt:12:20: changed: preferred_batch_size", "config.pbtxt:14:3: changed: ENABLE_VLLM_HEALTH_CHECK",
         "model.json:3:5: changed: enable_lora is True: LoRA is not offered", "model.json:4:5: changed: max_lora_rank",
-        "model.json:6:5: changed: unknown setting 'speculative'", "multi_lora.json: changed: LoRA is not offered",
+        "model.json:6:5: error: unknown setting 'speculative'", "multi_lora.json: changed: LoRA is not offered",
     ):  # fmt: skip
         assert words in printed
+    (unknown,) = (found for found in check(tmp_path / "out").findings if found.severity == "error")
+    assert (unknown.rule, unknown.field) == ("settings", "speculative")
+    (new / "1" / "model.json").write_text(json.dumps({**kept, "speculative": None}))
     assert check(tmp_path / "out").count("error") == 0
 
 
@@ -160,7 +164,7 @@ def trtllm(tmp_path: Path) -> Path:
 
 def test_an_ensemble_of_tensorrt_llm(trtllm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    printed = "\n".join(migrate(capsys, trtllm, "--out", out, "--model", WEIGHTS))
+    printed = "\n".join(migrate(capsys, trtllm, "--out", out, "--model", WEIGHTS, code=1))
     assert sorted(path.name for path in out.iterdir()) == ["add_sub", "ensemble", "tensorrt_llm_bls"]
     ensemble, bls = (
         parse_config((out / name / "config.pbtxt").read_text()) for name in ("ensemble", "tensorrt_llm_bls")
@@ -169,6 +173,7 @@ def test_an_ensemble_of_tensorrt_llm(trtllm: Path, tmp_path: Path, capsys: pytes
         "model": str(WEIGHTS), "io_dialect": "trtllm", "gpu_memory_utilization": "0.7",
         "enable_prefix_caching": "true",
         "swap_space": "0.0625", "admit_by_growth": "false", "max_num_seqs": "16", "max_waiting_requests": "500",
+        "novel_option": "3",
     }  # fmt: skip
     assert {key: value.string_value for key, value in bls.parameters.items()} == {
         "engine_of": "ensemble", "io_dialect": "trtllm",
@@ -189,8 +194,17 @@ def test_an_ensemble_of_tensorrt_llm(trtllm: Path, tmp_path: Path, capsys: pytes
     )
 
 
-def test_the_ensemble_is_clean(trtllm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    migrate(capsys, trtllm, "--out", tmp_path / "out", "--model", WEIGHTS)
+def test_the_ensemble_is_clean_but_for_what_is_unknown(
+    trtllm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    migrate(capsys, trtllm, "--out", tmp_path / "out", "--model", WEIGHTS, code=1)
+    config = tmp_path / "out" / "ensemble" / "config.pbtxt"
+    of_twin = "'ensemble', whose engine cannot be had"
+    errors = [found for found in check(tmp_path / "out", is_this_machine=False).findings if found.severity == "error"]
+    assert all("unknown setting 'novel_option'" in found.message for found in errors)
+    assert [found.file for found in errors if of_twin not in found.message] == [str(config)]
+    lines = config.read_text().splitlines()
+    config.write_text("\n".join(line for line in lines if "novel_option" not in line))
     report = check(tmp_path / "out", is_this_machine=False)
     assert (report.count("error"), report.checked) == (0, ["ensemble", "tensorrt_llm_bls"])
 

@@ -30,6 +30,7 @@ LAYERS = {
     "tidewheel.private_dir": 0,
     "tidewheel.confidential": 0,
     "tidewheel.regular_files": 0,
+    "tidewheel.model_formats": 0,
     "tidewheel.byte_sizes": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import UsageError, printable
 
 if TYPE_CHECKING:
-    from tidewheel.entries.checking import Report
+    from tidewheel.entries.checking import Report, Tell
     from tidewheel.entries.finding import Finding
 
 JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
@@ -36,24 +36,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tidewheel.entries.repairs import mend
 
-    report = _check(args)
+    report = _check(args, None if args.fix or args.json else _print_finding)
     mended = mend(report.findings) if args.fix else []
     if mended:
-        report = _check(args)
+        report = _check(args, None)
     if args.json:
         print(json.dumps(_as_json(report, mended), indent=1))
     else:
-        _print(report, mended)
+        for finding in mended:
+            if finding.edit is not None:
+                print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
+        for finding in report.findings if args.fix else ():
+            _print_finding(finding)
+        _print_summary(report)
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
 
 
-def _check(args: argparse.Namespace) -> Report:
+def _check(args: argparse.Namespace, tell: Tell | None) -> Report:
     # Protobuf, and torch for the models, take seconds.
     from tidewheel.entries.checking import check
     from tidewheel.errors import ConfigError
 
     try:
-        return check(args.path, is_this_machine=not args.other_machine)
+        return check(args.path, is_this_machine=not args.other_machine, tell=tell)
     except ConfigError as error:
         raise UsageError(str(error)) from None
 
@@ -63,6 +68,7 @@ def _as_json(report: Report, mended: list[Finding]) -> dict[str, object]:
         "version": JSON_VERSION,
         "checked": report.checked,
         "passed_over": report.passed_over,
+        "models": report.models,
         "fixed": [_row(finding) for finding in mended],
         "findings": [_row(finding) for finding in report.findings],
     }
@@ -74,12 +80,13 @@ def _row(finding: Finding) -> dict[str, object]:
     return {**row, "right_name": edit.new if edit else None}
 
 
-def _print(report: Report, mended: list[Finding]) -> None:
-    for finding in mended:
-        if finding.edit is not None:
-            print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
-    for finding in report.findings:
-        print(_line(finding))
+def _print_finding(finding: Finding) -> None:
+    print(_line(finding), flush=True)
+
+
+def _print_summary(report: Report) -> None:
+    for name, implementation in report.models.items():
+        print(printable(f"{name}: {implementation}"))
     errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
     print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
 

@@ -1,4 +1,4 @@
-"""`tidewheel migrate`."""
+"""`tidewheel migrate`. Exit codes: 0 done; 1 done, but settings stay that the load refuses; 2 nothing was written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     for lost in migration.lost:
         print(printable(f"{where(lost)}: changed: {lost.message}"))
+    for finding in migration.unknown:
+        print(
+            printable(f"{where(finding)}: error: {finding.message}; it stays, and stops the load until you mend it")
+        )
     for folder in written:
         print(f"wrote {folder}")
     print(f"now: tidewheel check {args.path if args.in_place else out}")
-    return 0
+    return int(bool(migration.unknown))

@@ -142,6 +142,10 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
+    def implementation(self) -> str:
+        return "native" if self.is_native else "through transformers"
+
+    @property
     def max_concurrency(self) -> float:
         return self.num_cache_tokens / self.max_model_len
 
@@ -149,8 +153,8 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         """Return log lines of memory, cache and time to load."""
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
-            f"model: {self.architecture} in {self.dtype} on {self.device}, loaded in {self.load_seconds:.1f} s"
-            + (f" ({stages})" if stages else ""),
+            f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "
+            f"loaded in {self.load_seconds:.1f} s" + (f" ({stages})" if stages else ""),
             f"memory: weights {_mib(self.weights_bytes)}, activations {_mib(self.activation_bytes)}, "
             f"graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens{', ' * bool(self.kv_cache_dtype)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from tidewheel.entries.setting_rules import at_setting, judge_settings
 from tidewheel.entries.source_text import Field, json_fields, place_of
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_text
+from tidewheel.model_formats import foreign_format
 
 if TYPE_CHECKING:
     from tidewheel.config import EngineConfig
@@ -26,10 +27,21 @@ _UNREAD = (("schema", "error"), ("model-json", "error"))  # a model that is set 
 _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 
 
+Tell = Callable[[Finding], None]
+
+
 class Report(NamedTuple):
     checked: list[str]  # names of entries
     passed_over: list[str]
     findings: list[Finding]
+    models: dict[str, str]  # by name: architecture, and whether it is native or runs through transformers
+    tell: Tell | None  # called with each finding when it is found
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.findings.append(finding)
+            if self.tell is not None:
+                self.tell(finding)
 
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)
@@ -45,6 +57,8 @@ def find_target(path: Path) -> Target:
     folder = path.parent if path.name == CONFIG_NAME else path
     if folder.name in ("", ".."):
         folder = folder.resolve()
+    if path.exists() and (refusal := foreign_format(path)):
+        raise ConfigError(refusal)
     if not folder.is_dir():
         raise ConfigError(f"{str(path)!r}: no such folder")
     if (folder / CONFIG_NAME).is_file():
@@ -57,33 +71,35 @@ def find_target(path: Path) -> Target:
     return Target(folder, names)
 
 
-def check(path: Path, *, is_this_machine: bool = True) -> Report:
+def check(path: Path, *, is_this_machine: bool = True, tell: Tell | None = None) -> Report:
     """Raise `ConfigError` if there is nothing to check."""
     target = find_target(path)
     configs = {found.parent.name: read_config(found) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: read[1] for name, read in configs.items() if not isinstance(read, UnreadableConfig)}
-    report = Report([], [], [])
+    report = Report([], [], [], {}, tell)
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
-        report.findings.extend(_without_config(target.repository))
+        report.add(_without_config(target.repository))
     needs: dict[str, tuple[EngineConfig, Needs]] = {}
     for name in target.names:
         read, folder = configs[name], target.repository / name
         if isinstance(read, UnreadableConfig):
             report.checked.append(name)
-            report.findings.append(_unreadable(folder / CONFIG_NAME, read))
+            report.add([_unreadable(folder / CONFIG_NAME, read)])
             continue
         entry = make_entry(folder, *read, others, Machine.here() if is_this_machine else None)
-        found = list(_judge(entry, needs))
-        has_errors = any(finding.severity == "error" for finding in found)
-        if has_errors:
-            found = [finding for finding in found if (finding.rule, finding.severity) != ("transactions", "note")]
+        before = report.count("error")
+        of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
+        held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
+        report.add(found for found in of_files if found not in held_back)
+        report.add(_judge_model(entry, needs, report.models))
+        has_errors = report.count("error") > before
+        report.add([] if has_errors else held_back)
         is_passed_over = not entry.is_ours and not has_errors
         (report.passed_over if is_passed_over else report.checked).append(name)
-        report.findings.extend(sorted(found, key=lambda found: (found.file, found.line or 0, found.column or 0)))
-    report.findings.extend(_together(target.repository, needs))
+    report.add(_together(target.repository, needs))
     if not report.checked and not report.count("warning"):
         message = f"nothing was checked: no entry has backend: {BACKEND!r}"
-        report.findings.append(_of_folder("backend", "warning", path, message))
+        report.add([_of_folder("backend", "warning", path, message)])
     return report
 
 
@@ -106,7 +122,7 @@ def _unreadable(path: Path, read: UnreadableConfig) -> Finding:
     return Finding("syntax", "error", str(path), read.line, read.column, "", read.message)
 
 
-def _judge(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]]) -> Iterator[Finding]:
+def _judge_files(entry: Entry) -> Iterator[Finding]:
     if not entry.is_ours:
         yield from located(entry, "backend", backend(entry))
         return
@@ -117,15 +133,24 @@ def _judge(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]]) -> Iterat
     is_misspelt = any(problem.right_name == "model" for problem in judged.problems)
     problems = (one for one in judged.problems if not (is_unread or is_misspelt) or one.message != MODEL_NOT_SET)
     yield from located(entry, "settings", problems)
-    if judged.settings is None or judged.settings.owner.name != entry.name:
+
+
+def _judge_model(
+    entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]], implementations: dict[str, str]
+) -> Iterator[Finding]:
+    """Yield what is found while it is; note memory and implementation of the entry's own engine."""
+    settings = judge_settings(entry).settings if entry.is_ours else None
+    if settings is None or settings.owner.name != entry.name:
         return
     # It imports torch, which takes seconds.
-    from tidewheel.entries.model_rules import judge_model
+    from tidewheel.entries.model_rules import ModelJudge
 
-    model = judge_model(judged.settings.engine, is_this_machine=entry.machine is not None)
-    yield from located(entry, "model", (at_setting(entry, problem) for problem in model.problems))
-    if model.needs is not None:
-        needs[entry.name] = (judged.settings.engine, model.needs)
+    judge = ModelJudge(settings.engine, is_this_machine=entry.machine is not None)
+    yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
+    if judge.needs is not None:
+        needs[entry.name] = (settings.engine, judge.needs)
+    if judge.implementation:
+        implementations[entry.name] = judge.implementation
 
 
 def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Finding]:

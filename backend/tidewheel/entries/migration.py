@@ -21,6 +21,7 @@ class NewEntry(NamedTuple):
 class Migration(NamedTuple):
     entries: list[NewEntry]
     lost: list[Finding]  # what could not be kept, where it stood
+    unknown: list[Finding]  # settings that stay, and stop the load: a name may be misspelt
 
 
 def write(entries: Iterable[NewEntry], repository: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import native_traits
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.decoder_config import parse_config
@@ -37,6 +38,7 @@ from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.memory_claims import MemoryClaim
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 
+UNKNOWN_VOCABULARY = 1 << 19  # tokens that a tokenizer is tried with where `config.json` does not say how many
 _BEHIND_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
 
 
@@ -61,60 +63,94 @@ class Needs(NamedTuple):
         return self.host + (self.weights + self.cache if self.device == "cpu" else 0)
 
 
-class ModelJudgement(NamedTuple):
-    problems: list[Problem]
-    needs: Needs | None
+class ModelJudge:
+    """The model of one entry: its problems as they are found, then what is known of it."""
 
+    def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
+        self.needs: Needs | None = None
+        self.implementation = ""  # such as "LlamaForCausalLM, native"; empty: not known
+        self._config = config
+        self._is_this_machine = is_this_machine
+        self._found: list[Problem] = []
+        self._folder: Path | None = None
+        self._device, self._dtype = torch.device("cpu"), torch.float32
+        self._vocab_size: int | None = None
+        self._plan: Plan | None = None
+        self._files: list[SafetensorsFile] | None = None
 
-def judge_model(config: EngineConfig, *, is_this_machine: bool) -> ModelJudgement:
-    problems: list[Problem] = []
-    with _noting(problems, None):
-        folder = cached_folder(config.model, config.revision, config.download_dir)
-        if folder is None:
-            message = (
-                f"model is {config.model!r}, which is not cached here: it is fetched at load and was not checked"
+    def problems(self) -> Iterator[Problem]:
+        yield from self._took(self._find_folder)
+        if self._folder is not None:
+            for judge in (self._read_config, self._read_files, self._judge_text, self._judge_memory):
+                yield from self._took(judge, self._folder)
+
+    def _took(self, judge: Callable[..., None], *folder: Path) -> list[Problem]:
+        judge(*folder)
+        found, self._found = self._found, []
+        return found
+
+    @contextlib.contextmanager
+    def _noting(self, file: Path | None) -> Iterator[None]:
+        """Note a `ConfigError` as a problem of the file, or of the one that it begins with."""
+        try:
+            yield
+        except ConfigError as refusal:
+            blamed = Path(_BEHIND_PATH.split(str(refusal), maxsplit=1)[0])
+            self._found.append(error("", str(refusal), file=blamed if blamed.is_absolute() else file))
+
+    def _find_folder(self) -> None:
+        config = self._config
+        with self._noting(None):
+            folder = cached_folder(config.model, config.revision, config.download_dir)
+            if folder is None:
+                message = f"{config.model!r}, which is not cached here: it is fetched at load and was not checked"
+                self._found.append(note("", f"model is {message}"))
+            elif not Path(config.model).is_absolute() and Path(config.model).is_dir():
+                message = f"model is {config.model!r}, a folder only seen from here: write it from the version folder"
+                self._found.append(warning("", message))
+            if folder is not None and (refusal := foreign_format(folder)):
+                raise ConfigError(refusal)
+            self._folder = folder
+
+    def _read_config(self, folder: Path) -> None:
+        with self._noting(None):
+            self._device = resolve_device(self._config) if self._is_this_machine else self._device
+        with self._noting(folder / "config.json"):
+            fields = read_config(folder)
+            if fields.values.get("vocab_size") is not None:
+                self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
+            self._dtype = resolve_dtype(self._config.dtype, checkpoint_dtype(fields), self._device)
+            self._plan = _plan(fields, self._config, self._dtype)
+            self._vocab_size = self._plan.vocab_size
+            self.implementation = (
+                f"{architecture(fields)}, {'native' if self._plan.native is not None else 'through transformers'}"
             )
-            return ModelJudgement([note("", message)], None)
-        if not Path(config.model).is_absolute() and Path(config.model).is_dir():
-            message = f"model is {config.model!r}, a folder only seen from here: write it from the version folder"
-            problems.append(warning("", message))
-        return _judge_folder(folder, config, problems, is_this_machine=is_this_machine)
-    return ModelJudgement(problems, None)
 
+    def _read_files(self, folder: Path) -> None:
+        if self._config.load_format == "dummy":
+            return
+        with self._noting(folder):
+            self._files = checkpoint_files(folder)
+            if self._plan is not None and self._plan.native is not None:
+                check_names(self._files, self._plan.native.destinations, self._plan.native.ignores)
 
-def _judge_folder(
-    folder: Path, config: EngineConfig, problems: list[Problem], *, is_this_machine: bool
-) -> ModelJudgement:
-    plan, files, needs = None, None, None
-    device = torch.device("cpu")
-    with _noting(problems, None):
-        device = resolve_device(config) if is_this_machine else device
-    with _noting(problems, folder / "config.json"):
-        fields = read_config(folder)
-        dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
-        plan = _plan(fields, config, dtype)
-    if config.load_format != "dummy":
-        with _noting(problems, folder):
-            files = checkpoint_files(folder)
-    if plan is not None and plan.native is not None and files is not None:
-        with _noting(problems, folder):
-            check_names(files, plan.native.destinations, plan.native.ignores)
-    _judge_text(folder, config, plan.vocab_size if plan else MAX_INT, problems)
-    if plan is not None and is_this_machine:
-        with _noting(problems, None):
-            needs, shortened = _needs(plan, files or [], config, dtype, device)
-            problems += [note("", shortened)] if shortened else []
-    return ModelJudgement(problems, needs)
+    def _judge_text(self, folder: Path) -> None:
+        config = self._config
+        tokenizer_folder = Path(config.tokenizer or folder)
+        vocab_size = self._vocab_size or UNKNOWN_VOCABULARY
+        with self._noting(tokenizer_folder):
+            encoder = PromptWorkers(Folder(tokenizer_folder, vocab_size, config.max_prompt_bytes), 1)
+            with contextlib.closing(encoder):
+                encoder.wait_tried()
+        with self._noting(folder):
+            GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
 
-
-@contextlib.contextmanager
-def _noting(problems: list[Problem], file: Path | None) -> Iterator[None]:
-    """Note a `ConfigError` as a problem of the file, or of the one that it begins with."""
-    try:
-        yield
-    except ConfigError as refusal:
-        blamed = Path(_BEHIND_PATH.split(str(refusal), maxsplit=1)[0])
-        problems.append(error("", str(refusal), file=blamed if blamed.is_absolute() else file))
+    def _judge_memory(self, _folder: Path) -> None:
+        if self._plan is None or not self._is_this_machine:
+            return
+        with self._noting(None):
+            self.needs, shortened = _needs(self._plan, self._files or [], self._config, self._dtype, self._device)
+            self._found += [note("", shortened)] if shortened else []
 
 
 def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
@@ -131,16 +167,6 @@ def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
     decoder = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
     decoder.check_quantization(config.quantization)
     return Plan(resolve_max_model_len(config.max_model_len, shape.context_length), shape.vocab_size, decoder)
-
-
-def _judge_text(folder: Path, config: EngineConfig, vocab_size: int, problems: list[Problem]) -> None:
-    tokenizer_folder = Path(config.tokenizer or folder)
-    with _noting(problems, tokenizer_folder):
-        encoder = PromptWorkers(Folder(tokenizer_folder, vocab_size, config.max_prompt_bytes), 1)
-        with contextlib.closing(encoder):
-            encoder.wait_tried()
-    with _noting(problems, folder):
-        GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
 
 
 def _needs(

@@ -30,4 +30,8 @@ def migrate(path: Path, model: str = "") -> Migration:
     done = [from_vllm(entry, model) for entry in vllm] + [from_trtllm(one, model) for one in parts]
     replaced = {entry.name for entry in vllm} | {part.name for one in parts for part in one.all}
     kept = [NewEntry(entry.name, {}, entry.folder) for entry in entries if entry.name not in replaced]
-    return Migration([new for one in done for new in one.entries] + kept, [loss for one in done for loss in one.lost])
+    return Migration(
+        [new for one in done for new in one.entries] + kept,
+        [loss for one in done for loss in one.lost],
+        [finding for one in done for finding in one.unknown],
+    )

@@ -59,6 +59,10 @@ def judge_settings(entry: Entry) -> Judgement:
                 parameters["model"] = _NO_MODEL
 
 
+def is_unknown_setting(problem: Problem) -> bool:
+    return problem.message.startswith("unknown setting ")
+
+
 def at_setting(entry: Entry, problem: Problem) -> Problem:
     """Move a problem to the setting that its message names; one of a file, only if it begins with the setting."""
     first = problem.message.split()[0].rstrip(":")

@@ -14,7 +14,7 @@ from tidewheel.adapter.tensors import INPUTS
 from tidewheel.byte_sizes import GIB
 from tidewheel.entries.checking import located
 from tidewheel.entries.entry import CONFIG_NAME, Entry
-from tidewheel.entries.finding import Finding, Problem, warning
+from tidewheel.entries.finding import Finding, Problem, error, warning
 from tidewheel.entries.migration import Migration, NewEntry
 from tidewheel.errors import ConfigError
 from tidewheel.server.repository import entry_text, resolve_model
@@ -152,8 +152,10 @@ def from_trtllm(parts: Parts, model: str) -> Migration:
         )
     settings: dict[str, str] = {"model": resolve_model(model), "io_dialect": "trtllm"}
     lost: list[Finding] = []
+    unknown: list[Finding] = []
     for part in parts.all:
         lost += located(part, "settings", _keep(part, settings))
+        unknown += located(part, "settings", _unknown(part, settings))
     lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
     decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
     first, *others = parts.faces or [parts.engine]
@@ -162,7 +164,7 @@ def from_trtllm(parts: Parts, model: str) -> Migration:
     texts |= {face.name: entry_text(twin, decoupled=decoupled) + _declarations(face) for face in others}
     for face in (first, *others):
         lost += located(face, "tensors", _lost_inputs(face))
-    return Migration([NewEntry(name, {CONFIG_NAME: text}) for name, text in texts.items()], lost)
+    return Migration([NewEntry(name, {CONFIG_NAME: text}) for name, text in texts.items()], lost, unknown)
 
 
 def _declarations(face: Entry) -> str:
@@ -186,9 +188,9 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
         value = _value(part, name)
         if not value:
             continue
-        if name not in _KEPT:
-            reason = _REASONS.get(name, "no parameter that is known here")
-            yield warning(f"parameters.{name}", f"{name} is {value!r}: {reason}")
+        if name in _REASONS:
+            yield warning(f"parameters.{name}", f"{name} is {value!r}: {_REASONS[name]}")
+        if name in _REASONS or name not in _KEPT:
             continue
         try:
             kept = _KEPT[name](value)
@@ -197,6 +199,14 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
         settings.update(kept.settings)
         if kept.word:
             yield warning(f"parameters.{name}", f"{name} is {value!r}: {kept.word}")
+
+
+def _unknown(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    """Add the settings that are known neither there nor here: the load refuses them until they are removed."""
+    for name in part.parameters:
+        if name not in _KEPT and name not in _REASONS and (value := _value(part, name)):
+            settings[name] = value
+            yield error(f"parameters.{name}", f"{name} is {value!r}: no parameter that is known here")
 
 
 def _keep_queue(engine: Entry, settings: dict[str, str]) -> Iterator[Problem]:

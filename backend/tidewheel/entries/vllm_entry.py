@@ -15,7 +15,7 @@ from tidewheel.entries.entry_rules import ENTRY_RULES
 from tidewheel.entries.finding import Edit, Finding, Problem
 from tidewheel.entries.migration import Migration, NewEntry
 from tidewheel.entries.repairs import edited
-from tidewheel.entries.setting_rules import judge_settings
+from tidewheel.entries.setting_rules import is_unknown_setting, judge_settings
 from tidewheel.entries.source_text import Field
 from tidewheel.errors import ConfigError
 from tidewheel.server.repository import resolve_model
@@ -49,9 +49,11 @@ def from_vllm(original: Entry, model: str = "") -> Migration:
         rule, problem = refused
         lost += located(original, rule, [problem])
         entry = _without(entry, problem)
+    problems = [problem for problem in judge_settings(entry).problems if is_unknown_setting(problem)]
+    unknown = list(located(original, "settings", problems))
     settings = f"{json.dumps(entry.model_json, indent=4)}\n"
     files = {CONFIG_NAME: entry.text, str(entry.json_path.relative_to(entry.folder)): settings}
-    return Migration([NewEntry(entry.name, files, entry.folder, (LORA_NAME,))], lost)
+    return Migration([NewEntry(entry.name, files, entry.folder, (LORA_NAME,))], lost, unknown)
 
 
 def _lost_adapters(entry: Entry) -> Iterator[Finding]:
@@ -63,12 +65,12 @@ def _lost_adapters(entry: Entry) -> Iterator[Finding]:
 
 
 def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
-    """Yield rule and problem of what is refused in a file, or has no effect."""
+    """Yield rule and problem of what is refused in a file and known, or has no effect."""
     for name, rule in ENTRY_RULES.items():
         refused = (problem for problem in rule(entry) if problem.severity == "error")
         yield from ((name, problem) for problem in refused if _is_there(entry, problem))
     for problem in judge_settings(entry).problems:
-        if _is_there(entry, problem):
+        if _is_there(entry, problem) and not is_unknown_setting(problem):
             yield "settings", problem
 
 

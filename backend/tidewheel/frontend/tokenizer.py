@@ -9,6 +9,7 @@ import tokenizers
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest
 from tidewheel.frontend.model_files import read_object, read_text
+from tidewheel.model_formats import sentencepiece_only
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -39,7 +40,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
-            raise ConfigError(f"{folder} has no tokenizer.json: set tokenizer to a folder that has one")
+            found = sentencepiece_only(folder)
+            what = f", {found}; or" if found else ":"
+            raise ConfigError(f"{folder} has no tokenizer.json{what} set tokenizer to a folder that has one")
         try:
             backend = tokenizers.Tokenizer.from_str(content)
         except BaseException as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.errors import ConfigError
+from tidewheel.model_formats import of_config
 from tidewheel.models.model_folder import Fields, architecture
 
 _ALIBI = "its attention adds ALiBi position biases"
@@ -64,9 +65,8 @@ def native_traits(fields: Fields) -> NativeTraits | None:
     for cause, names in REFUSED.items():
         if name in names:
             raise ConfigError(f"{fields.where}: {name} is not offered: {cause}")
-    for key in ("vision_config", "audio_config"):
-        if fields.values.get(key):
-            raise ConfigError(f"{fields.where}: {name} is multimodal ({key}); only text models are served")
+    if refusal := of_config(fields.values):
+        raise ConfigError(f"{fields.where}: {refusal}")
     return NATIVE.get(name)
 
 

@@ -22,6 +22,7 @@ class LoadedModel(NamedTuple):
     model: CausalLM
     architecture: str
     max_model_len: int
+    is_native: bool = True
 
 
 def load_model(
@@ -54,7 +55,7 @@ def _load_through_transformers(
     model = load_transformers_model(
         folder, cls, hf_config, dtype=dtype, device=device, progress=progress, dummy_seed=seed
     )
-    return LoadedModel(model, name, max_model_len)
+    return LoadedModel(model, name, max_model_len, is_native=False)
 
 
 def _load_native(

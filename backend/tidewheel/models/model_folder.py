@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
+from tidewheel.model_formats import foreign_format
 from tidewheel.regular_files import read_at_most
 
 log = logging.getLogger(__name__)
@@ -38,15 +39,13 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(folder: Path) -> Fields:
-    """Return the checked fields of `config.json`."""
+    """Return the checked fields of `config.json`. Raise `ConfigError` for a folder in a format that is not served."""
+    if refusal := foreign_format(folder):
+        raise ConfigError(refusal)
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
-    values = fields.values
-    if "auto_map" in values:
+    if "auto_map" in fields.values:
         raise ConfigError(f"{path}: auto_map asks to run code from the model folder, which is never done")
-    for key in ("quantization_config", "compression_config"):
-        if values.get(key):
-            raise ConfigError(f"{path}: {key} says the weights are quantised; only float weights are served")
     return fields
 
 
@@ -137,6 +136,8 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
         if revision:
             log.info("model is a folder: revision %r has no effect", revision)
         return folder.resolve()
+    if folder.exists() and (refusal := foreign_format(folder)):
+        raise ConfigError(refusal)
     if folder.exists() or folder.is_absolute() or model.count("/") != 1:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     try:

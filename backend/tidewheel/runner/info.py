@@ -8,6 +8,7 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # folder
     architecture: str
+    is_native: bool = True  # runs on our decoder, not through transformers
     device: str  # "cpu (2 threads)", "NVIDIA H200"
     dtype: str
     kv_cache_dtype: str = ""  # empty: dtype

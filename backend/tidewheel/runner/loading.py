@@ -121,6 +121,7 @@ def _draft_info(
     return RunnerInfo(
         model=str(folder),
         architecture=loaded.architecture,
+        is_native=loaded.is_native,
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=loaded.model.shape.vocab_size,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tidewheel.adapter.repository_entry import ORIGIN, check_settings, real_entry
 from tidewheel.errors import ConfigError
+from tidewheel.model_formats import foreign_format
 
 TWIN_SUFFIX = "_infer"
 _AHEAD_S = 5 * 365 * 86400  # later than any change of a file while a server runs
@@ -29,6 +30,8 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 def resolve_model(model: str) -> str:
     """Return a folder or Hugging Face id. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
+    if model and folder.exists() and (refusal := foreign_format(folder)):
+        raise ConfigError(refusal)
     if model and folder.is_dir():
         if not (folder / "config.json").exists():
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")

@@ -1,0 +1,97 @@
+"""Formats of models that are not served: each is named, with what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tidewheel.regular_files import open_regular, read_at_most
+
+GUIDE = 'docs/serve.md, "Other formats", has the commands'
+_LFS = b"version https://git-lfs.github.com/spec/"
+_MAX_CONFIG_BYTES = 16 << 20
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_METHODS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8"}
+_OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # beside a config.json that says nothing
+
+
+def foreign_format(model: Path) -> str:
+    """Return one line on a file or folder that is known and not served; empty for all others."""
+    if model.is_file():
+        return _gguf(model) if model.suffix == ".gguf" else ""
+    return _pointer(model) or _adapter(model) or _gguf(model) or _of_files(model)
+
+
+def of_config(values: Mapping[str, object]) -> str:
+    """Return what the fields of a `config.json` say that is not served, or nothing."""
+    for key in ("quantization_config", "compression_config"):
+        if section := values.get(key):
+            method = section.get("quant_method") if isinstance(section, dict) else None
+            return _quantised(_METHODS.get(str(method), str(method or "a method that is not named")), key)
+    for key, kind in (("vision_config", "vision-language"), ("audio_config", "speech")):
+        if values.get(key):
+            return f"it is a {kind} model ({key}), and multimodal models are not offered: take one of text alone"
+    return ""
+
+
+def sentencepiece_only(folder: Path) -> str:
+    """Return what to do where sentencepiece's file is there and no `tokenizer.json`, or nothing."""
+    name = next((name for name in _SENTENCEPIECE if (folder / name).is_file()), "")
+    if not name:
+        return ""
+    return f"only {name}, a tokenizer of sentencepiece: convert it with transformers ({GUIDE})"
+
+
+def _pointer(folder: Path) -> str:
+    names = ("config.json", "tokenizer.json")
+    for path in (*(folder / name for name in names), *sorted(folder.glob("*.safetensors"))):
+        if _first_bytes(path).startswith(_LFS):
+            return f"{path} is a pointer of Git LFS, and not the file itself: run git lfs pull in {folder}"
+    return ""
+
+
+def _adapter(folder: Path) -> str:
+    if not (folder / "adapter_config.json").is_file() or any(folder.glob("model*.safetensors")):
+        return ""
+    base = _fields(folder / "adapter_config.json").get("base_model_name_or_path") or "a model that it does not name"
+    return f"{folder} is a LoRA adapter of {base}, and no model: merge it into that model with peft ({GUIDE})"
+
+
+def _gguf(model: Path) -> str:
+    path = model if model.is_file() else next(iter(sorted(model.glob("*.gguf"))), None)
+    if path is None or any(path.parent.glob("*.safetensors")):
+        return ""
+    return f"{path} is a GGUF file, and only safetensors are served: convert it with transformers ({GUIDE})"
+
+
+def _of_files(folder: Path) -> str:
+    values = _fields(folder / "config.json")
+    said = of_config(values)
+    name = "" if said else next((name for name in _OLD_FILES if values and (folder / name).is_file()), "")
+    said = said or (_quantised(_OLD_FILES[name], name) if name else "")
+    return f"{folder / 'config.json'}: {said}" if said else ""
+
+
+def _quantised(method: str, where: str) -> str:
+    return (
+        f"the weights are quantised by {method} ({where}), and only float weights are served: take the float model "
+        "that they were made of; quantization fp8 makes 8 bits of it at load"
+    )
+
+
+def _fields(path: Path) -> dict[str, object]:
+    """Return an object of JSON; empty for a file that has none, which its reader explains."""
+    try:
+        values = json.loads(read_at_most(path, _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(len(_LFS))
+    except OSError:
+        return b""

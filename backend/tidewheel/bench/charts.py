@@ -18,6 +18,7 @@ INK, GRID = "#222222", "#DDDDDD"
 MARKERS = "osD^vPX<>"
 WIDTH = 9.0  # inches: a page shows about 900 pixels, so that 10 points are 14 pixels
 _MOST_DECADES = 2.3
+_MOST_ENTRIES = 6  # of a legend, beside each other
 
 
 class Picture(NamedTuple):
@@ -95,4 +96,6 @@ def name_lines(axes: Axes, *, least: float = 0.06) -> None:
 
 def legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(_MOST_ENTRIES, len(labels)), frameon=False, fontsize=9
+    )

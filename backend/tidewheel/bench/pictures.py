@@ -191,7 +191,10 @@ def _bars(result: StageResult, targets: Sequence[Target], name: str, shown: Sequ
                 look: dict[str, Any] = {"color": colour[target.name], "label": None if index else target.name}
                 for column in panel.columns:
                     mean, low, high = COLUMNS[column].estimate(figures)
-                    axes.bar(at, mean, width * 0.9, **look)
+                    if panel.is_logarithmic:  # a bar would begin nowhere
+                        axes.plot(at, mean, "o", markersize=5, **look)
+                    else:
+                        axes.bar(at, mean, width * 0.9, **look)
                     if math.isfinite(high - low) and "color" in look:
                         errors = [[mean - max(0.0, low)], [high - mean]]
                         axes.errorbar([at], [mean], yerr=errors, color=INK, linewidth=0.9, capsize=2)

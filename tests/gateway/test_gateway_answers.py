@@ -369,14 +369,17 @@ def test_a_forced_call(gateway: RunningGateway, triton: FakeTriton, choice: obje
     assert json.loads(triton.asked[0].inputs["messages"])["tools"] == TOOLS
 
 
+@pytest.mark.parametrize("reason", ["length", "stop"])  # stop: by a stop string of the request
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_forced_call_that_is_cut_is_a_call(gateway: RunningGateway, triton: FakeTriton, stream: bool) -> None:
+def test_a_forced_call_that_is_cut_is_a_call(
+    gateway: RunningGateway, triton: FakeTriton, stream: bool, reason: str
+) -> None:
     def answer(asked: Asked) -> Answer:
         if stream:
             yield response(asked.message, text_output='{"name": "wea', finish_reason="None")
-            yield from say(asked, text_output='ther", "arguments": {"ci', finish_reason="length")
+            yield from say(asked, text_output='ther", "arguments": {"ci', finish_reason=reason)
         else:
-            yield from say(asked, text_output='{"name": "weather", "arguments": {"ci', finish_reason="length")
+            yield from say(asked, text_output='{"name": "weather", "arguments": {"ci', finish_reason=reason)
 
     triton.answer = answer
     reply = gateway.chat(tools=TOOLS, tool_choice="required", stream=stream)
@@ -384,7 +387,7 @@ def test_a_forced_call_that_is_cut_is_a_call(gateway: RunningGateway, triton: Fa
     said = choice["delta" if stream else "message"]
     (call,) = said["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"ci'}
-    assert (said.get("content"), choice["finish_reason"]) == (None, "length")
+    assert (said.get("content"), choice["finish_reason"]) == (None, reason)
 
 
 @pytest.mark.parametrize(

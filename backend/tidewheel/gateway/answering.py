@@ -128,7 +128,7 @@ class Answer:
         if of_prompt and self._ask.shows_prompt_logprobs and not self._ask.is_chat:
             choice["prompt_logprobs"] = _shown(of_prompt)
         choice |= _end(part.finish_reason)
-        if choice["finish_reason"] == "stop" and progress.num_calls:
+        if choice["finish_reason"] == "stop" and progress.num_calls and not progress.listener.was_cut:
             choice["finish_reason"] = "tool_calls"
         if self._ask.params["return_token_ids"]:
             choice["token_ids"] = part.token_ids or ()

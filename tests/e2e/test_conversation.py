@@ -124,6 +124,26 @@ def test_triton_and_the_gateway_give_the_answers_of_llm(
             assert greedy(reference, np.array(ids, dtype=np.int32), NUM_TOKENS).margin < close, question
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"guided_json": {"type": "object"}},
+        {"structured_outputs": {"json_object": True}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_json_is_not_filled_with_whitespace(server: Server, asked: dict[str, Any]) -> None:
+    """With whitespace of any length, the model indents thirty nested objects until the answer is cut."""
+    question = messages("Write a JSON object with thirty nested objects.")
+    body = {"model": "demo", "messages": question, "max_tokens": 60, "temperature": 0, **asked}
+    answer = requests.post(f"{server.openai}/v1/chat/completions", json=body, timeout=300).json()["choices"][0]
+    between_strings = re.sub(r'"(\\.|[^"\\])*("|$)', '""', answer["message"]["content"])
+    assert between_strings.startswith("{")
+    assert not re.search(r"[^\S ]|  ", between_strings)
+
+
 # --- make demo ---------------------------------------------------------------------------------------------------
 
 

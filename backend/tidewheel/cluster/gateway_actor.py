@@ -9,8 +9,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.replica_board import ReplicaBoard, board_of
@@ -18,8 +16,9 @@ from tidewheel.cluster.replica_upstreams import ReplicaUpstreams
 from tidewheel.confidential import protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.client_connections import Listener
 from tidewheel.gateway.run_gateway import listen
-from tidewheel.server import ServeError, processes
+from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 
 _REBIND_S = 10.0  # for the port of a gateway that died to be free again
@@ -31,30 +30,29 @@ class GatewayActor:
         """Raise `ClusterError` if it cannot listen."""
         settings = read_settings(arguments)
         protect_texts()
-        processes.raise_descriptor_limit()
         keys = Path(settings.api_keys) if settings.api_keys else None
         try:
             check_keys(settings.host, keys)
             self._board = board_of(handle.deployment_name, settings.router)
-            self._runner = await _started(_gateway(settings, handle, self._board, keys), settings)
+            self._listener = await _started(_gateway(settings, handle, self._board, keys), settings)
         except ServeError as error:
             raise ClusterError(str(error)) from None
 
     async def check_health(self) -> None:
-        if not self._runner.addresses:
+        if not self._listener.addresses:
             raise ClusterError("the gateway does not listen")
 
     async def port(self) -> int:
         """Return the port that it listens on."""
-        return int(self._runner.addresses[0][1])
+        return int(self._listener.addresses[0][1])
 
     async def figures(self) -> dict[str, dict[str, float]]:
         """Return what each replica reported last, by where it listens."""
         return {authority: dict(figures) for authority, figures in self._board.figures.items()}
 
     async def __del__(self) -> None:
-        if hasattr(self, "_runner"):
-            await self._runner.cleanup()
+        if hasattr(self, "_listener"):
+            await self._listener.cleanup()
 
 
 def _gateway(settings: ClusterSettings, handle: Any, board: ReplicaBoard, keys: Path | None) -> Gateway:
@@ -71,7 +69,7 @@ def _gateway(settings: ClusterSettings, handle: Any, board: ReplicaBoard, keys: 
     )
 
 
-async def _started(gateway: Gateway, settings: ClusterSettings) -> web.AppRunner:
+async def _started(gateway: Gateway, settings: ClusterSettings) -> Listener:
     """Listen, also on the port of a gateway that has just died. Raise `ServeError`."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + _REBIND_S

@@ -13,6 +13,7 @@ from aiohttp import web
 from tidewheel.confidential import TracebackFormatter, protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.client_connections import Listener
 from tidewheel.gateway.gateway_options import GatewayOptions, announce
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
@@ -22,7 +23,6 @@ from tidewheel.server.endpoints import check_keys
 
 logger = logging.getLogger(__name__)
 
-_KEEPALIVE_S = 75.0  # for an idle connection
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -42,7 +42,6 @@ def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
     handler.setFormatter(TracebackFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
-    processes.raise_descriptor_limit()
     gateway = Gateway(
         Upstreams(options.upstreams),
         ApiKeys(options.api_keys, place.ledger()),
@@ -63,16 +62,16 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
     loop.set_exception_handler(_log_without_values)
     for number in _STOP:
         loop.add_signal_handler(number, stopped.set)
-    runner = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
+    listener = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
     try:
         if not shares_port:
-            announce(*runner.addresses[0][:2])
+            announce(*listener.addresses[0][:2])
         gateway.publish()
         await stopped.wait()
     finally:
         # A second signal ends the wait for open requests.
         with contextlib.suppress(asyncio.CancelledError):
-            await _clean_up(runner, loop)
+            await _clean_up(listener, loop)
 
 
 def _log_without_values(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -80,29 +79,20 @@ def _log_without_values(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -
     logger.error("%s", context["message"], exc_info=context.get("exception"))
 
 
-async def listen(
-    gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
-) -> web.AppRunner:
+async def listen(gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False) -> Listener:
     """Return what answers at the port until its `cleanup`. Raise `ServeError` if the port cannot be had."""
-    runner = web.AppRunner(
-        gateway.application(),
-        access_log=None,
-        auto_decompress=False,
-        handler_cancellation=True,
-        keepalive_timeout=_KEEPALIVE_S,
-        shutdown_timeout=drain_s,
-    )
+    num_descriptors = processes.raise_descriptor_limit()
+    runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=drain_s)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, reuse_port=shares_port or None).start()
+        return await Listener.open(runner, host, port, num_descriptors=num_descriptors, shares_port=shares_port)
     except OSError as error:
         await runner.cleanup()
         raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    return runner
 
 
-async def _clean_up(runner: web.AppRunner, loop: asyncio.AbstractEventLoop) -> None:
-    task = asyncio.ensure_future(runner.cleanup())
+async def _clean_up(listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+    task = asyncio.ensure_future(listener.cleanup())
     for number in _STOP:
         loop.add_signal_handler(number, task.cancel)
     await task

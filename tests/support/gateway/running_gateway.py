@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from aiohttp import web
 
 from support.triton.grpc_triton import Answer, Asked, response
 from support.triton.serving import wait_for
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.run_gateway import listen
 from tidewheel.gateway.upstream import Address
 from tidewheel.gateway.upstreams import Upstreams
 
@@ -68,27 +68,20 @@ def gateway_to(
         continue_greedy=continue_greedy,
     )
     loop = asyncio.new_event_loop()
-    runner = web.AppRunner(
-        gateway.application(), handler_cancellation=True, auto_decompress=False, shutdown_timeout=0
-    )
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    async def start() -> int:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return int(runner.addresses[0][1])
-
+    listener = run(listen(gateway, "127.0.0.1", 0, 0))
     try:
-        running = RunningGateway(f"http://127.0.0.1:{run(start())}", upstreams)
+        running = RunningGateway(f"http://127.0.0.1:{listener.addresses[0][1]}", upstreams)
         wait_for(lambda: all("not asked" not in one.not_ready for one in upstreams.each), 60, "looks")
         yield running
         running.session.close()
     finally:
-        run(runner.cleanup())
+        run(listener.cleanup())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -1,0 +1,276 @@
+"""Connections of clients: how many may be open, and how long the headers of a request may take.
+
+Where all places are taken, another connection is closed for a new one: the longest idle one, else the one whose
+client keeps the gateway waiting longest, because its request has not arrived in full or its answer is not read. A
+connection whose client waits for an answer is never closed. If there are only such, the new one is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from tidewheel.gateway import openai_errors
+from tidewheel_client.request_errors import Busy
+
+HEADERS_S = 10.0  # for the headers of a request to arrive
+_KEEPALIVE_S = 75.0  # for an idle connection
+_OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": _KEEPALIVE_S}
+_LOG_S = 10.0  # between two lines
+_OWN_DESCRIPTORS = 32  # of a gateway without clients
+_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+_MOST_AT_ONCE = 128  # that asyncio accepts before it looks at one
+_IPV6_SITE = 64  # bits; one client has all addresses below
+_ALL = ""  # in place of an address
+
+logger = logging.getLogger(__name__)
+
+
+class _Group:
+    """Connections of one address, or of all."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        # Longest first.
+        self.idle: dict[ClientConnection, None] = {}  # since an answer
+        self.waiting: dict[ClientConnection, None] = {}  # for their clients
+
+
+class ConnectionTable:
+    """Open connections of one process. Not thread safe."""
+
+    def __init__(self, num_descriptors: int) -> None:
+        """`num_descriptors` is how many files the process may open.
+
+        A quarter is left for connections that are being accepted or closed, and for those to Triton's HTTP port.
+        """
+        self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
+        self.most_of_address = self.most // 2
+        self._groups: defaultdict[str, _Group] = defaultdict(_Group)
+        self._open: set[ClientConnection] = set()
+        self._num_closed = self._num_refused = 0  # since the last line in the log
+        self._next_line_s = 0.0
+
+    def enter(self, connection: ClientConnection) -> bool:
+        """Add a connection, for which another one may be closed. Return False if there is no room."""
+        for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
+            if self._groups[address].num_open >= most and not self.make_room(address):
+                self._num_refused += 1
+                self._log()
+                return False
+        self._open.add(connection)
+        for group in self._groups_of(connection):
+            group.num_open += 1
+        self.wait(connection)
+        return True
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Remove a connection. Ignore one that is not in the table."""
+        if connection not in self._open:
+            return
+        self.serve(connection)
+        self._open.remove(connection)
+        for group in self._groups_of(connection):
+            group.num_open -= 1
+        if not self._groups[connection.address].num_open:
+            del self._groups[connection.address]
+
+    def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
+        """Note that from now on the gateway waits for the connection's client."""
+        if connection in self._open:
+            self.serve(connection)
+            for group in self._groups_of(connection):
+                (group.idle if is_idle else group.waiting)[connection] = None
+
+    def serve(self, connection: ClientConnection) -> None:
+        """Note that the connection's client waits for the gateway."""
+        for group in self._groups_of(connection):
+            group.idle.pop(connection, None)
+            group.waiting.pop(connection, None)
+
+    def make_room(self, address: str = _ALL) -> bool:
+        """Close a connection whose client does not wait for the gateway. Return False if there is none."""
+        group = self._groups[address]
+        connection = next(iter(group.idle or group.waiting), None)
+        if connection is None:
+            return False
+        self.leave(connection)
+        connection.abort()
+        self._num_closed += 1
+        self._log()
+        return True
+
+    def _groups_of(self, connection: ClientConnection) -> tuple[_Group, _Group]:
+        return self._groups[connection.address], self._groups[_ALL]
+
+    def _log(self) -> None:
+        """Log a line with the sums, unless the last one was just now."""
+        if (now := time.monotonic()) < self._next_line_s:
+            return
+        logger.warning(
+            "no room for more connections: %d without a whole request were closed, %d new ones refused; there may be "
+            "%d, from one address %d (ulimit -n)",
+            self._num_closed,
+            self._num_refused,
+            self.most,
+            self.most_of_address,
+        )
+        self._num_closed = self._num_refused = 0
+        self._next_line_s = now + _LOG_S
+
+
+class ClientConnection(web.RequestHandler):
+    """Connection in aiohttp's server, with a place in a table."""
+
+    __slots__ = ("_deadline", "_is_read", "_is_unread", "_request", "_table", "address")
+
+    def __init__(self, server: web.Server, table: ConnectionTable) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **_OPTIONS)
+        self._table = table
+        self._request: web.Request | None = None  # whose headers have arrived, and which is being answered
+        self._is_read = False  # it has arrived in full
+        self._is_unread = False  # what was answered
+        self._deadline: asyncio.TimerHandle | None = None  # of headers that have begun to arrive
+        self.address = _ALL
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.address = _address_of(transport.get_extra_info("peername"))
+        if self._table.enter(self):
+            self._limit_headers()
+        else:
+            assert self.transport is not None
+            self.transport.write(_refusal(self._table))
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._table.leave(self)
+        self._end_limit()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._request is None and self._deadline is None:
+            self._limit_headers()
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._is_unread = True
+        self._table.wait(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_unread = False
+        self._note_served()
+
+    async def answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Answer a request whose headers have arrived."""
+        self._end_limit()
+        self._request = request
+        request.content.on_eof(lambda: self._note_read(request))
+        try:
+            return await handler(request)
+        finally:
+            self._request, self._is_read = None, False
+            self._table.wait(self, is_idle=True)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _note_read(self, request: web.Request) -> None:
+        if request is self._request:
+            self._is_read = True
+            self._note_served()
+
+    def _note_served(self) -> None:
+        if self._is_read and not self._is_unread:
+            self._table.serve(self)
+
+    def _limit_headers(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(HEADERS_S, self.abort)
+
+    def _end_limit(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Listener:
+    """Listening sockets of an application, and its connections."""
+
+    def __init__(self, runner: web.AppRunner, sockets: asyncio.Server) -> None:
+        self._runner = runner
+        self._sockets = sockets
+
+    @classmethod
+    async def open(
+        cls, runner: web.AppRunner, host: str, port: int, *, num_descriptors: int, shares_port: bool
+    ) -> Listener:
+        """Listen for a runner that is set up. Raise `OSError`."""
+        server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
+        assert server is not None
+        handler, log_failure = server.request_handler, loop.get_exception_handler()
+
+        async def answer(request: Any) -> web.StreamResponse:
+            connection: ClientConnection = request.protocol
+            return await connection.answer(request, handler)
+
+        def note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            # One accept that found no descriptor: asyncio would log a traceback, up to 128 times a second.
+            if isinstance(context.get("exception"), OSError) and "socket" in context:
+                table.make_room()
+            elif log_failure is not None:
+                log_failure(loop, context)
+            else:
+                loop.default_exception_handler(context)
+
+        server.request_handler = answer
+        loop.set_exception_handler(note_failure)
+        sockets = await loop.create_server(
+            lambda: ClientConnection(server, table),
+            host,
+            port,
+            backlog=max(1, min(num_descriptors // 32, _MOST_AT_ONCE)),
+            reuse_port=shares_port or None,
+        )
+        for each in sockets.sockets:  # asyncio gave the kernel the same number
+            with each.dup() as same:
+                same.listen(_BACKLOG)
+        return cls(runner, sockets)
+
+    @property
+    def addresses(self) -> list[Any]:
+        return [each.getsockname() for each in self._sockets.sockets]
+
+    async def cleanup(self) -> None:
+        self._sockets.close()
+        await self._runner.cleanup()
+
+
+def _address_of(peer: tuple[str, int]) -> str:
+    """Return the address that a connection counts for."""
+    address = ipaddress.ip_address(peer[0].partition("%")[0])
+    return str(address if address.version == 4 else ipaddress.ip_network((address, _IPV6_SITE), strict=False))
+
+
+def _refusal(table: ConnectionTable) -> bytes:
+    """Return an answer to a client without a place."""
+    error = Busy(
+        f"the gateway has {table.most} connections, or {table.most_of_address} of your address, which wait for "
+        "answers: try again later"
+    )
+    body = openai_errors.body_of(error)
+    headers = openai_errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
+    lines = [f"HTTP/1.1 {openai_errors.status_of(error)} Too Many Requests", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body

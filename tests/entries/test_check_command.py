@@ -41,6 +41,8 @@ def test_our_repository_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert printed.splitlines()[-1] == "2 checked, 2 passed over: 0 errors, 0 warnings"
     assert "baseline_static/config.pbtxt:2:1: note: passed over: backend is 'python'" in printed
+    token = 2 * 6 * 2 * 32 * 4  # keys and values of the demo model's layers and heads, in float32
+    assert f"demo: KV cache 2 x 6 layers x 2 KV heads x 32 x 4 bytes = {token:,} bytes a token; 3 MiB for" in printed
 
 
 def test_tokenizer_and_template_are_tried_as_at_the_load(write: WriteEntry, weights: Path) -> None:
@@ -124,7 +126,7 @@ def test_json(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = run(capsys, str(entry.parent), "--json")
     report = json.loads(printed)
     assert code == 1
-    assert report.keys() == {"version", "checked", "passed_over", "models", "fixed", "findings"}
+    assert report.keys() == {"version", "checked", "passed_over", "models", "fixed", "kv_cache", "findings"}
     assert (report["version"], report["checked"], report["passed_over"]) == (1, ["demo", "demo_infer"], ["ensemble"])
     assert report["findings"][0] == {
         "rule": "settings", "severity": "error", "file": str(entry / "config.pbtxt"), "line": 4, "column": 14,

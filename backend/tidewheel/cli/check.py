@@ -70,6 +70,7 @@ def _as_json(report: Report, mended: list[Finding]) -> dict[str, object]:
         "passed_over": report.passed_over,
         "models": report.models,
         "fixed": [_row(finding) for finding in mended],
+        "kv_cache": report.kv_cache,
         "findings": [_row(finding) for finding in report.findings],
     }
 
@@ -87,6 +88,8 @@ def _print_finding(finding: Finding) -> None:
 def _print_summary(report: Report) -> None:
     for name, implementation in report.models.items():
         print(printable(f"{name}: {implementation}"))
+    for name, text in report.kv_cache.items():
+        print(printable(f"{name}: KV cache {text}"))
     errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
     print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
 

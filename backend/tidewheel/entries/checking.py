@@ -35,6 +35,7 @@ class Report(NamedTuple):
     passed_over: list[str]
     findings: list[Finding]
     models: dict[str, str]  # by name: architecture, and whether it is native or runs through transformers
+    kv_cache: dict[str, str]  # by name: what a token and the longest request take of it
     tell: Tell | None  # called with each finding when it is found
 
     def add(self, findings: Iterable[Finding]) -> None:
@@ -76,7 +77,7 @@ def check(path: Path, *, is_this_machine: bool = True, tell: Tell | None = None)
     target = find_target(path)
     configs = {found.parent.name: read_config(found) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: read[1] for name, read in configs.items() if not isinstance(read, UnreadableConfig)}
-    report = Report([], [], [], {}, tell)
+    report = Report([], [], [], {}, {}, tell)
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
         report.add(_without_config(target.repository))
     needs: dict[str, tuple[EngineConfig, Needs]] = {}
@@ -91,7 +92,7 @@ def check(path: Path, *, is_this_machine: bool = True, tell: Tell | None = None)
         of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
         held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
         report.add(found for found in of_files if found not in held_back)
-        report.add(_judge_model(entry, needs, report.models))
+        report.add(_judge_model(entry, needs, report))
         has_errors = report.count("error") > before
         report.add([] if has_errors else held_back)
         is_passed_over = not entry.is_ours and not has_errors
@@ -135,9 +136,7 @@ def _judge_files(entry: Entry) -> Iterator[Finding]:
     yield from located(entry, "settings", problems)
 
 
-def _judge_model(
-    entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]], implementations: dict[str, str]
-) -> Iterator[Finding]:
+def _judge_model(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]], report: Report) -> Iterator[Finding]:
     """Yield what is found while it is; note memory and implementation of the entry's own engine."""
     settings = judge_settings(entry).settings if entry.is_ours else None
     if settings is None or settings.owner.name != entry.name:
@@ -150,7 +149,9 @@ def _judge_model(
     if judge.needs is not None:
         needs[entry.name] = (settings.engine, judge.needs)
     if judge.implementation:
-        implementations[entry.name] = judge.implementation
+        report.models[entry.name] = judge.implementation
+    if judge.cache_of_a_request:
+        report.kv_cache[entry.name] = judge.cache_of_a_request
 
 
 def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Finding]:

@@ -69,6 +69,7 @@ class ModelJudge:
     def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
         self.needs: Needs | None = None
         self.implementation = ""  # such as "LlamaForCausalLM, native"; empty: not known
+        self.cache_of_a_request = ""  # in words; empty: not known
         self._config = config
         self._is_this_machine = is_this_machine
         self._found: list[Problem] = []
@@ -146,9 +147,14 @@ class ModelJudge:
             GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
 
     def _judge_memory(self, _folder: Path) -> None:
-        if self._plan is None or not self._is_this_machine:
+        if self._plan is None:
             return
         with self._noting(None):
+            if (decoder := self._plan.native) is not None:
+                of_cache = resolve_cache_dtype(self._config.kv_cache_dtype, self._dtype, self._device)
+                self.cache_of_a_request = _cache_of_a_request(self._plan, CacheLayout(decoder.shape, 1, of_cache))
+            if not self._is_this_machine:
+                return
             self.needs, shortened = _needs(self._plan, self._files or [], self._config, self._dtype, self._device)
             self._found += [note("", shortened)] if shortened else []
 
@@ -227,6 +233,16 @@ def _check_host_memory(needs: Needs) -> None:
     raise ConfigError(
         f"host memory does not suffice: {shown}, and {shown_bytes(available)} are available; lower "
         "kv_cache_memory_mb or swap_space, or use a smaller model"
+    )
+
+
+def _cache_of_a_request(plan: Plan, layout: CacheLayout) -> str:
+    """Return words for what a token and the longest request take; `layout` has blocks of one token."""
+    shape, token = layout.shape, layout.block_bytes
+    return (
+        f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {layout.dtype.itemsize} "
+        f"bytes = {token:,} bytes a token; {shown_bytes(token * plan.max_model_len)} for a request of "
+        f"{plan.max_model_len:,} tokens"
     )
 
 

@@ -164,7 +164,7 @@ $(AOT_VENV)/.installed:
 # benchmarks/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one. Results
 # go below build/bench; with RECORD=1 also into benchmarks/results.
 bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/qwen3-40m/config.json)
-	$(BIN)/tidewheel bench --suite compare --seconds 5 --budget-s 420 --repeats 3 --out build/bench \
+	$(BIN)/tidewheel bench --suite compare --seconds 5 --budget-s 420 --out build/bench \
 		$(if $(VLLM_PYTHON),--offline-model build/qwen3-40m --peer vllm=$(VLLM_PYTHON)) \
 		$(if $(SHAPE),--model build/$(SHAPE) --dtype bfloat16 --set max_model_len=4096 --set kv_cache_memory_mb=8192) \
 		$(if $(RECORD),--record benchmarks/results/$(or $(SHAPE),cpu)_capacity.json) $(BENCH_ARGS)

@@ -164,11 +164,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         ("--budget-s=5", "--suite compare"),
         ("--offline-model=elsewhere", "--suite compare"),
         ("--offline-dtype=float32", "--suite compare"),
+        ("--repeats=2 --suite=compare", "another suite"),
+        ("--ttft=1 --suite=compare", "--tpot"),
+        ("--tpot=1 --suite=compare", "--ttft"),
     ],
 )
 def test_an_option_that_counts_for_no_target_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, companion: str
 ) -> None:
-    assert bench(tmp_path, "--target=a=grpc://127.0.0.1:9/demo", option) == 2
+    assert bench(tmp_path, "--target=a=grpc://127.0.0.1:9/demo", *option.split()) == 2
     error = capsys.readouterr().err
     assert option.partition("=")[0] in error and companion in error and "count for nothing" in error

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.e2e
 
 
 def bench(out: Path, *arguments: str) -> dict[str, Any]:
-    weights = ["--model", str(WEIGHTS), "--baselines", str(REPOSITORY)]
-    assert main(["bench", "--out", str(out), *weights, "--repeats=1", "--warm-up=2", *arguments]) == 0
+    assert main(["bench", "--out", str(out), "--model", str(WEIGHTS), "--repeats=1", "--warm-up=2", *arguments]) == 0
     found: dict[str, Any] = json.loads((out / "results.json").read_text())
     return found
 
@@ -25,6 +24,7 @@ def test_servers_and_peers_that_it_starts_itself(tmp_path: Path) -> None:
     targets = [
         f"--target={name}" for name in ("continuous", "static,batch_size=4", "baseline_dynamic", "transformers")
     ]
+    targets.append(f"--baselines={REPOSITORY}")
     found = bench(tmp_path, *targets, "--load=closed:4", "--requests=8", "--workload=fixed", "--output=constant:8")
     runs = {run["target"]: run for run in found["stages"][0]["runs"]}
     assert set(runs) == {"continuous", "static", "baseline_dynamic", "transformers"}

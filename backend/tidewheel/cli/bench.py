@@ -72,7 +72,7 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
     _repeated(load, "--load", "LOAD", loads)
     load.add_argument("--seconds", **seconds, default=10.0, help="of sending, a run (default: %(default)g)")
     load.add_argument("--requests", **number, help="at most, a run")
-    load.add_argument("--repeats", **number, default=3, help="of every run (default: %(default)s)")
+    load.add_argument("--repeats", **number, help="of every run, but for compare's search (default: 3)")
     load.add_argument("--timeout-s", **seconds, default=120.0, help="of one request")
     load.add_argument("--seed", type=functools.partial(_at_least, 0), default=0)
 

@@ -30,7 +30,7 @@ from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 from tidewheel.server.repository import parse_settings
 
 INTERRUPTED = 130
-DTYPE, OFFLINE_DTYPE = "float32", "bfloat16"
+DTYPE, OFFLINE_DTYPE, REPEATS = "float32", "bfloat16", 3
 _ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
@@ -101,7 +101,7 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
         loads=parsed,
         workload=_workload(args, name, model),
         seconds=args.seconds,
-        repeats=args.repeats,
+        repeats=args.repeats or REPEATS,
         max_requests=args.requests,
         slo=Slo(args.ttft or DEFAULT_TTFT_S, args.tpot or DEFAULT_TPOT_S),
         seed=args.seed,
@@ -135,14 +135,18 @@ def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str)
 def _check_counted(args: argparse.Namespace, targets: list[Target]) -> None:
     """Raise `UsageError` for an option that counts for none of the targets, or not in the suite."""
     has_offline_part = args.suite == "compare" and any(_ELSEWHERE.search(spec) for spec in args.peer)
+    searches, of_offline = args.suite == "compare", "--suite compare and a --peer in an environment"
     is_here = any(target.is_served_here or target.is_peer for target in targets)
     rules = (
         ("--set", args.set, any(target.is_ours for target in targets), "a target of ours, such as continuous or llm"),
         ("--dtype", args.dtype, is_here, "a target that is served here, or a peer"),
         ("--baselines", args.baselines, any(target.kind == "baseline" for target in targets), "a target baseline_…"),
-        ("--budget-s", args.budget_s, args.suite == "compare", "--suite compare"),
-        ("--offline-model", args.offline_model, has_offline_part, "--suite compare and a --peer in an environment"),
-        ("--offline-dtype", args.offline_dtype, has_offline_part, "--suite compare and a --peer in an environment"),
+        ("--budget-s", args.budget_s, searches, "--suite compare"),
+        ("--offline-model", args.offline_model, has_offline_part, of_offline),
+        ("--offline-dtype", args.offline_dtype, has_offline_part, of_offline),
+        ("--repeats", args.repeats, not searches or has_offline_part, f"another suite, or {of_offline}"),
+        ("--ttft", args.ttft, not searches or args.tpot, "--tpot, in --suite compare"),
+        ("--tpot", args.tpot, not searches or args.ttft, "--ttft, in --suite compare"),
     )
     for option, given, counts, companion in rules:
         if given and not counts:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MODEL = "demo"
 PROMPTS = ("A tuple is", "The server process", "To create a table")
 QUESTIONS = ("What is the capital of France?", "Name three things to see there, in one sentence.")
-CHAT_SETTINGS = {"max_model_len": "2048"}  # enough to talk, whatever the model could take
+CHAT_SETTINGS = {"max_model_len": "2048", "kv_cache_memory_mb": "512"}  # enough to talk, whatever there could be
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

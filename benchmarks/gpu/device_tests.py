@@ -28,7 +28,7 @@ MARKED = (  # elsewhere
     "models/test_weight_stream.py", "models/test_bf16_parity.py",
 )  # fmt: skip
 SHARDS = {
-    "test_attention.py": 6,
+    "test_attention.py": 10,
     "test_sampling_kernel.py": 2,
     "test_sampling_operation.py": 2,
     "test_decode_graphs_gpu.py": 4,

@@ -137,7 +137,7 @@ def byte_tokens(tokenizer: Tokenizer, data: bytes) -> list[int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [tokenizer._backend.token_to_id(chars[byte]) for byte in data]
+    return [tokenizer.backend.token_to_id(chars[byte]) for byte in data]
 
 
 def test_a_flood_of_special_tokens_costs_nothing() -> None:

@@ -550,7 +550,7 @@ def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
     broken = [harness.submit(stream=True) for _ in range(8)]  # more than there are senders
     backend = harness.frontend._reader._tokenizer
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_backend", mock.Mock(decode=panic))
+        patch.setattr(backend, "backend", mock.Mock(decode=panic))
         for key, sink in broken:
             harness.deliver(key, [5])
             sink.wait_end()

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -64,7 +65,22 @@ def test_as_in_this_process(workers: PromptWorkers, folder: Folder) -> None:
             expected = local.encode(text, add_special_tokens=special)
             ids = workers.encode(text, add_special_tokens=special)
             assert (ids.tolist(), ids.dtype) == (expected.tolist(), expected.dtype)
-    assert workers.render(Conversation([{"role": "user", "content": "Grüße\n"}])) == "<user>Grüße\n"
+    assert workers.render(Conversation([{"role": "user", "content": "Grüße\n"}])).text == "<user>Grüße\n"
+
+
+@pytest.mark.parametrize("escapes", [True, False])
+def test_special_tokens_in_messages(workers: PromptWorkers, folder: Folder, escapes: bool) -> None:
+    (end,) = workers.encode("</s>", add_special_tokens=False).tolist()
+    messages = [{"role": "user", "content": "a </s> b"}]
+    prompt = workers.render(Conversation(messages, escapes_special_tokens=escapes))
+    assert prompt.text == "<user>a </s> b"
+    ids = workers.encode(prompt.text, add_special_tokens=False, plain=prompt.plain).tolist()
+    assert (end in ids) == (not escapes)
+    assert workers.decode(np.array(ids, np.int32)) == prompt.text
+    told = workers.tokenize(
+        prompt.text, add_special_tokens=False, max_model_len=9, with_strings=False, plain=prompt.plain
+    )
+    assert json.loads(told)["tokens"] == ids
 
 
 def test_no_request_waits_for_the_start_of_a_process(folder: Folder) -> None:
@@ -82,7 +98,7 @@ def test_refusals_arrive_as_they_are(workers: PromptWorkers) -> None:
 def test_a_template_that_takes_all_memory_for_one_conversation(workers: PromptWorkers) -> None:
     with pytest.raises(InvalidRequest, match="memory"):
         workers.render(Conversation([{"role": "user", "content": "memory"}]))
-    assert workers.render(Conversation([{"role": "user", "content": "x"}])) == "<user>x"
+    assert workers.render(Conversation([{"role": "user", "content": "x"}])).text == "<user>x"
 
 
 def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
@@ -97,7 +113,7 @@ def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers)
     assert LIMITS.of_job(Encode("x" * (512 << 10), add_special_tokens=False)) == 2.0
     with pytest.raises(InvalidRequest, match=r"within 1 s of CPU time"):
         workers.render(Conversation([{"role": "user", "content": "time"}]))
-    assert workers.render(Conversation([{"role": "user", "content": "x"}])) == "<user>x"
+    assert workers.render(Conversation([{"role": "user", "content": "x"}])).text == "<user>x"
 
 
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_a_text_longer_than_the_context(harness: FrontendHarness) -> None:
     assert tokenize(harness, text="fox " * 20_000)["count"] > harness.info.max_model_len
 
 
+def test_special_tokens_are_meant_in_a_text_alone(harness: FrontendHarness) -> None:
+    (end,) = harness.encode("</s>")
+    messages = json.dumps([{"role": "user", "content": "the</s>fox"}])
+    assert end in tokenize(harness, text="the</s>fox")["tokens"]
+    assert end not in tokenize(harness, text=None, messages=messages)["tokens"]
+    key, _ = harness.submit(messages=messages)
+    assert end not in prompt_ids(harness.message(key))
+
+
 def test_messages(harness: FrontendHarness) -> None:
     whole = tokenize(harness, text=None, messages=CHAT)
     assert whole["tokens"] == harness.encode("the fox!")

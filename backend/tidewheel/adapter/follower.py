@@ -130,6 +130,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
             default_max_tokens=settings.frontend.default_max_tokens,
             defaults=_load_defaults(info, config),
             pooling=settings.frontend.pooling,
+            escape_special_tokens=settings.frontend.escape_special_tokens,
         )
     except BaseException:
         encoder.close()

@@ -45,6 +45,7 @@ class FrontendSettings:
     request_log: str = ""  # file, with its whole path, of a JSON line for each ended request; stderr; empty: none
     otlp_traces_endpoint: str = ""  # URL of a collector of OpenTelemetry, as http://127.0.0.1:4318/v1/traces
     pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
+    escape_special_tokens: bool = True  # those that texts of messages spell are plain text; false: control tokens
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from tidewheel.confidential import protect_texts
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.coercion import check_size, to_text
+from tidewheel.frontend.control_tokens import ControlTokens, Spans
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
@@ -47,6 +48,7 @@ class Render(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
     add_special_tokens: bool
+    plain: Spans = ()
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -54,6 +56,7 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=True):
     add_special_tokens: bool
     max_model_len: int
     with_strings: bool
+    plain: Spans = ()
 
 
 class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,6 +69,7 @@ class Try(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
+    plain: Spans = ()  # of a prompt
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -118,13 +122,15 @@ def _size(job: Render | Encode | Tokenize | Decode) -> int:
 class PromptEncoder(Protocol):
     """Thread-safe. Its methods raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation) -> Rendered:
         """Return what the chat template makes of a conversation."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
-        """Return [num_tokens]."""
+    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
+        """Return [num_tokens]. No special token comes from the plain spans."""
 
-    def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool) -> str:
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
+    ) -> str:
         """Return JSON of the tokens, as vLLM's server answers."""
 
     def decode(self, token_ids: Int32Array) -> str:
@@ -143,24 +149,31 @@ class LocalEncoder:
     def __init__(self, folder: Folder) -> None:
         """Raise `ConfigError` without a usable tokenizer or with a broken template."""
         self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
+        self._controls = ControlTokens(self._tokenizer)
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
         self._max_prompt_bytes = folder.max_prompt_bytes
         self._folder = folder
         self._compiler: GrammarCompiler | ConfigError | None = None
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation) -> Rendered:
         if self.template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
         text = to_text("messages", self.template.render(conversation))
         size = len(text.encode("utf-8"))
         check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
-        return text
+        if not conversation.escapes_special_tokens:
+            return Rendered(text)
+        return Rendered(text, self._controls.plain_spans(conversation, text, self.template.render))
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
+    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
+        if plain:
+            return self._controls.encode(text, plain, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool) -> str:
-        token_ids = self.encode(text, add_special_tokens=add_special_tokens).tolist()
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
+    ) -> str:
+        token_ids = self.encode(text, add_special_tokens=add_special_tokens, plain=plain).tolist()
         strings = [self._tokenizer.token_string(token_id) for token_id in token_ids] if with_strings else None
         answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
         return msgspec.json.encode(answer).decode()
@@ -286,9 +299,9 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
 def _work(encoder: LocalEncoder, job: Job) -> Answer:
     match job:
         case Render(conversation):
-            return Rendered(encoder.render(conversation))
-        case Encode(text, add_special_tokens):
-            return Encoded(encoder.encode(text, add_special_tokens=add_special_tokens).astype("<i4").tobytes())
+            return encoder.render(conversation)
+        case Encode():
+            return Encoded(encoder.encode(**msgspec.structs.asdict(job)).astype("<i4").tobytes())
         case Tokenize():
             return Rendered(encoder.tokenize(**msgspec.structs.asdict(job)))
         case Decode(token_ids):

@@ -17,6 +17,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest, from_wire
 from tidewheel.frontend import prompt_process
+from tidewheel.frontend.control_tokens import Spans
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.prompt_process import (
     Answer,
@@ -69,15 +70,18 @@ class PromptWorkers:
         for index in range(1, len(self._workers)):
             self._worker(index)
 
-    def render(self, conversation: Conversation) -> str:
-        return cast(Rendered, self._ask(Render(conversation))).text
+    def render(self, conversation: Conversation) -> Rendered:
+        return cast(Rendered, self._ask(Render(conversation)))
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
-        answer = cast(Encoded, self._ask(Encode(text, add_special_tokens)))
+    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
+        answer = cast(Encoded, self._ask(Encode(text, add_special_tokens, plain)))
         return np.frombuffer(answer.token_ids, dtype="<i4").astype(np.int32, copy=False)
 
-    def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool) -> str:
-        return cast(Rendered, self._ask(Tokenize(text, add_special_tokens, max_model_len, with_strings))).text
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
+    ) -> str:
+        job = Tokenize(text, add_special_tokens, max_model_len, with_strings, plain)
+        return cast(Rendered, self._ask(job)).text
 
     def decode(self, token_ids: Int32Array) -> str:
         return cast(Rendered, self._ask(Decode(token_ids.astype("<i4").tobytes()))).text

@@ -12,6 +12,7 @@ from tidewheel.engine.messages import CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_token_ids
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.coercion import check_size, to_text
+from tidewheel.frontend.control_tokens import Spans
 from tidewheel.frontend.conversation import parse_conversation
 from tidewheel.frontend.interface import GenerateRequest, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -40,9 +41,11 @@ class RequestReader:
         default_max_tokens: int | Literal["context"],
         defaults: GenerationDefaults | None = None,
         pooling: Pooling = "last",
+        escape_special_tokens: bool = True,
     ) -> None:
         """Without `defaults`, requests sample as the model says."""
         self._pooling: Pooling = pooling
+        self._escapes = escape_special_tokens
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder
@@ -97,10 +100,10 @@ class RequestReader:
             return self._encoder.decode(request.input_ids)
         if request.input_ids is not None:
             raise InvalidRequest("input_ids is set, and task is tokenize: it takes text_input or messages")
-        text, add_special_tokens = self._text(name, request, options)
+        text, plain, add_special_tokens = self._text(name, request, options)
         return self._encoder.tokenize(
             text, add_special_tokens=add_special_tokens, max_model_len=self._info.max_model_len,
-            with_strings=options.return_token_strs,
+            with_strings=options.return_token_strs, plain=plain,
         )  # fmt: skip
 
     def _prompt_name(self, request: GenerateRequest) -> str:
@@ -124,22 +127,25 @@ class RequestReader:
         if request.input_ids is not None:
             options.check_for(name)
             return name, None, truncated(request.input_ids, sampling, self._info)
-        text, add_special_tokens = self._text(name, request, options)
+        text, plain, add_special_tokens = self._text(name, request, options)
         if sampling.truncate_prompt_tokens is None:
-            return name, text, self._encode(name, text, add_special_tokens=add_special_tokens)
-        prompt_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens)
+            self._check_length(name, text)
+        prompt_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens, plain=plain)
         kept = truncated(prompt_ids, sampling, self._info)
         return name, text if len(kept) == len(prompt_ids) else None, kept
 
-    def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[str, bool]:
-        """Return the text of the prompt, and whether special tokens are added: a template writes them itself."""
+    def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[str, Spans, bool]:
+        """Return the prompt, what of it is plain text, and whether special tokens are added, as a template does."""
         options.check_for(name)
         if request.messages is None:
-            return to_text(name, request.text), options.add_special_tokens is not False
+            return to_text(name, request.text), (), options.add_special_tokens is not False
         conversation = msgspec.structs.replace(
-            parse_conversation(request.messages), add_generation_prompt=options.add_generation_prompt is not False
+            parse_conversation(request.messages),
+            add_generation_prompt=options.add_generation_prompt is not False,
+            escapes_special_tokens=self._escapes,
         )
-        return self._encoder.render(conversation), bool(options.add_special_tokens)
+        rendered = self._encoder.render(conversation)
+        return rendered.text, rendered.plain, bool(options.add_special_tokens)
 
     def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Set `max_tokens` if it is not given, and cut it to the context. Leave refusals to `check_request`."""
@@ -156,14 +162,13 @@ class RequestReader:
     def _encode_word(self, word: str) -> Int32Array:
         return self._encoder.encode(word, add_special_tokens=False)
 
-    def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
+    def _check_length(self, name: str, text: str) -> None:
         if not text:
             raise InvalidRequest(f"{name} is empty: give at least one character")
         if self._tokenizer.max_token_bytes is not None:
             # Tokenisation can take seconds.
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _check_answer(sampling: SamplingParams, n: int) -> None:

@@ -25,7 +25,7 @@ class Tokenizer:
         backend.no_padding()
         self.vocab_size = vocab_size
         self.named_tokens = named_tokens or {}  # text by role: "bos_token", "eos_token", …
-        self._backend = backend
+        self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = backend.token_to_id(self.named_tokens.get("eos_token", ""))
@@ -60,7 +60,7 @@ class Tokenizer:
         """Return [num_tokens]. `text` must be valid Unicode. Raise `InvalidRequest` if the tokenizer fails at it."""
         try:
             # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
-            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:
             raise _failure(InvalidRequest, "the model's tokenizer fails at this text", error) from None
         return np.array(encoding.ids, dtype=np.int32)
@@ -68,13 +68,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Raise `InternalError` if the tokenizer fails at the tokens."""
         try:
-            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+            return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         except BaseException as error:
             raise _failure(InternalError, "the model's tokenizer fails at these tokens", error) from None
 
     def token_string(self, token_id: int) -> str:
         """Return its entry in the vocabulary."""
-        return str(self._backend.id_to_token(token_id))
+        return str(self.backend.id_to_token(token_id))
 
     def token_text(self, token_id: int) -> str:
         """Return its text, with the space that decoders drop from a first token."""

@@ -1,0 +1,179 @@
+"""Control tokens, which structure a prompt: a template writes them, and messages must not.
+
+Text of a message that spells a control token is encoded as plain text. For that, marks take its place while the
+template runs; where they come out, the text is put back, and the prompt's own control tokens get private names, which
+a second tokenizer knows in place of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import tokenizers
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.conversation import Conversation
+from tidewheel.frontend.tokenizer import Tokenizer
+
+Spans = Sequence[tuple[int, int]]  # characters of a prompt that are plain text, in order
+
+_FIRST = ("<|", "<\uff5c")  # of control tokens that some tokenizers do not flag as special
+_NOTHING = r"(?!)"  # matches no text
+
+
+class _Renamed(NamedTuple):
+    """Tokenizer to which control tokens are known by private names alone."""
+
+    tokenizer: Tokenizer
+    names: dict[str, str]  # by control token
+    ids: dict[int | None, int]  # id of an added token in the model, by its id here
+    counted: frozenset[int]  # control tokens that no plain text has; a character may be an unknown token
+
+
+class ControlTokens:
+    """Control tokens of a tokenizer. Not thread safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.backend.get_added_tokens_decoder()
+        control = [token for token in added.values() if token.special or token.content.startswith(_FIRST)]
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._texts = {token.content for token in control if token.content}
+        # The longest first, as tokenizers match.
+        longest_first = sorted(self._texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or _NOTHING)
+        self._beginnings = {text[:length] for text in self._texts for length in range(1, len(text))}
+        self._endings = {text[start:] for text in self._texts for start in range(1, len(text))}
+        self._longest = max(map(len, self._texts), default=0)
+        self._normalizer = tokenizer.backend.normalizer if any(token.normalized for token in control) else None
+        self._renamed: _Renamed | None = None
+
+    def plain_spans(self, conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> Spans:
+        """Return where `text`, the rendered conversation, must not become control tokens: it is text of messages.
+
+        Raise `InvalidRequest` where the template changes such text.
+        """
+        marks = _Marks(self.risky_spans)
+        marked = marks.conversation(conversation)
+        if not marks.texts:
+            return ()
+        try:
+            rendered = render(marked)
+        except InvalidRequest:  # a template that wants certain words
+            rendered = ""
+        restored, spans = marks.restore(rendered)
+        becomes_control = self._find(rendered) != self._find(text)
+        if restored != text and (becomes_control or any(map(self._find, marks.texts))):
+            raise InvalidRequest(
+                "messages contain the text of a special token, which the model's chat template strips, encodes or "
+                "reads: leave it out"
+            )
+        return spans if becomes_control else ()
+
+    def risky_spans(self, text: str) -> list[tuple[int, int]]:
+        """Return what spells a control token, or may do so with what comes before or after `text`."""
+        spans = [match.span() for match in self._pattern.finditer(text)]
+        if not spans and self._normalizer is not None and self._find(text):
+            return [(0, len(text))]
+        first, last = (spans[0][0], spans[-1][1]) if spans else (len(text), 0)
+        longest = min(self._longest, len(text))
+        head = next((n for n in range(min(longest, first), 0, -1) if text[:n] in self._endings), 0)
+        begin = max(len(text) - longest, last, head)
+        tail = next((n for n in range(begin, len(text)) if text[n:] in self._beginnings), len(text))
+        return [(start, end) for start, end in ((0, head), *spans, (tail, len(text))) if start < end]
+
+    def encode(self, text: str, plain: Spans, *, add_special_tokens: bool) -> Int32Array:
+        """Return [num_tokens], where no control token comes from plain spans. Raise `InvalidRequest`."""
+        self._renamed = self._renamed or self._rename()
+        tokenizer, names, ids, counted = self._renamed
+        parts, written, begin = [], [], 0
+        for start, end in (*plain, (len(text), len(text))):
+            written += [self._added[control] for control in self._pattern.findall(text[begin:start])]
+            parts += [self._pattern.sub(lambda match: names[match[0]], text[begin:start]), text[start:end]]
+            begin = end
+        found = tokenizer.encode("".join(parts), add_special_tokens=False).tolist()
+        token_ids = [ids.get(token_id, token_id) for token_id in found]
+        if [each for each in token_ids if each in counted] != [each for each in written if each in counted]:
+            raise InvalidRequest(
+                "messages contain the text of a special token, which the model's tokenizer knows only as that token: "
+                "leave it out"
+            )
+        before, after = self._surroundings() if add_special_tokens else ([], [])
+        return np.array([*before, *token_ids, *after], dtype=np.int32)
+
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that are added before and after a text."""
+        bare, whole = (self._tokenizer.encode("a", add_special_tokens=flag).tolist() for flag in (False, True))
+        start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+        return whole[:start], whole[start + len(bare) :]
+
+    def _find(self, text: str) -> list[str]:
+        """Return the control tokens in a text, also in what it is normalised to where tokenizers look there."""
+        found: list[str] = self._pattern.findall(text)
+        if self._normalizer is not None:
+            found += self._pattern.findall(self._normalizer.normalize_str(text))
+        return found
+
+    def _rename(self) -> _Renamed:
+        nonce = secrets.token_hex(8)
+        state = json.loads(self._tokenizer.backend.to_str())
+        names = {text: f"<{nonce}-{self._added[text]}>" for text in self._texts}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+        ids = {backend.token_to_id(names.get(text, text)): token_id for text, token_id in self._added.items()}
+        model = state["model"]
+        unknown = model.get("unk_id", self._added.get(model.get("unk_token")))
+        counted = frozenset(self._added[text] for text in self._texts) - {unknown}
+        return _Renamed(Tokenizer(backend, vocab_size=self._tokenizer.vocab_size), names, ids, counted)
+
+
+class _Marks:
+    """Marks that stand for parts of a conversation's text."""
+
+    def __init__(self, risky_spans: Callable[[str], list[tuple[int, int]]]) -> None:
+        self.texts: list[str] = []  # what each mark stands for
+        self._risky_spans = risky_spans
+        self._name = f"x{secrets.token_hex(8)}"  # letters and digits, which JSON leaves as they are
+
+    def conversation(self, given: Conversation) -> Conversation:
+        return msgspec.structs.replace(
+            given,
+            messages=self._replaced(given.messages),
+            tools=self._replaced(given.tools),
+            options=self._replaced(given.options),
+        )
+
+    def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text with what its marks stand for, and where that is."""
+        parts, spans, length = [], [], 0
+        for index, part in enumerate(re.split(f"{self._name}n([0-9]+)x", text)):
+            parts.append(self.texts[int(part)] if index % 2 else part)
+            length += len(parts[-1])
+            if index % 2:
+                spans.append((length - len(parts[-1]), length))
+        return "".join(parts), spans
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, list):
+            return [self._replaced(item) for item in value]
+        if isinstance(value, dict):
+            return {self._marked(key): self._replaced(item) for key, item in value.items()}
+        return value
+
+    def _marked(self, text: str) -> str:
+        parts, begin = [], 0
+        for start, end in self._risky_spans(text):
+            parts += [text[begin:start], f"{self._name}n{len(self.texts)}x"]
+            self.texts.append(text[start:end])
+            begin = end
+        return "".join(parts) + text[begin:]

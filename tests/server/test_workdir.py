@@ -14,7 +14,7 @@ import pytest
 from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.processes import Process
-from tidewheel.server.workdir import remove_environments, shared_bytes, sweep, work_dir
+from tidewheel.server.workdir import remove_environments, remove_shared_memory, shared_bytes, sweep, work_dir
 
 HOLD_WORK_DIR = """
 import signal, sys
@@ -110,6 +110,8 @@ def test_shared_memory_of_a_killed_server_is_removed_wherever_its_folder_was(
         (shared_memory / "tidewheel_without_a_marker").touch()
         (shared_memory / "tidewheel_link_owner").symlink_to(region)
         before = set(shared_memory.iterdir())
+        remove_shared_memory(living.shm_prefix, shared_memory)  # as for another tritonserver
+        region.touch()
         with work_dir(tmp_path / "third", shared_memory):
             assert before < set(shared_memory.iterdir()), "both live"
         killed.kill()

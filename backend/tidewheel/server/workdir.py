@@ -111,7 +111,7 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove what this user's killed servers left, and return their folders in `base`."""
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if _is_free(marker):
-            remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory)
+            _leave_nothing(marker.name.removesuffix(_OWNER), shared_memory)
     return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
@@ -162,7 +162,7 @@ def _is_own(root: Path) -> bool:
 def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
     """End a server's processes, and remove its folder and shared memory. Return whether the folder is gone."""
     _end_processes(str(WorkDir(root).run))
-    remove_shared_memory(_shm_prefix(root), shared_memory)
+    _leave_nothing(_shm_prefix(root), shared_memory)
     with contextlib.suppress(OSError):
         remove_environments(WorkDir(root).backends.stat().st_mtime)  # made right before Triton was started
     shutil.rmtree(root, ignore_errors=True)
@@ -170,9 +170,20 @@ def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
 
 
 def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> None:
+    """Remove a server's regions; what marks its owner stays."""
     for region in shared_memory.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            region.unlink()
+        if region.name != f"{prefix}{_OWNER}":
+            _unlink(region)
+
+
+def _leave_nothing(prefix: str, shared_memory: Path) -> None:
+    remove_shared_memory(prefix, shared_memory)
+    _unlink(shared_memory / f"{prefix}{_OWNER}")
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def shared_bytes(pid: int, prefix: str, shared_memory: Path = SHARED_MEMORY) -> int:

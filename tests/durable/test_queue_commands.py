@@ -120,6 +120,7 @@ def test_a_bad_line_adds_nothing(
         (("worker", "--url", "127.0.0.1:1"), "no server answers at 127.0.0.1:1"),
         (("results", "--tokens"), "--tokens takes the id of one job"),
         (("results", "--cancel"), "--cancel takes the ids of jobs"),
+        (("results", "--counts", "--wait-s", "3"), "--wait-s waits for the jobs that are named"),
         (("results", "--dead", "x"), "leave the ids away"),
         (("results", "x", "--wait-s", "-1"), "--wait-s is -1"),
         (("results", "unknown"), "has no job 'unknown'"),

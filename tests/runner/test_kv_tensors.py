@@ -137,6 +137,17 @@ def test_an_automatic_context_is_the_models_or_what_fits(
             decide_size(None, budget, layout, context)
 
 
+@pytest.mark.parametrize(("total", "tokens"), [(24, 37_632), (80, 131_072)])
+def test_an_automatic_context_on_a_gpu_is_what_gpu_memory_utilization_leaves(total: int, tokens: int) -> None:
+    """An 8B model in bfloat16: 15 GiB of weights, 2 for steps and graphs."""
+    layout = CacheLayout(ModelShape(32, 8, 128, 128_256, 4096, 14_336), 64, torch.bfloat16)
+    left = int(0.9 * total * GIB) - 17 * GIB
+    budget = MemoryBudget(left, "gpu_memory_utilization 0.9", "gpu_memory_utilization", Share(0.9, total * GIB))
+    size = decide_size(None, budget, layout, 131_072, may_shorten=True)
+    assert size.max_model_len == tokens
+    assert ("set max_model_len yourself, or use a larger GPU to have all" in size.shortened) == (tokens < 131_072)
+
+
 def test_the_advice_never_asks_for_more_than_is_free() -> None:
     def advice(spare: int) -> str:
         budget = cpu_budget(EngineConfig(model="m"), SpareMemory(spare, 1), 1 << 50)

@@ -49,6 +49,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--cancel takes the ids of jobs")
     if args.ids and (args.follow or args.dead or args.counts):
         raise UsageError("--follow, --dead and --counts are about all jobs: leave the ids away")
+    if args.wait_s and (not args.ids or args.tokens or args.cancel):
+        raise UsageError("--wait-s waits for the jobs that are named and printed: it goes with their ids alone")
     if not 0 <= args.wait_s <= 86_400:
         raise UsageError(f"--wait-s is {args.wait_s:g}: 0 to 86400")
 

@@ -112,8 +112,8 @@ def test_every_mistake_of_an_entry_is_named(tmp_path: Path) -> None:
     (entry / "config.pbtxt").write_text('backend: "tidewheel"\n' + "".join(parameters))
     output = refused(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
     assert f"tidewheel check {entry} finds:" in output
-    assert "config.pbtxt:3:14: error: unknown setting 'max_num_seq'" in output
-    assert "config.pbtxt:4:14: error: block_size is 17" in output
+    assert "config.pbtxt:3:14: unknown setting 'max_num_seq'" in output
+    assert "config.pbtxt:4:14: block_size is 17" in output
     assert output.splitlines()[-1].startswith("tidewheel: error: model 'broken' cannot be loaded: ")
 
 

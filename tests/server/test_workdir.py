@@ -54,8 +54,10 @@ def test_private_and_gone_with_its_shared_memory(tmp_path: Path, shared_memory: 
 def test_run_dir_of_the_environment(tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the parent before, the run folder within, and itself again after."""
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "made"))
+    (tmp_path / "made").mkdir(mode=0o755)
     with work_dir(shared_memory=shared_memory) as work:
         assert work.root.parent == tmp_path / "made"
+        assert stat.S_IMODE(work.root.stat().st_mode) == 0o700
         assert os.environ["TIDEWHEEL_RUN_DIR"] == str(work.run)
     assert os.environ["TIDEWHEEL_RUN_DIR"] == str(tmp_path / "made")
 

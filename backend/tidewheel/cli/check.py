@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,7 @@ def _row(finding: Finding) -> dict[str, object]:
 
 
 def _print_finding(finding: Finding) -> None:
-    print(_line(finding), flush=True)
+    print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"), flush=True)
 
 
 def _print_summary(report: Report) -> None:
@@ -92,17 +91,6 @@ def _print_summary(report: Report) -> None:
         print(printable(f"{name}: KV cache {text}"))
     errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
     print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
-
-
-def print_errors(report: Report, title: str) -> None:
-    """Print the findings that are errors to standard error, if there are any."""
-    lines = [_line(finding) for finding in report.findings if finding.severity == "error"]
-    if lines:
-        print("\n  ".join([title, *lines]), file=sys.stderr, flush=True)
-
-
-def _line(finding: Finding) -> str:
-    return printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]")
 
 
 def _counted(count: int, what: str) -> str:

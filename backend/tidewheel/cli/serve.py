@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidewheel.cli.gateway import MAX_BODY_MB, WORKERS_HELP, add_shared_options, workers
-from tidewheel.cli.usage import UsageError
+from tidewheel.cli.usage import UsageError, printable
 
 if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions
@@ -138,12 +139,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_mistakes(entry: Path) -> None:
     """Print all that is wrong with an entry: a load ends at the first mistake."""
-    from tidewheel.cli.check import print_errors
+    from tidewheel.cli.check import where
     from tidewheel.entries.checking import check
     from tidewheel.errors import ConfigError
 
     with contextlib.suppress(ConfigError):  # it is no entry by now
-        print_errors(check(entry), f"tidewheel: tidewheel check {shlex.quote(str(entry))} finds:")
+        if errors := [found for found in check(entry).findings if found.severity == "error"]:
+            lines = (printable(f"  {where(found)}: {found.message}") for found in errors)
+            print(f"tidewheel: tidewheel check {shlex.quote(str(entry))} finds:", *lines, sep="\n", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:

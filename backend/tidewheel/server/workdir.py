@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.private_dir import RUN_DIR, private_dir, run_dir_path, unwritable
+from tidewheel.private_dir import RUN_DIR, run_dir, run_dir_path, unwritable
 from tidewheel.server import processes
 
 CLUSTER = "cluster"  # folder of a cluster, below whose `run` its servers have theirs
@@ -66,8 +66,10 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
     Inside the block, $TIDEWHEEL_RUN_DIR is its `run`. Raise `ConfigError` if it cannot be made.
     """
     named = os.environ.get(RUN_DIR)
-    base = private_dir(parent or run_dir_path())
+    # A folder that is named may be open to others: the one that is made in it is not.
+    base = parent or (run_dir_path() if named else run_dir())
     with _writing(base):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
         sweep(base, shared_memory)
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     try:

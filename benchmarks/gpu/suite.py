@@ -201,14 +201,16 @@ class Suite:
             return
         seconds = max(min(plan.seconds, left), left - later_s)
         if not self._run_stage(plan, self._fallback, seconds) and plan.name == PROBE:
-            self._try_fallbacks(plan)
+            self._try_fallbacks(plan, later_s)
 
-    def _try_fallbacks(self, plan: StagePlan) -> None:
+    def _try_fallbacks(self, plan: StagePlan, later_s: float) -> None:
         """Look for a way in which the engine runs, and keep to it."""
         was_stopped = self.findings.stages[-1]["outcome"].startswith(STOPPED)
-        for fallback in (AGAIN, *FALLBACKS) if was_stopped else FALLBACKS:
+        ways = (AGAIN, *FALLBACKS) if was_stopped else FALLBACKS
+        for number, fallback in enumerate(ways):
             left = self._end - time.monotonic()
-            if left > plan.seconds and self._run_stage(plan, fallback, plan.seconds):
+            seconds = max(plan.seconds, (left - later_s) / (len(ways) - number))
+            if left > plan.seconds and self._run_stage(plan, fallback, seconds):
                 self.findings.helped = fallback.name
                 self._fallback = self._fallback if fallback is AGAIN else fallback
                 return

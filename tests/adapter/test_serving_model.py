@@ -232,14 +232,19 @@ def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
 
 def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(
-        make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok", objective_ttft_ms="500")
-    )
+        make_args(
+            tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok", objective_ttft_ms="500",
+            escape_special_tokens="false",
+        )
+    )  # fmt: skip
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
     assert frontend.options.pop("objective") == Objective(ttft_s=0.5, tpot_s=0.1)
     del frontend.options["on_idle"], frontend.options["on_ended"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
     assert frontend.reader.options.pop("defaults").sampling == {}
-    assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16, "pooling": "last"}
+    assert frontend.reader.options == {
+        "max_prompt_bytes": 9, "default_max_tokens": 16, "pooling": "last", "escape_special_tokens": False,
+    }  # fmt: skip
     assert frontend.reader.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])

@@ -249,7 +249,7 @@ class Engine:
 
 
 def picture(models: Mapping[str, Any]) -> Picture:
-    """Draw what a step of each model takes, from a record, and what the host does in it."""
+    """Draw a record of this study: the duration of a step of each model, and the host's part in it."""
     figure, (above, below) = panels(rows=2, height=5.6)
     rows = [(model, of["device_us"] / 1e3, run) for model, of in models.items() for run in of["runs"][-2:]]
     for row, (_, device_ms, run) in enumerate(rows):

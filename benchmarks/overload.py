@@ -202,7 +202,7 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
 
 
 def picture(result: Mapping[str, Any]) -> Picture:
-    """Draw, from a record, which classes are served at twice the capacity, and how soon."""
+    """Draw a record of this study: per class, the share answered and the p99 time to first token."""
     figure, (answered, first) = panels(2, height=2.6)
     classes = result["overload"]["classes"]
     for row, one in enumerate(classes.values()):

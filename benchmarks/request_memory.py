@@ -1,9 +1,10 @@
-"""Private memory of every process of a server, after each round of short requests.
+"""Measure the private memory of every process of a server after each round of short requests.
 
     python benchmarks/request_memory.py --rounds 8 --save
 
 The demo model and its twin answer by HTTP (`generate`, `generate_stream`, `/infer`) and gRPC, in turn, with prompts
-of 1 to `--words` words. What still grows from one late round to the next is a leak; what settles is an allocator's.
+of 1 to `--words` words. Memory that still grows in late rounds is a leak. Memory that settles
+is kept by an allocator.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _clients = local()
 
 
 def private_mib() -> dict[str, float]:
-    """Return the private memory of each process by its role, in MiB."""
+    """Return the private memory of each server process in MiB, swap included, by role ("engine", "front end 2")."""
     found: dict[str, float] = {}
     for process in sorted(descendants(os.getpid()), key=lambda one: one.started):
         if role := role_of(process.name, " ".join(arguments(process.pid))):
@@ -53,7 +54,10 @@ def role_of(name: str, command: str) -> str:
 
 
 def asker(address: Address, max_tokens: int) -> Callable[[tuple[int, str]], None]:
-    """Return a function that sends request number N with a text, by the transport whose turn it is."""
+    """Return a function that sends one request (number, text) and waits for the answer.
+
+    The number modulo 4 chooses the transport: gRPC, `generate`, `generate_stream` or `/infer`.
+    """
 
     def ask(request: tuple[int, str]) -> None:
         number, text = request

@@ -106,7 +106,7 @@ def draw_window(panels: list[Axes], trace: Trace, scenario: WindowScenario) -> N
 
 
 def finish(panels: list[Axes], titles: list[str], notes: list[tuple[float, str]]) -> None:
-    """Name panels and lines, and the changes in the topmost panel."""
+    """Add titles, line labels and the axis of time; mark each change of the rate, labelled in the top panel."""
     for axes, title in zip(panels, titles, strict=True):
         for begin, _ in notes:
             if begin > 0.0:

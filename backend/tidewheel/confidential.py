@@ -13,9 +13,9 @@ from types import TracebackType
 
 
 def forbid_core_dumps() -> None:
-    """Forbid core dumps of this process and of all that it starts.
+    """Forbid core dumps of this process and of its later children.
 
-    A kernel that pipes dumps to a program ignores the limit; of memory that the filter leaves out it gets nothing.
+    A kernel that pipes dumps to a program ignores RLIMIT_CORE, so `coredump_filter` leaves all memory out of them.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # a kernel without the filter
@@ -30,7 +30,7 @@ def protect_texts() -> None:
 
 
 class TracebackFormatter(logging.Formatter):
-    """Formatter that shows where and with which type an error was raised, and not its message."""
+    """Log formatter whose tracebacks show an error's type and lines, and leave its message out."""
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - of logging
         assert isinstance(ei, tuple)

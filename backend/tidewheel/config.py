@@ -221,7 +221,7 @@ class EngineConfig(SchedulingSettings):
 
     @property
     def has_automatic_cache(self) -> bool:
-        """True where the KV cache takes what memory is free, for no setting gives its size."""
+        """True if no setting fixes the size of the KV cache, so that free memory does."""
         return self.num_blocks is None and self.kv_cache_memory_mb is None
 
     def can_become(self, other: EngineConfig) -> bool:
@@ -270,7 +270,7 @@ def setting_names() -> list[str]:
 
 
 def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:
-    """Raise `ConfigError` for a field below `low`. None and words pass."""
+    """Raise `ConfigError` if a named setting is an integer below `low`. None and texts such as "auto" pass."""
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, int) and value < low:

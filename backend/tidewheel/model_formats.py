@@ -17,14 +17,14 @@ _OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # bes
 
 
 def foreign_format(model: Path) -> str:
-    """Return one line on a file or folder that is known and not served; empty for all others."""
+    """Return why a known format is not served and what to do, in one line. Empty for all other paths."""
     if model.is_file():
         return _gguf(model) if model.suffix == ".gguf" else ""
     return _pointer(model) or _adapter(model) or _gguf(model) or _of_files(model)
 
 
-def of_config(values: Mapping[str, object]) -> str:
-    """Return what the fields of a `config.json` say that is not served, or nothing."""
+def config_refusal(values: Mapping[str, object]) -> str:
+    """Return why the model of this `config.json` is not served (quantised, multimodal), or an empty string."""
     for key in ("quantization_config", "compression_config"):
         if section := values.get(key):
             method = section.get("quant_method") if isinstance(section, dict) else None
@@ -36,7 +36,7 @@ def of_config(values: Mapping[str, object]) -> str:
 
 
 def sentencepiece_only(folder: Path) -> str:
-    """Return what to do where sentencepiece's file is there and no `tokenizer.json`, or nothing."""
+    """Return how to convert a folder's sentencepiece tokenizer to `tokenizer.json`. Empty if it has none."""
     name = next((name for name in _SENTENCEPIECE if (folder / name).is_file()), "")
     if not name:
         return ""
@@ -67,7 +67,7 @@ def _gguf(model: Path) -> str:
 
 def _of_files(folder: Path) -> str:
     values = _fields(folder / "config.json")
-    said = of_config(values)
+    said = config_refusal(values)
     name = "" if said else next((name for name in _OLD_FILES if values and (folder / name).is_file()), "")
     said = said or (_quantised(_OLD_FILES[name], name) if name else "")
     return f"{folder / 'config.json'}: {said}" if said else ""
@@ -81,7 +81,7 @@ def _quantised(method: str, where: str) -> str:
 
 
 def _fields(path: Path) -> dict[str, object]:
-    """Return an object of JSON; empty for a file that has none, which its reader explains."""
+    """Return the JSON object in a file; empty if it cannot be read, which the loader reports later."""
     try:
         values = json.loads(read_at_most(path, _MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -22,9 +22,9 @@ def run_dir() -> Path:
 
 
 def run_dir_path() -> Path:
-    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary directory, or in /tmp if that is shorter.
+    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary directory.
 
-    Only a temporary directory whose name is too long for sockets is passed over.
+    If that path is too long for sockets (over 27 bytes), `/tmp/tidewheel-UID`.
     """
     if named := os.environ.get(RUN_DIR):
         return Path(named).absolute()

@@ -20,7 +20,7 @@ _ALWAYS_SET = ("weight", "max_priority")
 
 
 def control_character(name: str) -> str:
-    """Return which control character a name holds, for a message, or an empty string."""
+    """Return the first control character of `name` and its position, in words. Empty if there is none."""
     found = _CONTROL.search(name)
     return f"the control character U+{ord(found[0]):04X} at position {found.start()}" if found else ""
 

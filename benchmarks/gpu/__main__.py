@@ -202,7 +202,7 @@ def _slug(gpu: str | None) -> str:
 
 
 def _emptied(folder: Path) -> Path:
-    """Raise OSError for a folder that cannot be made or written to; a full disk is none."""
+    """Make the output folder, remove an earlier run's files, and return it. Raise OSError if it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))

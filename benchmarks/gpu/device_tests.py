@@ -84,7 +84,10 @@ def shards_of(name: str) -> list[str]:
 def run_tests(
     chosen: str, stage: Stage, options: Sequence[str] = (), shard: str = "0/1", end: float = math.inf
 ) -> FileRun:
-    """Run a file, a shard or a test of it, until `end` (time.monotonic) or the end of the stage."""
+    """Run a test file, one shard of it or one test, and return the tests that ended.
+
+    A run is stopped at `end` (time.monotonic) or at the end of the stage.
+    """
     name = Path(chosen).name if shard == "0/1" else f"{Path(chosen).name} {shard}"
     seconds = max(min(stage.end, end) - time.monotonic(), 1.0)
     command = [

@@ -56,7 +56,7 @@ def goals(stage: Stage) -> None:
 
 
 def without_effect(stage: Stage) -> str | None:
-    """Return why a switch that is on would change nothing here."""
+    """Return why the switch `flash_prompts` would have no effect here; None if it is off or has one."""
     if not is_on("flash_prompts"):
         return None
     from tidewheel_kernels.attention.triton_flash import PromptCall, objection_here

@@ -46,7 +46,7 @@ def tools() -> dict[str, str]:
 
 
 def libcuda() -> str:
-    """Return the folders that triton-lang links from: TRITON_LIBCUDA_PATH, the loader's, or LD_LIBRARY_PATH."""
+    """Return the folders where triton-lang finds libcuda: TRITON_LIBCUDA_PATH, the loader's, or LD_LIBRARY_PATH."""
     try:
         from triton.backends.nvidia.driver import libcuda_dirs
 

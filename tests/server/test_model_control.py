@@ -143,7 +143,7 @@ def test_a_reload_sees_files_that_are_new_and_none_that_are_gone(
         ("load", "a", "is loaded: tidewheel reload"),
         ("load", "../source/b", r"there is no model '../source/b'; .* has a, b"),
         ("load", ".", "there is no model"),
-        ("unload", "b", "'b' is not loaded; those that are: a"),
+        ("unload", "b", "'b' is not loaded; loaded models: a"),
         ("reload", "..", "'..' is not loaded"),
     ],
 )

@@ -103,7 +103,7 @@ def test_what_is_waited_for_may_change_meanwhile() -> None:
 
 def test_a_load_says_how_long_it_takes(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr("tidewheel.server.wait_line.FIRST_S", 0.0)
+    monkeypatch.setattr("tidewheel.server.wait_line.FIRST_LINE_S", 0.0)
     progress = LoadProgress(engines, out)
     progress.update()
     write(engines["demo"], "loading", "weights")

@@ -242,7 +242,7 @@ class OpenVinoPipeline:
 
 
 def is_on(options: dict[str, Any], name: str) -> bool:
-    """Read an option that may be text; absent, it is on. Raise ValueError for anything but true and false."""
+    """Return whether an option is on; one that is absent is. Raise ValueError for anything but true and false."""
     text = str(options.get(name, True)).lower()
     if text not in ("true", "false"):
         raise ValueError(f"{name} is {text!r}: it must be true or false")

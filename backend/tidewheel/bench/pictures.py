@@ -96,7 +96,7 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
 
 
 def _capacity(one: Mapping[str, Any]) -> str:
-    """Write a capacity, and what it is over the reference: "under 6.15" where no rate met the objective."""
+    """Return a capacity (requests/s) and its ratio to the reference; "under 6.15" if no rate met the objective."""
     low, high = one["bracket"]
     if not low:
         return f"under {high:.3g}"
@@ -139,7 +139,7 @@ def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Seq
 
 
 def _each_target(result: StageResult, targets: Sequence[Target], name: str) -> Picture:
-    """Draw the share in time over the rate, in a panel for each target, with the others in grey."""
+    """Draw the share of answers in time (%) over the request rate: a panel per target, other targets in grey."""
     rows = -(-len(targets) // MOST_PANELS)
     figure, panes = panels(min(MOST_PANELS, len(targets)), rows, height=0.4 + 1.9 * rows, sharex=True, sharey=True)
     column = COLUMNS[_WITHIN.columns[0]]

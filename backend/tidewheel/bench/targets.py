@@ -52,7 +52,7 @@ class Target:
 
     @property
     def is_ours(self) -> bool:
-        """Say that engine settings count for it."""
+        """True for Tidewheel's own engine, which `--set` applies to."""
         return self.kind in ("ours", "llm")
 
     @property

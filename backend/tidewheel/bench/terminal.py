@@ -22,7 +22,7 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 class Live:
-    """Progress on standard error; without a terminal, a line per run, and some while it lasts."""
+    """Progress bar of a measurement on standard error. Without a terminal: a line per run, and status lines."""
 
     def __init__(self, title: str, num_runs: int | None) -> None:
         self._bar = tqdm(
@@ -60,7 +60,7 @@ class Live:
 
     @staticmethod
     def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-        """Show what is waited for, and how long, as long as the block lasts."""
+        """Show `what` and the seconds so far on standard error until the block ends."""
         return waiting(lambda: what)
 
     def note(self, text: str) -> None:

@@ -133,7 +133,7 @@ def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str)
 
 
 def _check_counted(args: argparse.Namespace, targets: list[Target]) -> None:
-    """Raise `UsageError` for an option that counts for none of the targets, or not in the suite."""
+    """Raise `UsageError` for an option that none of the targets or the suite uses."""
     has_offline_part = args.suite == "compare" and any(_ELSEWHERE.search(spec) for spec in args.peer)
     searches, of_offline = args.suite == "compare", "--suite compare and a --peer in an environment"
     is_here = any(target.is_served_here or target.is_peer for target in targets)

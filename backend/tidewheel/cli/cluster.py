@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(args: argparse.Namespace) -> int:
-    """Return the gateway's port, and show meanwhile what is waited for."""
+    """Start the cluster and return the gateway's port. Shows the current stage meanwhile."""
     from tidewheel.cluster import control
     from tidewheel.server.wait_line import waiting
 
@@ -140,7 +140,7 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace, port: int) -> str:
-    """Return where the cluster is, and what shows it."""
+    """Return lines with the cluster's URLs and the commands that watch it."""
     from tidewheel.cluster.cluster_place import ClusterPlace
     from tidewheel.server import own_servers
     from tidewheel.server.console import top_command

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_mistakes(entry: Path) -> None:
-    """Print all that is wrong with an entry: a load ends at the first mistake."""
+    """Print every error that `tidewheel check` finds in an entry; the failed load named only the first."""
     from tidewheel.cli.check import where
     from tidewheel.entries.checking import check
     from tidewheel.errors import ConfigError

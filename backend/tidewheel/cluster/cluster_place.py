@@ -70,7 +70,7 @@ class ClusterPlace:
         self.last_words.unlink(missing_ok=True)
 
     def check_path(self) -> None:
-        """Raise `ClusterError` if Ray or an engine could not make its sockets there."""
+        """Raise `ClusterError` if the folder's path is too long for the sockets of Ray and engines (107 bytes)."""
         if (excess := len(os.fsencode(self.root)) + _LONGEST_BELOW - MAX_SOCKET_PATH) > 0:
             raise ClusterError(
                 f"the path of {self.root} is too long for sockets, by {excess} bytes: set {RUN_DIR} to a shorter one"

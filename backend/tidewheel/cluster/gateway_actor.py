@@ -16,7 +16,7 @@ from tidewheel.cluster.replica_upstreams import ReplicaUpstreams
 from tidewheel.confidential import protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
-from tidewheel.gateway.client_connections import Listener
+from tidewheel.gateway.client_connections import HttpListener
 from tidewheel.gateway.run_gateway import listen
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
@@ -69,7 +69,7 @@ def _gateway(settings: ClusterSettings, handle: Any, board: ReplicaBoard, keys: 
     )
 
 
-async def _started(gateway: Gateway, settings: ClusterSettings) -> Listener:
+async def _started(gateway: Gateway, settings: ClusterSettings) -> HttpListener:
     """Listen, also on the port of a gateway that has just died. Raise `ServeError`."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + _REBIND_S

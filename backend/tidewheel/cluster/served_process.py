@@ -76,7 +76,7 @@ class ServedProcess:
         return self._endpoints
 
     def look(self) -> None:
-        """Count a tritonserver that took the place of another."""
+        """Update `num_restarts`: add one if another tritonserver process runs than at the last look."""
         for one in processes.children(self.pid):
             if one.name == "tritonserver" and (one.pid, one.started) != self._tritonserver:
                 self.num_restarts += self._tritonserver is not None

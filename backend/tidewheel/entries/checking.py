@@ -137,7 +137,7 @@ def _judge_files(entry: Entry) -> Iterator[Finding]:
 
 
 def _judge_model(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]], report: Report) -> Iterator[Finding]:
-    """Yield what is found while it is; note memory and implementation of the entry's own engine."""
+    """Yield the findings of an entry's model. Record its implementation in `report`, its memory in `needs`."""
     settings = judge_settings(entry).settings if entry.is_ours else None
     if settings is None or settings.owner.name != entry.name:
         return

@@ -64,7 +64,7 @@ class Needs(NamedTuple):
 
 
 class ModelJudge:
-    """The model of one entry: its problems as they are found, then what is known of it."""
+    """Check of one entry's model. Iterate `problems` to the end; the other attributes are complete then."""
 
     def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
         self.needs: Needs | None = None
@@ -92,7 +92,7 @@ class ModelJudge:
 
     @contextlib.contextmanager
     def _noting(self, file: Path | None) -> Iterator[None]:
-        """Note a `ConfigError` as a problem of the file, or of the one that it begins with."""
+        """Record a `ConfigError` as a problem of the path that its message begins with, else of `file`."""
         try:
             yield
         except ConfigError as refusal:
@@ -178,8 +178,9 @@ def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
 def _needs(
     plan: Plan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Needs, str]:
-    """Return also what is to be said of the context. Raise `ConfigError` if this machine has too little memory for
-    weights and one request.
+    """Return the memory that the model needs, and a note if its context is shortened (else an empty string).
+
+    Raise `ConfigError` if this machine has too little memory for weights and one request.
     """
     decoder = plan.native
     weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
@@ -204,7 +205,7 @@ def _needs(
 def _budget(
     plan: Plan, decoder: Decoder, layout: CacheLayout, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> MemoryBudget:
-    """Return what the load will find, as far as it can be estimated before."""
+    """Return the estimated budget of the KV cache, without loading the model."""
     weights = decoder.weights_bytes
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
@@ -237,7 +238,7 @@ def _check_host_memory(needs: Needs) -> None:
 
 
 def _cache_of_a_request(plan: Plan, layout: CacheLayout) -> str:
-    """Return words for what a token and the longest request take; `layout` has blocks of one token."""
+    """Return the bytes of a token and of the longest request, in words. `layout` has blocks of one token."""
     shape, token = layout.shape, layout.block_bytes
     return (
         f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {layout.dtype.itemsize} "

@@ -155,7 +155,7 @@ def from_trtllm(parts: Parts, model: str) -> Migration:
     unknown: list[Finding] = []
     for part in parts.all:
         lost += located(part, "settings", _keep(part, settings))
-        unknown += located(part, "settings", _unknown(part, settings))
+        unknown += located(part, "settings", _keep_unknown(part, settings))
     lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
     decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
     first, *others = parts.faces or [parts.engine]
@@ -201,8 +201,11 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
             yield warning(f"parameters.{name}", f"{name} is {value!r}: {kept.word}")
 
 
-def _unknown(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    """Add the settings that are known neither there nor here: the load refuses them until they are removed."""
+def _keep_unknown(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    """Copy parameters that neither TensorRT-LLM nor Tidewheel knows, and yield an error for each.
+
+    The new entry does not load until they are removed.
+    """
     for name in part.parameters:
         if name not in _KEPT and name not in _REASONS and (value := _value(part, name)):
             settings[name] = value

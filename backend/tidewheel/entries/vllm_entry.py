@@ -65,7 +65,7 @@ def _lost_adapters(entry: Entry) -> Iterator[Finding]:
 
 
 def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
-    """Yield rule and problem of what is refused in a file and known, or has no effect."""
+    """Yield (rule, problem) for known fields of the entry's files that are refused or have no effect."""
     for name, rule in ENTRY_RULES.items():
         refused = (problem for problem in rule(entry) if problem.severity == "error")
         yield from ((name, problem) for problem in refused if _is_there(entry, problem))

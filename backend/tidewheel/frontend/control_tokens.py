@@ -1,8 +1,8 @@
-"""Control tokens, which structure a prompt: a template writes them, and messages must not.
+"""Control tokens, which structure a prompt: a template may write them, and messages may not.
 
-Text of a message that spells a control token is encoded as plain text. For that, marks take its place while the
-template runs; where they come out, the text is put back, and the prompt's own control tokens get private names, which
-a second tokenizer knows in place of theirs.
+Text of a message that spells a control token is encoded as plain text, in three steps. Random marks replace such text
+before the template runs. Their places in its output are the plain spans, where the text is put back. Then the
+template's control tokens get private names, and a second tokenizer that knows only these names encodes the prompt.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tidewheel.frontend.tokenizer import Tokenizer
 
 Spans = Sequence[tuple[int, int]]  # characters of a prompt that are plain text, in order
 
-_FIRST = ("<|", "<\uff5c")  # of control tokens that some tokenizers do not flag as special
+_CONTROL_PREFIXES = ("<|", "<\uff5c")  # of control tokens that some tokenizers do not flag as special
 _NOTHING = r"(?!)"  # matches no text
 
 
-class _Renamed(NamedTuple):
-    """Tokenizer to which control tokens are known by private names alone."""
+class _RenamedTokenizer(NamedTuple):
+    """Copy of a tokenizer that knows control tokens only by private names, never by their own texts."""
 
     tokenizer: Tokenizer
     names: dict[str, str]  # by control token
-    ids: dict[int | None, int]  # id of an added token in the model, by its id here
-    counted: frozenset[int]  # control tokens that no plain text has; a character may be an unknown token
+    ids: dict[int | None, int]  # original id of an added token, by its id in the copy
+    counted: frozenset[int]  # control tokens that plain text never makes: all but the unknown token
 
 
 class ControlTokens:
@@ -43,7 +43,7 @@ class ControlTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder()
-        control = [token for token in added.values() if token.special or token.content.startswith(_FIRST)]
+        control = [token for token in added.values() if token.special or token.content.startswith(_CONTROL_PREFIXES)]
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._texts = {token.content for token in control if token.content}
         # The longest first, as tokenizers match.
@@ -53,12 +53,13 @@ class ControlTokens:
         self._endings = {text[start:] for text in self._texts for start in range(1, len(text))}
         self._longest = max(map(len, self._texts), default=0)
         self._normalizer = tokenizer.backend.normalizer if any(token.normalized for token in control) else None
-        self._renamed: _Renamed | None = None
+        self._renamed: _RenamedTokenizer | None = None
 
     def plain_spans(self, conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> Spans:
-        """Return where `text`, the rendered conversation, must not become control tokens: it is text of messages.
+        """Return the spans of `text`, the rendered conversation, where messages may spell control tokens.
 
-        Raise `InvalidRequest` where the template changes such text.
+        `render` applies the chat template. Empty if no such text would become a control token. Raise `InvalidRequest`
+        if the template changes such text, so that its place cannot be found.
         """
         marks = _Marks(self.risky_spans)
         marked = marks.conversation(conversation)
@@ -69,8 +70,8 @@ class ControlTokens:
         except InvalidRequest:  # a template that wants certain words
             rendered = ""
         restored, spans = marks.restore(rendered)
-        becomes_control = self._find(rendered) != self._find(text)
-        if restored != text and (becomes_control or any(map(self._find, marks.texts))):
+        becomes_control = self._find_controls(rendered) != self._find_controls(text)
+        if restored != text and (becomes_control or any(map(self._find_controls, marks.texts))):
             raise InvalidRequest(
                 "messages contain the text of a special token, which the model's chat template strips, encodes or "
                 "reads: leave it out"
@@ -78,9 +79,12 @@ class ControlTokens:
         return spans if becomes_control else ()
 
     def risky_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return what spells a control token, or may do so with what comes before or after `text`."""
+        """Return the spans of `text` that spell a control token, in order.
+
+        A beginning or end of `text` counts too if neighbouring text may complete it to a control token.
+        """
         spans = [match.span() for match in self._pattern.finditer(text)]
-        if not spans and self._normalizer is not None and self._find(text):
+        if not spans and self._normalizer is not None and self._find_controls(text):
             return [(0, len(text))]
         first, last = (spans[0][0], spans[-1][1]) if spans else (len(text), 0)
         longest = min(self._longest, len(text))
@@ -90,7 +94,10 @@ class ControlTokens:
         return [(start, end) for start, end in ((0, head), *spans, (tail, len(text))) if start < end]
 
     def encode(self, text: str, plain: Spans, *, add_special_tokens: bool) -> Int32Array:
-        """Return [num_tokens], where no control token comes from plain spans. Raise `InvalidRequest`."""
+        """Return token ids [num_tokens] int32. Plain spans make no control token.
+
+        Raise `InvalidRequest` if the tokenizer has no other way to encode such a span.
+        """
         self._renamed = self._renamed or self._rename()
         tokenizer, names, ids, counted = self._renamed
         parts, written, begin = [], [], 0
@@ -109,19 +116,19 @@ class ControlTokens:
         return np.array([*before, *token_ids, *after], dtype=np.int32)
 
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens that are added before and after a text."""
+        """Return the ids of the special tokens that the tokenizer adds before and after any text."""
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=flag).tolist() for flag in (False, True))
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
 
-    def _find(self, text: str) -> list[str]:
-        """Return the control tokens in a text, also in what it is normalised to where tokenizers look there."""
+    def _find_controls(self, text: str) -> list[str]:
+        """Return the control tokens that `text` spells, and also its normalised form if tokens are matched there."""
         found: list[str] = self._pattern.findall(text)
         if self._normalizer is not None:
             found += self._pattern.findall(self._normalizer.normalize_str(text))
         return found
 
-    def _rename(self) -> _Renamed:
+    def _rename(self) -> _RenamedTokenizer:
         nonce = secrets.token_hex(8)
         state = json.loads(self._tokenizer.backend.to_str())
         names = {text: f"<{nonce}-{self._added[text]}>" for text in self._texts}
@@ -132,11 +139,11 @@ class ControlTokens:
         model = state["model"]
         unknown = model.get("unk_id", self._added.get(model.get("unk_token")))
         counted = frozenset(self._added[text] for text in self._texts) - {unknown}
-        return _Renamed(Tokenizer(backend, vocab_size=self._tokenizer.vocab_size), names, ids, counted)
+        return _RenamedTokenizer(Tokenizer(backend, vocab_size=self._tokenizer.vocab_size), names, ids, counted)
 
 
 class _Marks:
-    """Marks that stand for parts of a conversation's text."""
+    """Random marks that replace the risky spans of a conversation, and are found again after rendering."""
 
     def __init__(self, risky_spans: Callable[[str], list[tuple[int, int]]]) -> None:
         self.texts: list[str] = []  # what each mark stands for
@@ -152,7 +159,7 @@ class _Marks:
         )
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text with what its marks stand for, and where that is."""
+        """Return `text` with the marks replaced by their originals, and the spans of these."""
         parts, spans, length = [], [], 0
         for index, part in enumerate(re.split(f"{self._name}n([0-9]+)x", text)):
             parts.append(self.texts[int(part)] if index % 2 else part)

@@ -31,7 +31,7 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True):
     tools: list[dict[str, Any]] | None = None
     options: dict[str, str | bool | int | float] = {}  # more variables of the template
     add_generation_prompt: bool = True
-    escapes_special_tokens: bool = True  # special tokens that its texts spell are plain text
+    escapes_special_tokens: bool = True  # text of messages that spells a special token is encoded as plain text
 
     @property
     def num_bytes(self) -> int:

@@ -69,7 +69,7 @@ class Try(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     text: str
-    plain: Spans = ()  # of a prompt
+    plain: Spans = ()  # of a prompt: text of messages that must make no special token
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -123,10 +123,10 @@ class PromptEncoder(Protocol):
     """Thread-safe. Its methods raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return what the chat template makes of a conversation."""
+        """Return the text that the chat template writes, with its plain spans."""
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        """Return [num_tokens]. No special token comes from the plain spans."""
+        """Return token ids [num_tokens] int32. The plain spans of `text` make no special token."""
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()

@@ -88,7 +88,7 @@ class RequestReader:
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
 
     def _answer(self, request: GenerateRequest) -> str:
-        """Return what the tokenizer alone answers: JSON of tokens, or the text of tokens."""
+        """Return the answer of the tasks `tokenize` (JSON of the tokens) and `detokenize` (their text)."""
         check_task_parameters(request.parameters, request.task)
         options = parse_parameters(request.parameters).prompt
         name = self._prompt_name(request)
@@ -135,7 +135,10 @@ class RequestReader:
         return name, text if len(kept) == len(prompt_ids) else None, kept
 
     def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[str, Spans, bool]:
-        """Return the prompt, what of it is plain text, and whether special tokens are added, as a template does."""
+        """Return the prompt, its plain spans, and whether the tokenizer adds special tokens.
+
+        By default it adds them to a text, and not to a conversation, whose template writes its own.
+        """
         options.check_for(name)
         if request.messages is None:
             return to_text(name, request.text), (), options.add_special_tokens is not False

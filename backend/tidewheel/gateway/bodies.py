@@ -53,7 +53,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WithoutEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that OpenAI's clients send by themselves, and that change no answer."""
+    """Fields that are accepted and change no answer, because OpenAI's clients send them by themselves."""
 
     user: str = ""
     metadata: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Connections of clients: how many may be open, and how long the headers of a request may take.
+"""Limits of client connections: how many may be open, and how long the headers of a request may take.
 
-Where all places are taken, another connection is closed for a new one: the longest idle one, else the one whose
-client keeps the gateway waiting longest, because its request has not arrived in full or its answer is not read. A
-connection whose client waits for an answer is never closed. If there are only such, the new one is refused.
+At the limit, a new connection replaces another one: the longest idle one, else the one that has stalled longest. A
+connection stalls while its request has not arrived in full or its answer is not read. A connection whose client waits
+for an answer is never closed. If all are such, the new one is refused.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tidewheel_client.request_errors import Busy
 HEADERS_S = 10.0  # for the headers of a request to arrive
 _KEEPALIVE_S = 75.0  # for an idle connection
 _OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": _KEEPALIVE_S}
-_LOG_S = 10.0  # between two lines
+_LOG_INTERVAL_S = 10.0
 _OWN_DESCRIPTORS = 32  # of a gateway without clients
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 _MOST_AT_ONCE = 128  # that asyncio accepts before it looks at one
 _IPV6_SITE = 64  # bits; one client has all addresses below
-_ALL = ""  # in place of an address
+_ALL = ""  # key of the group of all connections
 
 logger = logging.getLogger(__name__)
 
 
 class _Group:
-    """Connections of one address, or of all."""
+    """Connections of one client address, or of all addresses."""
 
     def __init__(self) -> None:
         self.num_open = 0
         # Longest first.
-        self.idle: dict[ClientConnection, None] = {}  # since an answer
-        self.waiting: dict[ClientConnection, None] = {}  # for their clients
+        self.idle: dict[ClientConnection, None] = {}  # answered, and no next request has begun
+        self.waiting: dict[ClientConnection, None] = {}  # request incomplete, or answer not read
 
 
 class ConnectionTable:
@@ -59,7 +59,7 @@ class ConnectionTable:
         self._next_line_s = 0.0
 
     def enter(self, connection: ClientConnection) -> bool:
-        """Add a connection, for which another one may be closed. Return False if there is no room."""
+        """Add a connection, and close another one if the table is full. Return False if none can be closed."""
         for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
             if self._groups[address].num_open >= most and not self.make_room(address):
                 self._num_refused += 1
@@ -83,20 +83,23 @@ class ConnectionTable:
             del self._groups[connection.address]
 
     def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
-        """Note that from now on the gateway waits for the connection's client."""
+        """Record that the connection is idle or stalled from now on, so that it may be closed for another."""
         if connection in self._open:
             self.serve(connection)
             for group in self._groups_of(connection):
                 (group.idle if is_idle else group.waiting)[connection] = None
 
     def serve(self, connection: ClientConnection) -> None:
-        """Note that the connection's client waits for the gateway."""
+        """Record that the client waits for an answer, so that its connection is not closed."""
         for group in self._groups_of(connection):
             group.idle.pop(connection, None)
             group.waiting.pop(connection, None)
 
     def make_room(self, address: str = _ALL) -> bool:
-        """Close a connection whose client does not wait for the gateway. Return False if there is none."""
+        """Close the longest idle or else longest stalled connection of `address`. Return False if there is none.
+
+        `address` is a result of `_address_of`, by default that of all connections.
+        """
         group = self._groups[address]
         connection = next(iter(group.idle or group.waiting), None)
         if connection is None:
@@ -111,7 +114,7 @@ class ConnectionTable:
         return self._groups[connection.address], self._groups[_ALL]
 
     def _log(self) -> None:
-        """Log a line with the sums, unless the last one was just now."""
+        """Log the closed and refused connections since the last line, at most once in 10 s."""
         if (now := time.monotonic()) < self._next_line_s:
             return
         logger.warning(
@@ -123,11 +126,11 @@ class ConnectionTable:
             self.most_of_address,
         )
         self._num_closed = self._num_refused = 0
-        self._next_line_s = now + _LOG_S
+        self._next_line_s = now + _LOG_INTERVAL_S
 
 
 class ClientConnection(web.RequestHandler):
-    """Connection in aiohttp's server, with a place in a table."""
+    """Connection of aiohttp's server that counts in a `ConnectionTable` and limits the time for headers."""
 
     __slots__ = ("_deadline", "_is_read", "_is_unread", "_request", "_table", "address")
 
@@ -173,7 +176,7 @@ class ClientConnection(web.RequestHandler):
     async def answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a request whose headers have arrived."""
+        """Run `handler` for a request whose headers have arrived. The connection is idle afterwards."""
         self._end_limit()
         self._request = request
         request.content.on_eof(lambda: self._note_read(request))
@@ -205,8 +208,8 @@ class ClientConnection(web.RequestHandler):
             self._deadline = None
 
 
-class Listener:
-    """Listening sockets of an application, and its connections."""
+class HttpListener:
+    """Listening sockets of an aiohttp application, with limited client connections."""
 
     def __init__(self, runner: web.AppRunner, sockets: asyncio.Server) -> None:
         self._runner = runner
@@ -215,8 +218,11 @@ class Listener:
     @classmethod
     async def open(
         cls, runner: web.AppRunner, host: str, port: int, *, num_descriptors: int, shares_port: bool
-    ) -> Listener:
-        """Listen for a runner that is set up. Raise `OSError`."""
+    ) -> HttpListener:
+        """Listen at `host` and `port` for a runner after its `setup`. Raise `OSError` if the port cannot be had.
+
+        `num_descriptors` is the process's limit of open files. `shares_port` allows other processes at the same port.
+        """
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None
         handler, log_failure = server.request_handler, loop.get_exception_handler()
@@ -258,13 +264,13 @@ class Listener:
 
 
 def _address_of(peer: tuple[str, int]) -> str:
-    """Return the address that a connection counts for."""
+    """Return the key by which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     return str(address if address.version == 4 else ipaddress.ip_network((address, _IPV6_SITE), strict=False))
 
 
 def _refusal(table: ConnectionTable) -> bytes:
-    """Return an answer to a client without a place."""
+    """Return the HTTP response, status 429, for a connection that is refused."""
     error = Busy(
         f"the gateway has {table.most} connections, or {table.most_of_address} of your address, which wait for "
         "answers: try again later"

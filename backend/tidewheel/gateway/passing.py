@@ -44,7 +44,10 @@ def _read(fields: dict[str, Any], *, stream: bool) -> Ask:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """Put the members of `parameters` beside the other fields, as Triton does, so that keys see all of them."""
+    """Return the fields with the members of `parameters` moved to the top level, as Triton reads them.
+
+    API keys thus check all of them. Raise `InvalidRequest` if a name is given twice.
+    """
     nested = fields.get("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters must be an object of parameters")

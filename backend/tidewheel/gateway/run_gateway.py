@@ -13,7 +13,7 @@ from aiohttp import web
 from tidewheel.confidential import TracebackFormatter, protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
-from tidewheel.gateway.client_connections import Listener
+from tidewheel.gateway.client_connections import HttpListener
 from tidewheel.gateway.gateway_options import GatewayOptions, announce
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
@@ -59,7 +59,7 @@ def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
 async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_log_without_values)
+    loop.set_exception_handler(_log_loop_error)
     for number in _STOP:
         loop.add_signal_handler(number, stopped.set)
     listener = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
@@ -74,24 +74,26 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
             await _clean_up(listener, loop)
 
 
-def _log_without_values(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that no task took. Python's own line shows the error's message."""
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an unhandled error of the loop without its message, which asyncio's own handler would show."""
     logger.error("%s", context["message"], exc_info=context.get("exception"))
 
 
-async def listen(gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False) -> Listener:
-    """Return what answers at the port until its `cleanup`. Raise `ServeError` if the port cannot be had."""
+async def listen(
+    gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
+) -> HttpListener:
+    """Serve the gateway at `host` and `port` until `cleanup`. Raise `ServeError` if the port cannot be had."""
     num_descriptors = processes.raise_descriptor_limit()
     runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=drain_s)
     await runner.setup()
     try:
-        return await Listener.open(runner, host, port, num_descriptors=num_descriptors, shares_port=shares_port)
+        return await HttpListener.open(runner, host, port, num_descriptors=num_descriptors, shares_port=shares_port)
     except OSError as error:
         await runner.cleanup()
         raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
 
 
-async def _clean_up(listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> None:
     task = asyncio.ensure_future(listener.cleanup())
     for number in _STOP:
         loop.add_signal_handler(number, task.cancel)

@@ -51,7 +51,7 @@ class Listener:
     """Splitter of one sequence's text, piece by piece. What may begin a mark is held back."""
 
     def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
-        """`tools` are names of functions; None: no calls are looked for. A forced text is one call of them."""
+        """`tools` are the names of functions; None: no calls are parsed. `is_forced`: the text is one call."""
         self._tools = tools
         self._is_forced = is_forced
         self.was_cut = False  # the forced call
@@ -191,7 +191,7 @@ def _call(item: Any) -> ToolCall:
 
 
 def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
-    """Return what there is of a forced call. A name of which one function alone remains is that function's."""
+    """Return an unfinished forced call. A cut name is completed if only one function begins so."""
     found = _CUT.match(text)
     begin, arguments = (found[1], found[2] or "") if found else ("", "")
     fitting = [name for name in names if json.dumps(name, ensure_ascii=False)[1:-1].startswith(begin)]

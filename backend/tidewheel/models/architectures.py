@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidewheel.errors import ConfigError
-from tidewheel.model_formats import of_config
+from tidewheel.model_formats import config_refusal
 from tidewheel.models.model_folder import Fields, architecture
 
 _ALIBI = "its attention adds ALiBi position biases"
@@ -65,7 +65,7 @@ def native_traits(fields: Fields) -> NativeTraits | None:
     for cause, names in REFUSED.items():
         if name in names:
             raise ConfigError(f"{fields.where}: {name} is not offered: {cause}")
-    if refusal := of_config(fields.values):
+    if refusal := config_refusal(fields.values):
         raise ConfigError(f"{fields.where}: {refusal}")
     return NATIVE.get(name)
 

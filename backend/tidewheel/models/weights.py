@@ -25,7 +25,7 @@ NUM_NAMED = 3  # names in an error before it only counts
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` with what would fit."""
+    """Raise `ConfigError` if weights of `num_bytes` exceed the free memory of `device`. It says what would fit."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"

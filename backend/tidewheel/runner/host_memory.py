@@ -12,7 +12,7 @@ LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
 class _GroupFiles(NamedTuple):
-    """Names in the folder of a control group."""
+    """Names of the memory files in a cgroup's folder."""
 
     limit: str
     use: str
@@ -24,7 +24,7 @@ _V2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that the machine and this process's control groups leave, if known."""
+    """Return the free memory in bytes: the least of the machine's and of its cgroups'. None if Linux reports none."""
     amounts = [_available(root / "proc/meminfo"), *(_left(*group) for group in _groups(root))]
     return min((amount for amount in amounts if amount is not None), default=None)
 
@@ -45,7 +45,7 @@ def _available(memory_info: Path) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """Yield the memory groups of this process, innermost first. A container may see only its own, at the mount."""
+    """Yield this process's memory cgroups, innermost first. In a container only the mount itself may exist."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

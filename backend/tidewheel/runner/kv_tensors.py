@@ -49,7 +49,7 @@ class MemoryBudget(NamedTuple):
     host_bytes: int | None = None  # free host memory, of which a cache on a CPU may be; None: not known
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """Return the setting that gives `num_bytes`, or None."""
+        """Return the value of `setting` (MiB, or fraction of the GPU) that gives `num_bytes`, or None."""
         if self.share is None:
             fits = self.host_bytes is None or num_bytes <= self.host_bytes
             return -(-num_bytes // MIB) if fits else None
@@ -66,12 +66,16 @@ class CacheSize(NamedTuple):
 
 
 def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) -> int:
-    """Return what `max_num_seqs` requests of full length fill."""
+    """Return the bytes of KV cache that `max_num_seqs` requests of `max_model_len` tokens fill."""
     return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.block_bytes
 
 
 def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
-    """Return `kv_cache_memory_mb`, or half of the spare memory, but no more than running requests can fill."""
+    """Return the budget of a cache without `gpu_memory_utilization`.
+
+    That is `kv_cache_memory_mb` if set, else half of `spare`, limited to the larger of `most_bytes` and 512 MiB.
+    Without `spare` (Linux does not report free memory) it is 512 MiB.
+    """
     setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
     megabytes = config.kv_cache_memory_mb
     if megabytes is not None:
@@ -95,8 +99,10 @@ def decide_size(
     *,
     may_shorten: bool = False,
 ) -> CacheSize:
-    """Return the size of the cache. Raise `ConfigError` if no request fits, or none of `max_model_len` tokens and it
-    may not be shortened.
+    """Return the number of blocks and the context that they allow.
+
+    `num_blocks` fixes the number; None: as many as `budget` holds. Raise `ConfigError` if the cache exceeds free host
+    memory, or holds no request of `max_model_len` tokens. `may_shorten` lowers `max_model_len` to what fits instead.
     """
     needed = -(-max_model_len // layout.block_size)
     least: float | None = needed

@@ -84,7 +84,7 @@ class RunnerParts(NamedTuple):
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
-    """Raise `ConfigError` with one line."""
+    """Load device, weights and layout of the cache. Raise `ConfigError` with one line."""
     stages = StageClock(progress)
     device = resolve_device(config)
     check_deterministic(config.deterministic, device)
@@ -94,7 +94,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
-    claim = _claim(config, folder, fields, dtype) if device.type == "cpu" else None
+    claim = _claim_host_memory(config, folder, fields, dtype) if device.type == "cpu" else None
     loaded = load_model(folder, fields, config, dtype, device, stages)
     if device.type == "cpu":
         keep_freed_memory()
@@ -108,8 +108,8 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     return RunnerParts(loaded.model, layout, info, device, stages, compile_log, claim)
 
 
-def _claim(config: EngineConfig, folder: Path, fields: Fields, dtype: torch.dtype) -> MemoryClaim:
-    """Claim what the files are going to need, and say whether the cache takes a share."""
+def _claim_host_memory(config: EngineConfig, folder: Path, fields: Fields, dtype: torch.dtype) -> MemoryClaim:
+    """Publish the bytes that the checkpoint's weights will take in `dtype`, before they are loaded."""
     as_stored = DTYPES.get(checkpoint_dtype(fields) or "", dtype)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * dtype.itemsize // as_stored.itemsize
     return MemoryClaim(takes_share=config.has_automatic_cache, others=weights)
@@ -181,7 +181,7 @@ def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> Run
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
-    """Return what to capture; log why if nothing."""
+    """Return the batch sizes to capture as CUDA graphs. Log the reason if there are none."""
     if parts.device.type == "cpu":
         logger.info("CUDA graphs: none, the device is a CPU")
         return GraphSizes()

@@ -1,7 +1,7 @@
-"""Claims of engines on host memory, so that those that start at once share what is free.
+"""Claims of engines on host memory, so that engines that start together share the free memory.
 
 Linux counts memory when it is first written, and a cache fills slowly: memory that is free now may be another
-engine's. So each engine keeps a claim in a memfd, which others find in /proc and which ends with its process.
+engine's. So each engine publishes a claim in a memfd, which other engines find in /proc. It ends with its process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class Claim(msgspec.Struct, frozen=True):
+    """Host memory that one engine of process `pid` uses or is going to use, as published to the others."""
+
     pid: int
     base: int  # bytes that the process held before the load
     others: int = 0  # bytes of weights, activations and host tier
@@ -38,7 +40,7 @@ class SpareMemory(NamedTuple):
 
 
 class MemoryClaim:
-    """Claim of one engine, until it is deleted."""
+    """Published claim of this engine on host memory, kept until the object is deleted."""
 
     def __init__(self, *, takes_share: bool, others: int) -> None:
         self._claim = Claim(
@@ -52,12 +54,15 @@ class MemoryClaim:
         self._write()
 
     def spare(self, available: int, others: int) -> SpareMemory:
-        """Return what this engine may use of `available` bytes, beside `others` of its own, most of which it has."""
+        """Return the share of `available` bytes that this engine's cache may take.
+
+        `others` are the bytes of its weights, activations and host tier; what is not yet resident is subtracted.
+        """
         self._claim = msgspec.structs.replace(self._claim, others=others)
         return spare_memory(self._claim, _claims(self._claim), available)
 
     def take(self, cache: int) -> None:
-        """Claim a cache of this size."""
+        """Publish the size of this engine's cache, in bytes."""
         self._claim = msgspec.structs.replace(self._claim, cache=cache, sized=time.monotonic_ns())
         self._write()
 
@@ -67,7 +72,10 @@ class MemoryClaim:
 
 
 def spare_memory(mine: Claim, claims: dict[int, list[Claim]], available: int) -> SpareMemory:
-    """Leave what others are going to take, and divide the rest by the engines that load while `mine` does."""
+    """Return `available` less the claimed bytes not yet resident, divided by the engines that size a cache together.
+
+    `claims` are all claims by process, `mine` included. An engine with a fixed cache gets all that is left.
+    """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():
         expected = min(claim.base for claim in of_process)
@@ -81,7 +89,7 @@ def spare_memory(mine: Claim, claims: dict[int, list[Claim]], available: int) ->
 
 
 def resident_bytes(pid: int) -> int:
-    """Return 0 for a process that has ended."""
+    """Return the resident memory of a process in bytes, 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):
@@ -89,7 +97,10 @@ def resident_bytes(pid: int) -> int:
 
 
 def _claims(mine: Claim) -> dict[int, list[Claim]]:
-    """Return `mine` and all other claims that this user may see, by process. A forked process has its parent's."""
+    """Return `mine` and all other claims that this user can read, by process id.
+
+    A descriptor that a forked process inherited does not count: its claim names the parent.
+    """
     found = defaultdict(list, {mine.pid: [mine]})
     for folder in Path("/proc").glob("[0-9]*/fd"):
         for claim in filter(None, map(_read_claim, _entries(folder))):

@@ -85,7 +85,7 @@ class WaitingSet:
         return sum(self._new_tokens.values())
 
     def own_part(self, request: Request) -> str:
-        """Return words that say how many new requests its tenant has, if tenants take turns."""
+        """Return the number of new requests of its tenant, in words for a message. Empty without fairness."""
         return "" if self._counters is None else f" ({self._num_new.get(request.tenant, 0)} of its own tenant)"
 
     @property
@@ -165,15 +165,17 @@ class WaitingSet:
                 yield from lane.new if with_new else lane.returning
 
     def key(self, request: Request) -> Rank:
-        """Return the present place of a running or waiting request."""
+        """Return the sort key of a running or waiting request: the smallest is served first."""
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield entries in the order in which newcomers displace them: lower classes, lowest and newest first.
+        """Yield the entries that a newcomer may displace, in order. A newcomer is a group of `count` requests.
 
-        If tenants take turns, lower classes give way only if their tenant may not ask for the newcomer's. Then the
-        tenant with most waiting over its weight gives way, in any class that the newcomer's tenant may ask for, while
-        it has more than that tenant would. Lower classes of the newcomer's tenant are last.
+        Without fairness: entries of lower classes, lowest class and newest first. With fairness, three kinds in turn:
+        1. entries of lower classes of other tenants that may not ask for the newcomer's class (`max_priority`);
+        2. entries of the tenant with most waiting requests per weight, while it has more than the newcomer's tenant
+           would have, in classes that the newcomer's tenant may ask for;
+        3. entries of lower classes of the newcomer's own tenant.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
@@ -193,7 +195,7 @@ class WaitingSet:
         gone: list[Request],
         weight: Callable[[str], float],
     ) -> Iterator[Request]:
-        """Yield entries other than `gone`, in the order in which a newcomer that has displaced these goes on."""
+        """Yield the entries of kinds 2 and 3 of `displaceable`, after the entries `gone` were displaced."""
         tenant, best = newcomer.tenant, self._best_class(newcomer.tenant)
         counts = {victim.tenant: self._num_new[victim.tenant] for victim in gone}
         for victim in gone:

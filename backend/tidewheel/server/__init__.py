@@ -6,7 +6,7 @@ class ServeError(Exception):
 
 
 class LoadError(ServeError):
-    """Model that cannot be loaded."""
+    """Failed load of one model, whose name is `model`."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model {model!r} cannot be loaded: {reason}")

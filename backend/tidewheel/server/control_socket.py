@@ -18,9 +18,9 @@ Handle = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ControlSocket(socketserver.ThreadingUnixStreamServer):
-    """Server as long as the `with` block lasts. `handle` is called for one command at a time.
+    """Server for commands on a Unix socket, while its `with` block lasts. Runs `handle` for one command at a time.
 
-    The text of an `error` goes to the asker as it is, that of any other exception with the name of its class.
+    A client gets the bare message of an `error`, and class and first line of any other exception.
     """
 
     daemon_threads = True
@@ -61,7 +61,10 @@ class _Command(socketserver.StreamRequestHandler):
 
 
 def ask(path: Path, command: dict[str, Any], error: type[Exception], limit_s: float | None = ASK_S) -> dict[str, Any]:
-    """Return the answer. Raise an `error` if there is none within the limit (None: ever), or if it is an error."""
+    """Send a command to a `ControlSocket` and return its answer.
+
+    Raise `error` if the answer is an error, or none comes within `limit_s` seconds (None: wait without limit).
+    """
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(limit_s)

@@ -1,4 +1,4 @@
-"""Loads and unloads of models while a server runs, for its own user: by a private socket, or over Triton's API."""
+"""Load and unload models of a running server, for its own user: by a private socket, or over Triton's API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _PendingLoad:
 
 
 class ModelControl:
-    """Changes of the private repository that Triton polls, and what becomes of them. One command at a time."""
+    """Loader and unloader of models: changes the private repository that Triton polls and waits for the result."""
 
     def __init__(
         self, source: Path, target: Path, *, check: Callable[[], None], serves: Callable[[str], bool],
@@ -46,7 +46,10 @@ class ModelControl:
         self._pending: _PendingLoad | None = None
 
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Do what `ask_server` sent. Raise `ServeError` if it cannot be done."""
+        """Load, unload or reload the model that a command of `ask_server` names, and wait until it is done.
+
+        Return an empty answer. Raise `ServeError` if that fails. Not for several threads at once.
+        """
         self._check()
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         try:
@@ -56,7 +59,7 @@ class ModelControl:
         return {}
 
     def note_load(self, model: str, failure: str) -> None:
-        """End the wait for a model: it serves, or it failed. Any thread may call."""
+        """End the wait for a load of `model`; an empty `failure` means that it serves. Thread-safe."""
         with self._lock:
             pending = self._pending
             if pending is None or pending.model != model:
@@ -68,7 +71,7 @@ class ModelControl:
         pending.ended.set()
 
     def note_restart(self, reason: str) -> None:
-        """Take back what is loaded just now, so that the server starts without it."""
+        """Fail the pending load with `reason` and undo it, so that the server restarts without that model."""
         pending = self._pending
         if pending is not None:
             self.note_load(pending.model, reason)
@@ -101,7 +104,7 @@ class ModelControl:
 
     def _loaded(self, model: str) -> Path:
         if model not in (names := repository.folder_names(self._target)):
-            raise ServeError(f"model {model!r} is not loaded; those that are: {', '.join(names) or 'none'}")
+            raise ServeError(f"model {model!r} is not loaded; loaded models: {', '.join(names) or 'none'}")
         return self._target / model
 
     def _wait(self, model: str, load: Callable[[], None], undo: Callable[[], None]) -> None:
@@ -116,7 +119,7 @@ class ModelControl:
 
 
 def ask_server(control: Path, action: Action, model: str) -> None:
-    """Have a model loaded or unloaded by the server whose socket this is. Raise `ServeError` if that fails."""
+    """Ask the server at the socket `control` to load, unload or reload a model. Raise `ServeError` on failure."""
     ask(control, {"do": action, "model": model}, ServeError, None)
 
 

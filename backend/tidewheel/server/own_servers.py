@@ -65,14 +65,14 @@ def current_engines_of(metrics_port: int) -> list[Path]:
 
 
 def living(base: Path | None = None) -> list[Endpoints]:
-    """Return the endpoints of this user's servers that live on this machine, or of those in a run directory."""
+    """Return the endpoints of this user's running servers, on this machine or with work folders in `base`."""
     return [endpoints for work in work_dirs(base) if (endpoints := _announced(work)) is not None]
 
 
 def control_of(port: int | None) -> Path:
-    """Return the socket for commands of the server of this user with this port (None: of the only one).
+    """Return the control socket of this user's server that has `port` (None: of the only server).
 
-    Raise `ServeError` if there is none, or several.
+    Raise `ServeError` if no server fits, or several do.
     """
     found = [(endpoints, work) for work in work_dirs() if (endpoints := _announced(work)) is not None]
     if port is not None:

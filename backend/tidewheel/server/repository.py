@@ -82,7 +82,7 @@ def entries(repository: Path) -> list[str]:
 
 
 def folder_names(repository: Path) -> list[str]:
-    """Return what Triton takes for models: all folders, in order."""
+    """Return the names that a polling Triton takes for models: those of all folders, sorted."""
     return sorted(path.name for path in repository.iterdir() if path.is_dir())
 
 
@@ -95,7 +95,7 @@ def check_names(repository: Path, names: Iterable[str]) -> None:
 
 
 def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make a repository of links to the files of some entries, or all, which `load_again` has loaded again.
+    """Make the private repository `target`, with links to the files of the named entries (none named: all).
 
     Raise `ConfigError` if an entry is missing.
     """
@@ -126,7 +126,7 @@ def remove_entry(target: Path, name: str) -> None:
 
 
 def refresh_entry(entry: Path) -> None:
-    """Link what has been added to an entry's folder since, and unlink what is gone."""
+    """Add links to files that are new in the operator's folder, and remove links to deleted ones."""
     for path in entry.iterdir():
         if not path.exists():
             path.unlink()
@@ -134,7 +134,7 @@ def refresh_entry(entry: Path) -> None:
 
 
 def load_again(entry: Path) -> None:
-    """Let a polling Triton load an entry again, and again every second if that fails."""
+    """Make a polling Triton load an entry again. It retries every second until that succeeds."""
     _shift(entry, 1)
 
 

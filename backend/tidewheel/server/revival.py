@@ -85,7 +85,7 @@ class Revival:
 
 
 class Revivals:
-    """Revivals that are not over."""
+    """Pending reloads of models, each until a new front end serves its model."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -97,7 +97,7 @@ class Revivals:
         self._open.append(Revival(model, reload, delay_s, while_it_serves=while_it_serves))
 
     def look(self) -> str:
-        """Tell how they go. Return a model without a front end, or nothing."""
+        """Report failures and successes. Return a model that still has no front end, or an empty string."""
         for revival in self._open:
             if failure := revival.new_failure():
                 self._note(failure)
@@ -107,7 +107,7 @@ class Revivals:
         return next((revival.model for revival in self._open if not revival.while_it_serves), "")
 
     def cancel(self, model: str = "") -> None:
-        """End those of a model, or all."""
+        """Cancel the pending reloads of `model`, by default of all models."""
         ended = [revival for revival in self._open if model in ("", revival.model)]
         for revival in ended:
             revival.cancel()

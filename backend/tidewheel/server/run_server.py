@@ -174,15 +174,20 @@ def _is_closed(options: ServeOptions) -> bool:
 
 
 def opened_apis(options: ServeOptions) -> set[launch.ClosedApi]:
-    """Return the APIs that need no header. A Triton that is not explicit refuses loads itself, and lists models."""
+    """Return Triton's APIs that need no secret header.
+
+    `model-repository` is one of them unless `--triton-arg` asks for explicit model control: in every other mode
+    Triton itself refuses loads, and the API only lists models.
+    """
     is_explicit = any("explicit" in argument for argument in options.triton_arguments)
     return {*options.open_apis, *(() if is_explicit else (_MODELS_API,))}
 
 
 def _is_polled(options: ServeOptions) -> bool:
-    """Return whether Triton polls that repository. Without a free descriptor it would unload what it cannot see.
+    """Return whether Triton polls the private repository. That needs a high limit of open files.
 
-    Raise `ServeError` where models could not be loaded without.
+    Without a free descriptor a polling Triton unloads the models that it cannot see. Raise `ServeError` if the limit
+    is too low and `--model-control explicit` needs polling.
     """
     if not _is_closed(options):
         return False
@@ -223,7 +228,7 @@ def _descriptor_warning() -> str:
 
 
 def open_warnings(options: ServeOptions) -> list[str]:
-    """Return what those can do who reach the APIs that are open."""
+    """Return a warning for each open API: what any client that reaches it can do."""
     host, warnings = options.endpoints.host, []
     if "shared-memory" in options.open_apis:
         warnings.append(
@@ -260,7 +265,10 @@ def _source(options: ServeOptions, work: WorkDir) -> Path:
 def _model_control(
     options: ServeOptions, work: WorkDir, log: ServerLog, triton: TritonHttp, supervisor: Supervisor
 ) -> contextlib.AbstractContextManager[object]:
-    """Listen to `tidewheel load`, `unload` and `reload`, if models may be loaded and not over Triton's API."""
+    """Return the control socket for `tidewheel load`, `unload` and `reload`.
+
+    A null context without `--model-control explicit`, or where models are loaded over Triton's own API.
+    """
     if options.model_control != "explicit" or not _is_closed(options):
         return contextlib.nullcontext()
 

@@ -159,7 +159,7 @@ class Supervisor:
             self._server = self._start()
 
     def forget(self, model: str) -> None:
-        """Stop loading a model again, because it is unloaded. Any thread may call."""
+        """Cancel pending reloads of a model that was unloaded on purpose. Thread-safe."""
         self._unloaded.append(model)
 
     def drain(self, limit_s: float, endpoints: Endpoints) -> None:

@@ -1,4 +1,4 @@
-"""Line that says what is waited for and how long: drawn again on a terminal, printed now and then elsewhere."""
+"""Status line of a wait, with the seconds so far: redrawn on a terminal, else printed ever more rarely."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-FIRST_S = 5.0  # without a terminal; then after twice as long each time
+FIRST_LINE_S = 5.0  # until the first line without a terminal; each later one takes twice as long
 _TICK_S = 0.5
 
 
 class WaitLine:
-    """Line below any progress bar. It goes away at the end. A closed terminal ends no wait."""
+    """Status line below any progress bar, erased by `close`. Errors of a closed terminal are ignored."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
         self._clock = clock
         self._since = clock()
-        self._next_s = FIRST_S
+        self._next_s = FIRST_LINE_S
         self._bar: tqdm | None = None
 
     def update(self, what: str) -> None:
-        """Show it with the time since the line was made. Call twice a second."""
+        """Show `what` and the seconds since the line was made. Call it every 0.5 s."""
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
@@ -50,7 +50,7 @@ class WaitLine:
 
 @contextlib.contextmanager
 def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
-    """Show what is waited for as long as the block lasts."""
+    """Show `what()` and the seconds so far on `stream` (default: standard error) until the block ends."""
     line, is_over = WaitLine(stream), threading.Event()
 
     def tick() -> None:

@@ -28,7 +28,7 @@ ENVIRONMENTS = Path("/tmp")  # noqa: S108 - where each Triton makes a folder `py
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Private folder of a server, locked while it lives."""
+    """Private folder of one server, which holds its lock file while it runs."""
 
     root: Path
 
@@ -110,7 +110,7 @@ def _restore(run_dir: str | None) -> None:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what this user's killed servers left, and return their folders in `base`."""
+    """Remove folders and shared memory of this user's killed servers. Return the removed folders in `base`."""
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if _is_free(marker):
             _leave_nothing(marker.name.removesuffix(_OWNER), shared_memory)
@@ -118,7 +118,10 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def work_dirs(base: Path | None = None) -> list[WorkDir]:
-    """Return those of this user's servers that live, in `base` or, without one, alone and in a cluster."""
+    """Return the work folders of this user's running servers.
+
+    Looks in `base`; without one, in the run directory (servers of their own) and below it in the cluster's.
+    """
     own = run_dir_path()
     bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
     roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
@@ -126,7 +129,7 @@ def work_dirs(base: Path | None = None) -> list[WorkDir]:
 
 
 def is_left_over(root: Path) -> bool:
-    """Return whether this user's process that held the folder's lock is gone."""
+    """Return whether a work folder of this user outlived its server. False for other users'."""
     try:
         if not _is_own(root):
             return False
@@ -138,7 +141,7 @@ def is_left_over(root: Path) -> bool:
 
 
 def _is_free(path: Path) -> bool:
-    """Return whether this user's process that held the lock is gone."""
+    """Return whether no process holds the lock on this user's file. False for another user's or a missing file."""
     try:
         with os.fdopen(_open_own(path, os.O_CREAT if path.name == LOCK else 0), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +151,7 @@ def _is_free(path: Path) -> bool:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Raise `PermissionError` for another user's file, and OSError for a link."""
+    """Open this user's file and return the descriptor. Raise OSError for another user's file or a link."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     if os.fstat(descriptor).st_uid != os.getuid():
         os.close(descriptor)
@@ -157,7 +160,7 @@ def _open_own(path: Path, flags: int) -> int:
 
 
 def _is_own(root: Path) -> bool:
-    """Raise OSError if the folder is gone."""
+    """Return whether this user owns `root` and it is a real folder. Raise OSError if it is gone."""
     return root.lstat().st_uid == os.getuid() and root.is_dir() and not root.is_symlink()
 
 
@@ -172,7 +175,7 @@ def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
 
 
 def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove a server's regions; what marks its owner stays."""
+    """Remove the shared memory whose names begin with `prefix`, except the owner's lock file."""
     for region in shared_memory.glob(f"{prefix}*"):
         if region.name != f"{prefix}{_OWNER}":
             _unlink(region)
@@ -189,13 +192,16 @@ def _unlink(path: Path) -> None:
 
 
 def shared_bytes(pid: int, prefix: str, shared_memory: Path = SHARED_MEMORY) -> int:
-    """Return the memory of the region that a stub was started with."""
+    """Return the allocated bytes of the shared memory that a stub process was started with."""
     regions = [shared_memory / argument for argument in processes.arguments(pid) if argument.startswith(prefix)]
     return sum(region.stat().st_blocks * 512 for region in regions if region.exists())
 
 
 def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
-    """Remove this user's empty `python_env_*` made since then, unless a Triton lives, whose they may be."""
+    """Remove this user's empty `python_env_*` folders made after `since` (epoch seconds).
+
+    Does nothing while any tritonserver runs, because they may be that server's.
+    """
     if any(process.name == "tritonserver" and process.state != "Z" for process in processes.snapshot()):
         return
     for folder in parent.glob("python_env_*"):
@@ -206,9 +212,9 @@ def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
 
 
 def _end_processes(run_dir: str) -> None:
-    """End what was started with this run folder, or one below it: by SIGTERM, then by SIGKILL.
+    """End all processes started with this run folder or one below it: SIGTERM, then SIGKILL twice.
 
-    What lived on would make the folder again. The second SIGKILL is for what was started just before the first.
+    A survivor would make the folder again. The second SIGKILL reaches children forked just before the first.
     """
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
         started = [one for one in processes.with_folder(RUN_DIR, run_dir) if one.pid != os.getpid()]

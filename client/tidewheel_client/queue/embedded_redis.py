@@ -27,7 +27,7 @@ class EmbeddedRedis:
     """User of the Redis in `folder`, which starts with its first user and ends after its last one."""
 
     def __init__(self, folder: Path) -> None:
-        """Start it if it does not run. Raise `RequestError` and `ServerUnavailable`."""
+        """Start Redis if it does not run. Raise `RequestError` or `ServerUnavailable`."""
         self.folder = _private(folder.absolute())
         self._binary = _find_server()
         self._log = self.folder / redis_guard.LOG
@@ -42,7 +42,10 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        """Return a path that is short whatever the folder's is: a socket's has at most 107 bytes."""
+        """Return a short path to Redis's socket, valid in this process only.
+
+        It goes through an open descriptor of the folder, because a socket's path has at most 107 bytes.
+        """
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:

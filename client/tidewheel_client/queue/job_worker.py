@@ -174,7 +174,7 @@ class Worker:
         await self._store.leave()
 
     async def _beat(self) -> None:
-        """Show that this worker lives, and look which others do not."""
+        """Write this worker's heartbeat again and again, drop lost jobs, and detect dead workers."""
         beat_s = min(_LOOK_EVERY_S, self._options.lease_s / _BEATS_PER_LEASE)
         watch = SilenceWatch(math.ceil(self._options.lease_s / beat_s))
         while True:

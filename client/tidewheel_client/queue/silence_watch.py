@@ -1,4 +1,4 @@
-"""Which workers of a queue are gone, told from their beats."""
+"""Detect dead workers of a queue by heartbeats that stop changing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 class SilenceWatch:
-    """Finder of workers whose beat is the same in many looks in a row.
+    """Detector of workers whose heartbeat stays the same in `most_equal` looks after the first.
 
-    Looks are counted and no clock is read: a clock that is set, a Redis that is away, and a machine that is paused
-    all stop the looks along with the beats.
+    It counts looks and reads no clock, so a changed clock cannot declare a worker dead. While Redis is away or the
+    machine is paused, looks stop along with the heartbeats.
     """
 
     def __init__(self, most_equal: int) -> None:
@@ -17,7 +17,7 @@ class SilenceWatch:
         self._seen: dict[str, tuple[str, int]] = {}  # by worker: its beat, and how often it came again
 
     def look(self, beats: Mapping[str, str]) -> dict[str, str]:
-        """Return the workers that are gone, with their last beats."""
+        """Compare the heartbeats by worker with the last look. Return the dead workers with theirs."""
         seen = {}
         for worker, beat in beats.items():
             last, times = self._seen.get(worker, ("", 0))

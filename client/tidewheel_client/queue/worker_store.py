@@ -81,9 +81,10 @@ class WorkerStore:
     async def take(
         self, room: int, held: Iterable[str], *, gone: Mapping[str, str], claim: bool, lowest_first: bool
     ) -> list[Taken]:
-        """Return up to `room` jobs, first those of workers that are `gone`, unless such a worker beats again.
+        """Return up to `room` jobs, first those of the dead workers in `gone`.
 
-        `gone` has their last beats. With `claim`, jobs that were given back are taken too.
+        `gone` has the last heartbeat by worker: a worker that has written another one since keeps its jobs. With
+        `claim`, jobs that were given back are taken too.
         """
         given = [*self._own, str(room), self._max_attempts, str(int(claim)), str(int(lowest_first))]
         given += [part for worker in gone.items() for part in worker]
@@ -107,9 +108,9 @@ class WorkerStore:
         return bool(await self._persistently("fail", given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-        """Show that this worker lives.
+        """Write this worker's heartbeat.
 
-        Return which of the jobs are no longer its own, and the last beats of the other workers that hold jobs.
+        Return the ids of the jobs that it has lost, and the heartbeats of the other workers that hold jobs.
         """
         lost, others = await self._persistently("beat", [*self._own, *ids])
         return lost, dict(zip(others[::2], others[1::2], strict=True))
@@ -132,7 +133,7 @@ class WorkerStore:
         return any((*counts.waiting, *counts.running))
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        """Tell of new work and of cancelled jobs, until cancelled. What is missed, `take` and `beat` find later."""
+        """Call `on_work` and `on_cancel` for messages, until cancelled. `take` and `beat` find missed ones."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
                 await heeding_cancels(self._hear_until_lost(on_work, on_cancel))

@@ -95,7 +95,7 @@ def takes(call: PromptCall) -> bool:
 
 
 def objection_here(call: PromptCall) -> str | None:
-    """Return `objection` with this environment's facts."""
+    """Return why FlashAttention-3 cannot take these prompts in this environment, or None; see `objection`."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return objection(call, version, architecture(call.device), importlib.util.find_spec(LIBRARY) is not None)
 

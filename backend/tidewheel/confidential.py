@@ -43,5 +43,5 @@ def _report(kind: type[BaseException], trace: TracebackType | None) -> None:
 
 
 def _without_message(kind: type[BaseException] | None, trace: TracebackType | None) -> str:
-    lines = ["Traceback (most recent call last):\n", *traceback.format_tb(trace)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_tb(trace)] if trace else []
     return f"{''.join(lines)}{kind.__qualname__ if kind else None} (its message is not shown)"

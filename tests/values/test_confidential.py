@@ -81,6 +81,13 @@ def test_nor_has_a_logged_one() -> None:
     assert shown.getvalue().endswith("ValueError (its message is not shown)\n")
 
 
+def test_an_error_that_was_never_raised_has_no_traceback() -> None:
+    assert (
+        TracebackFormatter().formatException((KeyError, KeyError(SECRET), None))
+        == "KeyError (its message is not shown)"
+    )
+
+
 def test_a_text_is_found_in_any_form(tmp_path: Path) -> None:
     secret, data = SecretText(SECRET, [17, 4, 1032]), SECRET.encode()
     forms = [

@@ -11,6 +11,7 @@ from tidewheel.regular_files import open_regular, read_at_most
 GUIDE = 'docs/serve.md, "Other formats", has the commands'
 _LFS = b"version https://git-lfs.github.com/spec/"
 _MAX_CONFIG_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 1 << 20  # that are searched of a file of weights
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8"}
 _OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # beside a config.json that says nothing
@@ -45,14 +46,16 @@ def sentencepiece_only(folder: Path) -> str:
 
 def _pointer(folder: Path) -> str:
     names = ("config.json", "tokenizer.json")
-    for path in (*(folder / name for name in names), *sorted(folder.glob("*.safetensors"))):
-        if _first_bytes(path).startswith(_LFS):
+    # Other files of weights, such as Mistral's consolidated.safetensors, are not read.
+    for path in (*(folder / name for name in names), *sorted(folder.glob("model*.safetensors"))):
+        if _first_bytes(path, len(_LFS)) == _LFS:
             return f"{path} is a pointer of Git LFS, and not the file itself: run git lfs pull in {folder}"
     return ""
 
 
 def _adapter(folder: Path) -> str:
-    if not (folder / "adapter_config.json").is_file() or any(folder.glob("model*.safetensors")):
+    has_model = any(not path.name.startswith("adapter") for path in folder.glob("*.safetensors"))
+    if has_model or not (folder / "adapter_config.json").is_file():
         return ""
     base = _fields(folder / "adapter_config.json").get("base_model_name_or_path") or "a model that it does not name"
     return f"{folder} is a LoRA adapter of {base}, and no model: merge it into that model with peft ({GUIDE})"
@@ -68,9 +71,16 @@ def _gguf(model: Path) -> str:
 def _of_files(folder: Path) -> str:
     values = _fields(folder / "config.json")
     said = config_refusal(values)
-    name = "" if said else next((name for name in _OLD_FILES if values and (folder / name).is_file()), "")
-    said = said or (_quantised(_OLD_FILES[name], name) if name else "")
+    if not said and values and _has_quantised_tensors(folder):
+        name = next((name for name in _OLD_FILES if (folder / name).is_file()), "")
+        said = _quantised(_OLD_FILES[name], name) if name else ""
     return f"{folder / 'config.json'}: {said}" if said else ""
+
+
+def _has_quantised_tensors(folder: Path) -> bool:
+    """Look into the header of the first file of weights. A folder of float weights may still have an old file."""
+    first = min(folder.glob("*.safetensors"), default=None)
+    return first is not None and b'.qweight"' in _first_bytes(first, _MAX_HEADER_BYTES)
 
 
 def _quantised(method: str, where: str) -> str:
@@ -89,9 +99,9 @@ def _fields(path: Path) -> dict[str, object]:
     return values if isinstance(values, dict) else {}
 
 
-def _first_bytes(path: Path) -> bytes:
+def _first_bytes(path: Path, count: int) -> bytes:
     try:
         with open_regular(path) as file:
-            return file.read(len(_LFS))
+            return file.read(count)
     except OSError:
         return b""

@@ -51,8 +51,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def migrated(repository: Path) -> Iterator[Server]:
     folder, out = repository.parent, repository
     sample = write_entry(folder / "vllm", "sample", SAMPLE, {**SAMPLE_JSON, "dtype": "float"})
-    for source in (sample, write_trtllm(folder / "trtllm")):
-        assert main(["migrate", str(source), "--out", str(out), "--model", str(WEIGHTS)]) == 0
+    for source, status in ((sample, 0), (write_trtllm(folder / "trtllm"), 1)):
+        assert main(["migrate", str(source), "--out", str(out), "--model", str(WEIGHTS)]) == status
+    for config in out.glob("*/config.pbtxt"):  # the unknown parameter stays until it is removed
+        lines = config.read_text().splitlines()
+        config.write_text("\n".join(line for line in lines if "novel_option" not in line))
     assert main(["check", str(out)]) == 0
     log = folder / "serve.log"
     models = ("--models", "sample,ensemble,tensorrt_llm_bls", "--model-control", "explicit")

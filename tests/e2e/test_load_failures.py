@@ -85,7 +85,7 @@ def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], word: str
         ("max_num_seq", "4", "max_num_seqs"),
         ("max_model_len", "1000000", "1024"),
         ("block_size", "17", "block_size"),
-        ("num_blocks", "2", "num_blocks"),
+        ("kv_cache_memory_mb", "100000000", "host memory does not suffice"),
         ("enable_lora", "True", "LoRA is not offered"),
     ],
 )

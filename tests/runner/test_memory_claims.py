@@ -76,6 +76,21 @@ def test_two_engines_of_one_process_count_once(resident: dict[int, int]) -> None
     assert spare(first, mine=Claim(1, base=500, others=100, takes_share=True, began=100)) == (700, 1)
 
 
+def test_claims_of_others_leave_a_part_of_what_is_free() -> None:
+    """They may never be used; only this engine's own weights must have room."""
+    others = Claim(2, base=0, cache=5000, sized=50)
+    assert spare(others) == (250, 1)
+    assert spare(others, mine=Claim(1, base=0, others=200, takes_share=True, began=100)) == (200, 1)
+
+
+def test_a_cache_with_a_size_is_compared_with_what_is_free_now() -> None:
+    with subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+        spare = MemoryClaim(takes_share=False, others=0).spare(GIB, 0)
+        other.communicate()
+    assert spare.bytes > 0  # the other process has claimed 3 GiB
+
+
 def test_a_process_sees_the_claims_of_others_until_they_end() -> None:
     mine = MemoryClaim(takes_share=True, others=0)
     alone = mine.spare(100 * GIB, 0)

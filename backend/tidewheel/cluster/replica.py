@@ -84,7 +84,7 @@ class Replica:
             raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._process.log}")
 
     async def _look(self) -> dict[str, float]:
-        """Return the figures of its `/metrics`, the last ones if it does not answer."""
+        """Return the figures of its `/metrics`, the last ones if it does not answer. Empty until it has answered."""
         url = f"http://{self.record_replica_metadata()['metrics']}/metrics"
         try:
             async with self._http.get(url) as answer:
@@ -92,6 +92,8 @@ class Replica:
         except (aiohttp.ClientError, TimeoutError):
             pass
         await asyncio.to_thread(self._process.look)
+        if not self._figures:
+            return {}
         try:
             is_ready = (await self._readiness()).is_ready
         except ClusterError:  # it has ended

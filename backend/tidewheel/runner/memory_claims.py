@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _NAME = "tidewheel-memory"
 _SIZE = 512  # bytes of a claim, which one write replaces
+_LEAST_SHARE = 4  # claims leave a new engine at least this part (1 / 4) of what is free, for they may never be used
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
@@ -59,7 +60,9 @@ class MemoryClaim:
         `others` are the bytes of its weights, activations and host tier; what is not yet resident is subtracted.
         """
         self._claim = msgspec.structs.replace(self._claim, others=others)
-        return spare_memory(self._claim, _claims(self._claim), available)
+        # A cache with a size of its own is compared with what is free now: claims of others may never be used.
+        claims = _claims(self._claim) if self._claim.takes_share else {self._claim.pid: [self._claim]}
+        return spare_memory(self._claim, claims, available)
 
     def take(self, cache: int) -> None:
         """Publish the size of this engine's cache, in bytes."""
@@ -85,7 +88,11 @@ def spare_memory(mine: Claim, claims: dict[int, list[Claim]], available: int) ->
             expected += claim.others + (0 if loads_too else claim.cache)
         growth += max(expected - resident_bytes(pid), 0)
     num_engines = num_engines if mine.takes_share else 1
-    return SpareMemory(max(available - growth, 0) // num_engines, num_engines)
+    unclaimed = max(available - growth, 0)
+    if mine.takes_share:
+        own_growth = max(mine.base + mine.others - resident_bytes(mine.pid), 0)
+        unclaimed = max(unclaimed, (available - own_growth) // _LEAST_SHARE)
+    return SpareMemory(unclaimed // num_engines, num_engines)
 
 
 def resident_bytes(pid: int) -> int:
@@ -102,11 +109,19 @@ def _claims(mine: Claim) -> dict[int, list[Claim]]:
     A descriptor that a forked process inherited does not count: its claim names the parent.
     """
     found = defaultdict(list, {mine.pid: [mine]})
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    for folder in filter(_is_own, Path("/proc").glob("[0-9]*/fd")):
         for claim in filter(None, map(_read_claim, _entries(folder))):
             if str(claim.pid) == folder.parent.name and (claim.pid, claim.began) != (mine.pid, mine.began):
                 found[claim.pid].append(claim)
     return found
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a process is this user's: root could read claims that others made up."""
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -118,7 +133,9 @@ def _entries(folder: Path) -> list[Path]:
 
 def _read_claim(link: Path) -> Claim | None:
     try:
-        is_claim = str(link.readlink()).startswith(f"/memfd:{_NAME}")
-        return msgspec.json.decode(link.read_bytes(), type=Claim) if is_claim else None
+        if not str(link.readlink()).startswith(f"/memfd:{_NAME}"):
+            return None
+        with os.fdopen(os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            return msgspec.json.decode(file.read(_SIZE), type=Claim)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -241,6 +241,7 @@ for class = 1, 4 do
     end
   end
 end
+redis.call('HDEL', BEATS, ARGV[2])
 return 0
 """
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from support.frontend.chat_templates import SHAPES
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe, make_tokenizer
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat_template import ChatTemplate
-from tidewheel.frontend.control_tokens import ControlTokens
+from tidewheel.frontend.control_tokens import ControlTokens, _longest_of
 from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
 
@@ -203,3 +204,17 @@ def test_tokens_that_are_looked_for_after_normalisation() -> None:
     tokenizer = Tokenizer(backend, vocab_size=backend.get_vocab_size())
     one = Chat(tokenizer, ChatTemplate("{{ messages[0].content }}<|end|>", {}), ControlTokens(tokenizer))
     assert len(one.special_of(one.ids(Conversation([{"role": "user", "content": "a \uff1c|end|\uff1e b"}])))) == 1
+
+
+@settings(deadline=None)
+@given(
+    st.sets(st.text("ab<|.(\n", min_size=1, max_size=6), min_size=1, max_size=20), st.text("ab<|.(\n", max_size=60)
+)
+def test_the_longest_token_is_found(tokens: set[str], text: str) -> None:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    expected = [match.span() for match in re.finditer("|".join(map(re.escape, longest_first)), text)]
+    assert [match.span() for match in re.finditer(_longest_of(tokens), text)] == expected
+
+
+def test_tokens_that_begin_alike_are_one_alternative() -> None:
+    assert _longest_of({"<a>", "<b>", "<b>c", "[x]"}) == r"(?:\[x\]|<(?:b>(?:c|)|a>))"

@@ -7,10 +7,11 @@ template's control tokens get private names, and a second tokenizer that knows o
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,6 +38,23 @@ class _RenamedTokenizer(NamedTuple):
     counted: frozenset[int]  # control tokens that plain text never makes: all but the unknown token
 
 
+def _longest_of(texts: Iterable[str]) -> str:
+    """Return an expression that matches the longest of `texts`, as tokenizers do. They are different, at least one.
+
+    No two alternatives begin with the same character, so a search does not try every text at every place.
+    """
+    alternatives = []
+    # In reverse, so that an empty rest comes last.
+    for _, group in itertools.groupby(sorted(texts, reverse=True), key=lambda text: text[:1]):
+        alike = list(group)
+        # What the first and the last share, all share: they are sorted.
+        pairs = zip(alike[0], alike[-1], strict=False)
+        length = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        rest = _longest_of(text[length:] for text in alike) if len(alike) > 1 else ""
+        alternatives.append(re.escape(alike[0][:length]) + rest)
+    return f"(?:{'|'.join(alternatives)})"
+
+
 class ControlTokens:
     """Control tokens of a tokenizer. Not thread safe."""
 
@@ -46,9 +64,7 @@ class ControlTokens:
         control = [token for token in added.values() if token.special or token.content.startswith(_CONTROL_PREFIXES)]
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._texts = {token.content for token in control if token.content}
-        # The longest first, as tokenizers match.
-        longest_first = sorted(self._texts, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or _NOTHING)
+        self._pattern = re.compile(_longest_of(self._texts) if self._texts else _NOTHING)
         self._beginnings = {text[:length] for text in self._texts for length in range(1, len(text))}
         self._endings = {text[start:] for text in self._texts for start in range(1, len(text))}
         self._longest = max(map(len, self._texts), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,8 +17,9 @@ from tokenizers import pre_tokenizers
 from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, byte_level_bpe
 from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
+from tidewheel.frontend import prompt_process
 from tidewheel.frontend.conversation import Conversation
-from tidewheel.frontend.prompt_process import Encode, Folder, Limits, LocalEncoder, try_out
+from tidewheel.frontend.prompt_process import Encode, Folder, Job, Limits, LocalEncoder, Tokenize, Try, try_out
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
@@ -185,6 +187,35 @@ def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     assert encoder._compiler is None
     assert next(stages) == "its tokenizer"
     assert isinstance(encoder._compiler, GrammarCompiler)
+
+
+@pytest.mark.parametrize(
+    ("job", "prepared"),
+    [
+        (Encode("a </s> b", add_special_tokens=False, plain=[(2, 6)]), (False, True)),
+        (Tokenize("a </s> b", False, 9, with_strings=False, plain=[(2, 6)]), (False, True)),
+        (Encode("a </s> b", add_special_tokens=False), (False, False)),
+        (Try(Grammar.regex("a")), (True, False)),
+    ],
+    ids=["encode", "tokenize", "nothing to prepare", "grammar"],
+)
+def test_the_limit_of_a_job_begins_after_what_jobs_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, prepared: tuple[bool, bool]
+) -> None:
+    encoder = LocalEncoder(Folder(tmp_path, write_model_folder(tmp_path), 4096))
+    at_limits = []
+
+    def limit_cpu(seconds: float) -> None:
+        at_limits.append((seconds, encoder._compiler is not None, encoder._controls._renamed is not None))
+
+    monkeypatch.setattr(prompt_process, "_limit_cpu", limit_cpu)
+    requests, answers = io.BytesIO(), io.BytesIO()
+    stream = io.BufferedRWPair(requests, answers)
+    prompt_process.write(stream, job)
+    requests.write(answers.getvalue())
+    requests.seek(0)
+    prompt_process._serve(stream, encoder, LIMITS)
+    assert at_limits == [(LIMITS.of_job(job), *prepared), (0.0, *prepared)]
 
 
 def test_grammars_are_tried(workers: PromptWorkers) -> None:

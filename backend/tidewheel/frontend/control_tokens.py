@@ -109,13 +109,17 @@ class ControlTokens:
         tail = next((n for n in range(begin, len(text)) if text[n:] in self._beginnings), len(text))
         return [(start, end) for start, end in ((0, head), *spans, (tail, len(text))) if start < end]
 
+    def prepare(self) -> _RenamedTokenizer:
+        """Make the tokenizer of `encode`, once. A large vocabulary takes seconds."""
+        self._renamed = self._renamed or self._rename()
+        return self._renamed
+
     def encode(self, text: str, plain: Spans, *, add_special_tokens: bool) -> Int32Array:
         """Return token ids [num_tokens] int32. Plain spans make no control token.
 
         Raise `InvalidRequest` if the tokenizer has no other way to encode such a span.
         """
-        self._renamed = self._renamed or self._rename()
-        tokenizer, names, ids, counted = self._renamed
+        tokenizer, names, ids, counted = self.prepare()
         parts, written, begin = [], [], 0
         for start, end in (*plain, (len(text), len(text))):
             written += [self._added[control] for control in self._pattern.findall(text[begin:start])]

@@ -189,6 +189,13 @@ class LocalEncoder:
         compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
         return source
 
+    def prepare(self, job: Job) -> None:
+        """Make what jobs of this kind share, once. The limit of a job does not count it."""
+        if isinstance(job, Try):
+            self.prepare_grammars()
+        elif isinstance(job, Encode | Tokenize) and job.plain:
+            self._controls.prepare()
+
     def prepare_grammars(self) -> GrammarCompiler | ConfigError:
         """Read the vocabulary, once. A large one takes a second."""
         if self._compiler is None:
@@ -282,11 +289,10 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
     decoder = msgspec.msgpack.Decoder(Job)
     while data := read(stream):
         job = decoder.decode(data)
-        if isinstance(job, Try):
-            encoder.prepare_grammars()
-        _limit_cpu(limits.of_job(job))
         answer: Answer
         try:
+            encoder.prepare(job)
+            _limit_cpu(limits.of_job(job))
             answer = _work(encoder, job)
         except TidewheelError as error:
             answer = Refused(error.tag, error.message)

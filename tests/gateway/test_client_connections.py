@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -147,6 +149,28 @@ def test_requests_that_are_answered_stay_and_others_are_refused(small: RunningGa
     ends.set()
     assert {connection.getresponse().status for connection in (*waiting, *others)} == {200}
     wait_for(lambda: asked(small).getresponse().status == 200, LIMIT_S, "room")
+
+
+def test_an_address_without_connections_leaves_nothing() -> None:
+    table = ConnectionTable(NUM_DESCRIPTORS)
+
+    class Connection(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    def entered(address: str) -> tuple[Any, bool]:
+        connection: Any = Connection(address=address)
+        has_entered = table.enter(connection)
+        table.serve(connection)
+        return connection, has_entered
+
+    held = [entered(f"192.0.2.{number % 2}") for number in range(table.most)]
+    others = [entered(f"198.51.100.{number}") for number in range(3)]
+    assert [has_entered for _, has_entered in (*held, *others)] == [True] * table.most + [False] * 3
+    assert len(table._groups) == 3
+    for connection, _ in held:
+        table.leave(connection)
+        table.serve(connection)
+    assert len(table._groups) == 1
 
 
 @pytest.mark.parametrize(

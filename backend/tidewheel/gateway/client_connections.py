@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -53,7 +52,7 @@ class ConnectionTable:
         """
         self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
         self.most_of_address = self.most // 2
-        self._groups: defaultdict[str, _Group] = defaultdict(_Group)
+        self._groups = {_ALL: _Group()}  # and one for each address that has connections
         self._open: set[ClientConnection] = set()
         self._num_closed = self._num_refused = 0  # since the last line in the log
         self._next_line_s = 0.0
@@ -61,11 +60,13 @@ class ConnectionTable:
     def enter(self, connection: ClientConnection) -> bool:
         """Add a connection, and close another one if the table is full. Return False if none can be closed."""
         for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
-            if self._groups[address].num_open >= most and not self.make_room(address):
+            group = self._groups.get(address)
+            if group is not None and group.num_open >= most and not self.make_room(address):
                 self._num_refused += 1
                 self._log()
                 return False
         self._open.add(connection)
+        self._groups.setdefault(connection.address, _Group())
         for group in self._groups_of(connection):
             group.num_open += 1
         self.wait(connection)
@@ -91,14 +92,15 @@ class ConnectionTable:
 
     def serve(self, connection: ClientConnection) -> None:
         """Record that the client waits for an answer, so that its connection is not closed."""
-        for group in self._groups_of(connection):
-            group.idle.pop(connection, None)
-            group.waiting.pop(connection, None)
+        if connection in self._open:
+            for group in self._groups_of(connection):
+                group.idle.pop(connection, None)
+                group.waiting.pop(connection, None)
 
     def make_room(self, address: str = _ALL) -> bool:
         """Close the longest idle or else longest stalled connection of `address`. Return False if there is none.
 
-        `address` is a result of `_address_of`, by default that of all connections.
+        `address` is one that has connections, a result of `_address_of`; by default, all are meant.
         """
         group = self._groups[address]
         connection = next(iter(group.idle or group.waiting), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import http.client
 import json
 import socket
@@ -14,12 +16,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import requests
+from aiohttp import web
 
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.gateway import client_connections, run_gateway
-from tidewheel.gateway.client_connections import ConnectionTable
+from tidewheel.gateway.client_connections import ConnectionTable, HttpListener
 
 NUM_DESCRIPTORS = 59
 TABLE = ConnectionTable(NUM_DESCRIPTORS)
@@ -171,6 +174,28 @@ def test_an_address_without_connections_leaves_nothing() -> None:
         table.leave(connection)
         table.serve(connection)
     assert len(table._groups) == 1
+
+
+def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[ConnectionTable] = []
+    monkeypatch.setattr(ConnectionTable, "make_room", lambda table: rooms.append(table))
+
+    async def count_rooms() -> list[int]:
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        listener = await HttpListener.open(runner, "127.0.0.1", 0, num_descriptors=NUM_DESCRIPTORS, shares_port=False)
+        loop = asyncio.get_running_loop()
+        counts = []
+        for _ in range(2):
+            for _ in range(128):
+                shortage = OSError(errno.EMFILE, "Too many open files")
+                loop.call_exception_handler({"message": "accept", "exception": shortage, "socket": None})
+            counts.append(len(rooms))
+            await asyncio.sleep(0)  # the loop's next iteration
+        await listener.cleanup()
+        return counts
+
+    assert asyncio.run(count_rooms()) == [1, 2]
 
 
 @pytest.mark.parametrize(

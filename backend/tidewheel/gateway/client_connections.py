@@ -228,15 +228,20 @@ class HttpListener:
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None
         handler, log_failure = server.request_handler, loop.get_exception_handler()
+        made_room = asyncio.Event()  # in this iteration of the loop
 
         async def answer(request: Any) -> web.StreamResponse:
             connection: ClientConnection = request.protocol
             return await connection.answer(request, handler)
 
         def note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            # One accept that found no descriptor: asyncio would log a traceback, up to 128 times a second.
+            # An accept that found no descriptor. asyncio tries again at once, up to 128 times, before the one
+            # that is closed here is free; it would log a traceback each time.
             if isinstance(context.get("exception"), OSError) and "socket" in context:
-                table.make_room()
+                if not made_room.is_set():
+                    made_room.set()
+                    loop.call_soon(made_room.clear)
+                    table.make_room()
             elif log_failure is not None:
                 log_failure(loop, context)
             else:

@@ -22,7 +22,7 @@ from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.gateway import client_connections, run_gateway
-from tidewheel.gateway.client_connections import ConnectionTable, HttpListener
+from tidewheel.gateway.client_connections import ClientConnection, ConnectionTable, HttpListener
 
 NUM_DESCRIPTORS = 59
 TABLE = ConnectionTable(NUM_DESCRIPTORS)
@@ -100,6 +100,30 @@ def test_headers_that_do_not_arrive_end_their_connections(
         wait_for(is_slow_closed, LIMIT_S, "the end of slow headers")
         idle.request("GET", "/v1/models")
         assert idle.getresponse().status == 200
+
+
+def test_the_rest_of_a_body_that_was_answered_early_is_not_taken_for_headers(
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited: dict[bytes, bool] = {}  # by the data that the connection received last
+    receive = ClientConnection.data_received
+
+    def note_limit(connection: ClientConnection, data: bytes) -> None:
+        receive(connection, data)
+        if data:
+            connection.data_received(b"")  # as aiohttp does after a pause
+            limited[data] = connection._deadline is not None
+
+    monkeypatch.setattr(ClientConnection, "data_received", note_limit)
+    with gateway_to(triton.port, max_body_bytes=50) as gateway, opened(gateway, HALF_BODY) as connection:
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 413
+        answer.read()
+        for data in (b"x" * 40, b"y" * 58, HALF_HEADER):
+            connection.sendall(data)
+            wait_for(lambda data=data: data in limited, LIMIT_S, "data")
+        assert [limited[data] for data in (b"x" * 40, b"y" * 58, HALF_HEADER)] == [False, False, True]
 
 
 @pytest.mark.parametrize("first", [b"", HALF_HEADER, HALF_BODY, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"])

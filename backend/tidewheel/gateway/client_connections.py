@@ -140,7 +140,7 @@ class ClientConnection(web.RequestHandler):
         super().__init__(server, loop=asyncio.get_running_loop(), **_OPTIONS)
         self._table = table
         self._request: web.Request | None = None  # whose headers have arrived, and which is being answered
-        self._is_read = False  # it has arrived in full
+        self._is_read = True  # the last request has arrived in full, be it answered or not
         self._is_unread = False  # what was answered
         self._deadline: asyncio.TimerHandle | None = None  # of headers that have begun to arrive
         self.address = _ALL
@@ -161,7 +161,8 @@ class ClientConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._request is None and self._deadline is None:
+        # Other data is the rest of a body that was answered early, or none: aiohttp passes b"" after a pause.
+        if data and self._is_read and self._request is None and self._deadline is None:
             self._limit_headers()
         super().data_received(data)
 
@@ -180,25 +181,24 @@ class ClientConnection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Run `handler` for a request whose headers have arrived. The connection is idle afterwards."""
         self._end_limit()
-        self._request = request
-        request.content.on_eof(lambda: self._note_read(request))
+        self._request, self._is_read = request, False
+        request.content.on_eof(self._note_read)
         try:
             return await handler(request)
         finally:
-            self._request, self._is_read = None, False
+            self._request = None
             self._table.wait(self, is_idle=True)
 
     def abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
 
-    def _note_read(self, request: web.Request) -> None:
-        if request is self._request:
-            self._is_read = True
-            self._note_served()
+    def _note_read(self) -> None:
+        self._is_read = True
+        self._note_served()
 
     def _note_served(self) -> None:
-        if self._is_read and not self._is_unread:
+        if self._request is not None and self._is_read and not self._is_unread:
             self._table.serve(self)
 
     def _limit_headers(self) -> None:

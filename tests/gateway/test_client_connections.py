@@ -222,6 +222,20 @@ def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyP
     assert asyncio.run(count_rooms()) == [1, 2]
 
 
+def test_errors_of_the_loop_are_logged_without_their_messages(caplog: pytest.LogCaptureFixture) -> None:
+    gateway: Any = SimpleNamespace(application=web.Application)
+
+    async def fail() -> None:
+        listener = await run_gateway.listen(gateway, "127.0.0.1", 0, 0)
+        context = {"message": "no task took it", "exception": ValueError("a prompt")}
+        asyncio.get_running_loop().call_exception_handler(context)
+        await listener.cleanup()
+
+    asyncio.run(fail())
+    assert "no task took it\nValueError (its message is not shown)" in caplog.text
+    assert "a prompt" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("peer", "address"),
     [

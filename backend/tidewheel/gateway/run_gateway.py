@@ -59,7 +59,6 @@ def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
 async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_log_loop_error)
     for number in _STOP:
         loop.add_signal_handler(number, stopped.set)
     listener = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
@@ -74,15 +73,14 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
             await _clean_up(listener, loop)
 
 
-def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an unhandled error of the loop without its message, which asyncio's own handler would show."""
-    logger.error("%s", context["message"], exc_info=context.get("exception"))
-
-
 async def listen(
     gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
 ) -> HttpListener:
-    """Serve the gateway at `host` and `port` until `cleanup`. Raise `ServeError` if the port cannot be had."""
+    """Serve the gateway at `host` and `port` until `cleanup`. Raise `ServeError` if the port cannot be had.
+
+    Errors that nothing in the loop takes are logged without their messages, which may quote a prompt.
+    """
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     num_descriptors = processes.raise_descriptor_limit()
     runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=drain_s)
     await runner.setup()
@@ -91,6 +89,14 @@ async def listen(
     except OSError as error:
         await runner.cleanup()
         raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+
+
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an unhandled error of the loop, as `TracebackFormatter` does, whatever formatter the log has."""
+    lines = [context["message"]]
+    if (error := context.get("exception")) is not None:
+        lines.append(TracebackFormatter().formatException((type(error), error, error.__traceback__)))
+    logger.error("%s", "\n".join(lines))
 
 
 async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> None:

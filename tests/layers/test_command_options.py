@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel import cli
-from tidewheel.cli.main import COMMANDS, _parser
+from tidewheel.cli.main import _MODULES, COMMANDS, _parser
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FOLDER = Path(cli.__file__).parent
@@ -58,7 +58,7 @@ def reached(name: str, function: str) -> Iterator[Function]:
 def read_by(command: str) -> set[str]:
     """Return the attributes that reached functions read of a parameter of type Namespace."""
     found: set[str] = set()
-    for function in reached(command, "run"):
+    for function in reached(_MODULES.get(command, command), "run"):
         arguments = {
             arg.arg for arg in function.args.args if arg.annotation and "Namespace" in ast.unparse(arg.annotation)
         }

@@ -63,8 +63,8 @@ ROPE = {"rope_theta": 10000.0}
         ("LlamaModel", transformers.LlamaConfig(), {}, "architecture 'LlamaModel' is unknown"),
         ("FalconForCausalLM", transformers.FalconConfig(**SMALL, alibi=True), {}, "ALiBi"),
         (
-            "GPTJForCausalLM",
-            transformers.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
+            "OpenAIGPTLMHeadModel",
+            transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4),
             {},
             "does not go through",
         ),

@@ -98,7 +98,7 @@ def spare_memory(mine: Claim, claims: dict[int, list[Claim]], available: int) ->
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process in bytes, 0 if it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
 

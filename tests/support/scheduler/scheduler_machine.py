@@ -123,16 +123,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.now += draw.choice([0.0, 1.0])
         time_left = draw.choice([*[None] * 16, 0.0, 9.0, 40.0])
         soft_time_left = draw.choice([None, None, None, 2.0, 12.0])
-        tenant = draw.choice(["", "", "", "other", "quota", "slow", "free"])
+        # In this order, and "free" under `fair` alone: recorded lives draw the same numbers again.
+        min_tokens = min(draw.choice([0, 0, 3, 8]), max_tokens)
+        stop_token_ids = tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3)))
+        cache_salt = draw.choice(["", "", "x"])
+        names = ["", "", "", "other", "quota", "slow"]
+        tenant = draw.choice([*names, "free"] if self.driver.config.policy == "fair" else names)
         return make_request(
             self.next_id(),
             prompt,
             max_tokens=max_tokens,
-            min_tokens=min(draw.choice([0, 0, 3, 8]), max_tokens),
+            min_tokens=min_tokens,
             priority=TENANTS.get(tenant, TenantLimits()).granted(priority),
             arrival_time=self.driver.now,
-            stop_token_ids=tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3))),
-            cache_salt=draw.choice(["", "", "x"]),
+            stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
             tenant=tenant,
             session_id=draw.choice(["", "", "", "s" if self.driver.kv.prefixes.is_enabled else ""]),
             session_ttl=20.0,

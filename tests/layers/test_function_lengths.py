@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("backend", "kernels", "client", "benchmarks")
+FOLDERS = ("backend", "kernels", "client", "process", "queue", "benchmarks")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 MAX_LINES = 60  # of a function, its signature and docstring included
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from study import RESULTS, Study, show
-from tidewheel.bench.charts import COLOURS, GREYS, Picture, legend_below, panels, style
+from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, panels, style
 from tidewheel.config import EngineConfig
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_rules import make_scaling
@@ -158,7 +158,7 @@ def accuracy(shape: DayShape, count: int) -> dict[str, Any]:
     return row
 
 
-def picture(shape: DayShape, simulators: dict[str, Simulator]) -> Picture:
+def picture(shape: DayShape, simulators: dict[str, Simulator]) -> ChartImage:
     figure, (rates, counts) = panels(rows=2, width=11.0, height=6.4, sharex=True)
     arrivals = simulators["reactive"].outcomes.trace.arrivals
     per_bucket, edges = np.histogram(arrivals, bins=np.arange(0, DAY_S + 1, 300))
@@ -174,7 +174,7 @@ def picture(shape: DayShape, simulators: dict[str, Simulator]) -> Picture:
     counts.set_xlim(0, 24)
     counts.set_ylim(bottom=0)
     legend_below(figure, counts)
-    return Picture(f"autoscaling_{shape.name}", "Replicas over a day", figure)
+    return ChartImage(f"autoscaling_{shape.name}", "Replicas over a day", figure)
 
 
 def main() -> None:

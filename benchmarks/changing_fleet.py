@@ -12,8 +12,8 @@ from peer_routers import LeastBlocks
 from tidewheel.fleet.chunk_hashes import chunk_hashes
 from tidewheel.fleet.router import Router, RouteRequest
 from tidewheel.request import Request
-from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.simulator import Replica, Simulator
+from tidewheel.simulate.outcomes import SimulationOutcomes
+from tidewheel.simulate.simulator import EngineReplica, Simulator
 from tidewheel.simulate.trace_requests import TraceRequests
 from tidewheel.workload.traces import Trace
 
@@ -72,7 +72,7 @@ class ChangingFleet(Simulator):
 
     def _cached(self, number: int, request: Request) -> int:
         replica = self.replicas[number]
-        assert isinstance(replica, Replica)
+        assert isinstance(replica, EngineReplica)
         return int(replica.scheduler._state.kv.prefixes.estimate(request))
 
 
@@ -96,7 +96,7 @@ def presence(fleet: ChangingFleet, edges: np.ndarray) -> np.ndarray:
     return (joined[:, None] <= edges[None, :-1]) & (left[:, None] >= edges[None, 1:])
 
 
-def open_requests(fleet: ChangingFleet, outcomes: Outcomes, edges: np.ndarray) -> np.ndarray:
+def open_requests(fleet: ChangingFleet, outcomes: SimulationOutcomes, edges: np.ndarray) -> np.ndarray:
     """Return [replicas, windows] the mean number of open requests."""
     result = np.zeros((len(fleet.replicas), len(edges) - 1))
     low, high = edges[:-1], edges[1:]

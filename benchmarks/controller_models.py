@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tidewheel.scheduler.controllers import AppliedStep, SeqsGovernor, TpotController
-from tidewheel.scheduler.strategy import Dynamic, JoinView, StrategyConfig
+from tidewheel.scheduler.strategy import DynamicStrategy, JoinView, StrategyConfig
 
 SEED = 0
 Trace = dict[str, list[float]]
@@ -140,7 +140,7 @@ class WindowScenario:
 
 def run_window(scenario: WindowScenario) -> Trace:
     chance, now = random.Random(SEED), 0.0
-    strategy = Dynamic(StrategyConfig(target_latency_s=scenario.target_latency_s))
+    strategy = DynamicStrategy(StrategyConfig(target_latency_s=scenario.target_latency_s))
     names = ("seconds", "window_ms", "latency_ms", "smoothed_ms", "batch_size", "arrivals_per_s")
     trace: Trace = {name: [] for name in names}
     waiting: list[float] = []

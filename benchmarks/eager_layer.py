@@ -24,7 +24,7 @@ from gpu.kernel_sweep import replaced
 from roofline import SHAPES, Shape
 from stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
-from tidewheel.models.causal_lm import KVLayer, Places
+from tidewheel.models.causal_lm import KVLayer, TokenLocations
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel_kernels import AttentionMetadata, choice
@@ -77,10 +77,10 @@ def layer_calls(shape: Shape, num_decodes: int) -> Calls:
     hidden, residual = torch.empty(2, num_tokens, shape.hidden, dtype=torch.bfloat16)
 
     def call() -> object:
-        cut = layer.begin(hidden, residual, Places(ids, ids), kv)
+        cut = layer.begin(hidden, residual, TokenLocations(ids, ids), kv)
         return layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
 
-    queries = layer.begin(hidden, residual, Places(ids, ids), kv).queries
+    queries = layer.begin(hidden, residual, TokenLocations(ids, ids), kv).queries
     attended = torch.empty(queries.shape, dtype=queries.dtype)
     return Calls(call, lambda: layer.attend(queries[:num_tokens], meta, kv, out=attended))
 
@@ -116,7 +116,7 @@ def layer_time(shape: Shape, num_decodes: int, launches: Launches) -> LayerTime:
         call()
         num_launches.append(launches.count - before)
     layer_us, attention_us = (round(1e6 * seconds(call), 1) for call in calls)
-    with mock.patch("tidewheel_kernels.triton_launch.Launch.__call__", _unbound):
+    with mock.patch("tidewheel_kernels.triton_launch.KernelLauncher.__call__", _unbound):
         triton_us = round(1e6 * seconds(calls.layer), 1)
     return LayerTime(layer_us, num_launches[0], triton_us, attention_us, num_launches[1])
 

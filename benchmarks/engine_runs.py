@@ -28,10 +28,10 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.columns import Int64Array
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.calibration import MeasuredStep, measured_steps
-from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.outcomes import SimulationOutcomes
 from tidewheel.simulate.replay import Recording
 from tidewheel.stats import EngineStats
-from tidewheel.workload.traces import Contents, Trace
+from tidewheel.workload.traces import TokenContents, Trace
 
 GREEDY = SamplingParams(temperature=0.0)
 STOP_ID = 2
@@ -136,7 +136,7 @@ class EndingRunner:
 
 
 class RealRun(NamedTuple):
-    outcomes: Outcomes
+    outcomes: SimulationOutcomes
     stats: EngineStats
 
 
@@ -149,7 +149,7 @@ def recorded_run(engine: Engine, trace: Trace) -> tuple[RealRun, list[MeasuredSt
 
 def run_engine(engine: Engine, trace: Trace, config: EngineConfig | None = None) -> RealRun:
     clock: Clock = CpuClock() if engine.cpu_clock else WallClock()
-    outcomes, contents = Outcomes(trace), Contents(trace)
+    outcomes, contents = SimulationOutcomes(trace), TokenContents(trace)
     vocab, most = engine.info.vocab_size - FIRST_ID, int(trace.output_tokens.max())
     prompts = [(contents.prompt(i) % vocab + FIRST_ID).astype(np.int32) for i in range(len(trace))]
     began = 0.0

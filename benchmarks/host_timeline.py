@@ -30,7 +30,7 @@ from clocks import Clock, CpuClock, WallClock
 from modelled_device import ModelledDevice, modelled_runner
 from roofline import H200, SHAPES, decode_seconds, prefill_seconds
 from study import RESULTS, Study
-from tidewheel.bench.charts import COLOURS, Picture, panels, style
+from tidewheel.bench.charts import COLOURS, ChartImage, panels, style
 from tidewheel.config import EngineConfig
 from tidewheel.engine import front_ends
 from tidewheel.engine.build import build_scheduler, engine_info
@@ -248,7 +248,7 @@ class Engine:
         )
 
 
-def picture(models: Mapping[str, Any]) -> Picture:
+def picture(models: Mapping[str, Any]) -> ChartImage:
     """Draw a record of this study: the duration of a step of each model, and the host's part in it."""
     figure, (above, below) = panels(rows=2, height=5.6)
     rows = [(model, of["device_us"] / 1e3, run) for model, of in models.items() for run in of["runs"][-2:]]
@@ -271,7 +271,7 @@ def picture(models: Mapping[str, Any]) -> Picture:
         axes.invert_yaxis()
         axes.margins(x=0.3)
         axes.grid(axis="y", visible=False)
-    return Picture("host_timeline", "", figure)
+    return ChartImage("host_timeline", "", figure)
 
 
 def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from tidewheel.models.weight_stream import (
     MAX_READERS,
     SLOT_BYTES,
     SLOTS_PER_READER,
-    Carrier,
-    Event,
-    HostCarrier,
-    RingCarrier,
+    ChunkSink,
+    CopyEvent,
+    HostSink,
+    RingSink,
     num_readers,
     stream_chunks,
 )
@@ -49,7 +49,7 @@ class _NoDevice:
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         pass
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         return self
 
     def synchronize(self) -> None:
@@ -82,9 +82,9 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
     destinations = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     chunks = plan_chunks([SafetensorsFile(path)], destinations, SLOT_BYTES)
     num_slots = SLOTS_PER_READER * num_readers()
-    ring = RingCarrier(_NoDevice(), num_slots, SLOT_BYTES)
+    ring = RingSink(_NoDevice(), num_slots, SLOT_BYTES)
 
-    def stream(carrier: Carrier) -> None:
+    def stream(carrier: ChunkSink) -> None:
         stream_chunks(chunks, carrier, lambda _: None)
 
     def memcpy() -> None:
@@ -103,7 +103,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
         "mapped": mapped,
         "memcpy": memcpy,
         "ring": lambda: stream(ring),
-        "straight": lambda: stream(HostCarrier(num_slots)),
+        "straight": lambda: stream(HostSink(num_slots)),
     }
     warm = {name: lambda run=run: processor_seconds(run) for name, run in runs.items()}
     cold = {name: lambda run=runs[name]: elapsed_cold(path, run) for name in ("ring", "mapped")}

@@ -9,10 +9,10 @@ import torch
 
 from clocks import Clock
 from tidewheel.models.causal_lm import KVLayer, ModelShape
-from tidewheel.runner.accelerator import Captured
+from tidewheel.runner.accelerator import CapturedGraph
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import Cache
+from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel_kernels import AttentionMetadata
@@ -83,11 +83,11 @@ class ModelledPool:
     def __init__(self, device: ModelledDevice) -> None:
         self._device = device
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> Captured[torch.Tensor]:
+    def capture(self, function: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
         before = len(self._device.busy)
         output = function()
         works = [work.end - work.begin for work in self._device.busy[before:]]
-        return Captured(ModelledGraph(self._device, works), output)
+        return CapturedGraph(ModelledGraph(self._device, works), output)
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -143,7 +143,7 @@ def modelled_runner(
         block_size=BLOCK_SIZE, num_blocks=num_blocks, weights_bytes=0, activation_bytes=0, kv_cache_bytes=0,
         load_seconds=0.0,
     )  # fmt: skip
-    cache = Cache(KVTensors(layout, num_blocks, device.device), None)
+    cache = RunnerCache(KVTensors(layout, num_blocks, device.device), None)
     runner = ModelRunner(model, cache, info, device.device, device)
     runner.capture(GraphSizes(graph_sizes), lambda _stage, _fraction: None)
     device.busy.clear()

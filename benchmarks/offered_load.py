@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.outcome import Offered, Outcome
-from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.bench.driver import LoadDriver, RunLimits, RunProgress
+from tidewheel.bench.outcome import OfferedRequest, RequestOutcome
+from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 
 TIMEOUT_S = 300.0
 
 
-def run(address: str, model: str, load: Sequence[Offered], ready: Callable[[], None] = lambda: None) -> list[Outcome]:
+def run(
+    address: str, model: str, load: Sequence[OfferedRequest], ready: Callable[[], None] = lambda: None
+) -> list[RequestOutcome]:
     """Connect, call `ready`, then send each request at its time."""
     return asyncio.run(_run(address, model, load, ready))
 
 
-async def _run(address: str, model: str, load: Sequence[Offered], ready: Callable[[], None]) -> list[Outcome]:
-    transport, progress = TritonGrpc(address, model), Progress()
+async def _run(
+    address: str, model: str, load: Sequence[OfferedRequest], ready: Callable[[], None]
+) -> list[RequestOutcome]:
+    transport, progress = TritonGrpcTransport(address, model), RunProgress()
     await transport.open()
     try:
         ready()
-        driver = Driver(transport, Limits(seconds=0.0, timeout_s=TIMEOUT_S), progress)
+        driver = LoadDriver(transport, RunLimits(seconds=0.0, timeout_s=TIMEOUT_S), progress)
         await driver.open_loop((offered,) for offered in load)
     finally:
         await transport.close()

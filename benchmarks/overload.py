@@ -25,17 +25,17 @@ from typing import Any, NamedTuple
 from offered_load import run
 from serving import Address, metric, served
 from study import RESULTS, Study
-from tidewheel.bench.charts import COLOURS, GREYS, INK, Picture, panels, style
+from tidewheel.bench.charts import COLOURS, GREYS, INK, ChartImage, panels, style
 from tidewheel.bench.estimates import quantile
-from tidewheel.bench.outcome import Outcome, Slo
-from tidewheel.bench.workloads import PLAIN, Kind, Workload
+from tidewheel.bench.outcome import RequestOutcome, Slo
+from tidewheel.bench.workloads import PLAIN, Workload, WorkloadKind
 from tidewheel.record.recorded_events import Added, Scheduled
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording
 from tidewheel.workload.arrival_times import poisson_until
-from tidewheel.workload.lengths import Range
+from tidewheel.workload.lengths import LengthRange
 
-WORKLOAD = Workload("overload", Range(16, 112), Range(8, 56), vocab=10_000)
+WORKLOAD = Workload("overload", LengthRange(16, 112), LengthRange(8, 56), vocab=10_000)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
@@ -80,16 +80,18 @@ def low_waits(folder: Path, since: float) -> LowWaits:
     return LowWaits(len(low), max((start - arrival for start, arrival in low), default=math.nan), overtakers)
 
 
-def class_mix(load: float) -> list[Kind]:
+def class_mix(load: float) -> list[WorkloadKind]:
     """Return the classes at `load` times the capacity."""
     critical = CRITICAL_SHARE / load
     rest = {name: share * (1.0 - critical) for name, share in OTHERS.items()}
-    return [Kind(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]
+    return [
+        WorkloadKind(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()
+    ]
 
 
 def send(
-    address: Address, rate: float, seconds: float, rng: random.Random, kinds: Sequence[Kind] = PLAIN
-) -> list[Outcome]:
+    address: Address, rate: float, seconds: float, rng: random.Random, kinds: Sequence[WorkloadKind] = PLAIN
+) -> list[RequestOutcome]:
     turns = replace(WORKLOAD, kinds=tuple(kinds)).conversations(rng.randrange(1 << 32))
     load = [replace(turn, at=at) for at, (turn,) in zip(poisson_until(seconds, rate, rng), turns, strict=False)]
     return run(address.grpc, address.model, load)
@@ -100,18 +102,18 @@ def measure_capacity(address: Address, seconds: float, rng: random.Random) -> fl
     return throughput([o for o in outcomes if o.finish_reason == "length"], seconds)
 
 
-def throughput(outcomes: Sequence[Outcome], seconds: float) -> float:
+def throughput(outcomes: Sequence[RequestOutcome], seconds: float) -> float:
     """Return requests ended per second of the offered time, without start-up and tail."""
     begin = 0.2 * seconds
     ends = [o.sent + (o.last_token or math.inf) for o in outcomes]
     return sum(begin <= end < seconds for end in ends) / (seconds - begin)
 
 
-def goodput(outcomes: Sequence[Outcome], seconds: float, slo: Slo) -> float:
+def goodput(outcomes: Sequence[RequestOutcome], seconds: float, slo: Slo) -> float:
     return throughput([o for o in outcomes if slo.is_met(o)], seconds)
 
 
-def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def by_class(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     table = {}
     for name, priority in CLASSES.items():
         mine = [o for o in outcomes if o.offered.parameters.get("priority") == priority]
@@ -158,7 +160,9 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     send(address, 4.0, 1.0, rng)  # warm-up
     capacity = measure_capacity(address, arguments.sweep_seconds, rng)
     print(f"capacity {capacity:.2f} requests/s")
-    alone = send(address, CRITICAL_SHARE * capacity, max(120.0, arguments.seconds), rng, [Kind(1.0, {"priority": 1})])
+    alone = send(
+        address, CRITICAL_SHARE * capacity, max(120.0, arguments.seconds), rng, [WorkloadKind(1.0, {"priority": 1})]
+    )
     unloaded = quantile([o.first_token for o in alone if o.first_token is not None], 0.99)
     print(f"CRITICAL alone: {len(alone)} requests, p99 TTFT {unloaded * 1e3:.0f} ms")
     sweep = {}
@@ -201,7 +205,7 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     }
 
 
-def picture(result: Mapping[str, Any]) -> Picture:
+def picture(result: Mapping[str, Any]) -> ChartImage:
     """Draw a record of this study: per class, the share answered and the p99 time to first token."""
     figure, (answered, first) = panels(2, height=2.6)
     classes = result["overload"]["classes"]
@@ -222,7 +226,7 @@ def picture(result: Mapping[str, Any]) -> Picture:
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)
         axes.grid(axis="y", visible=False)
-    return Picture("overload", "", figure)
+    return ChartImage("overload", "", figure)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from engine_runs import Engine, add_engine_options, random_engine, recorded_run,
 from simulator_accuracy import SETTINGS
 from study import Study, show
 from tidewheel.simulate.calibration import facts_of, fit
-from tidewheel.simulate.outcomes import Outcomes, throughput
+from tidewheel.simulate.outcomes import SimulationOutcomes, throughput
 from tidewheel.simulate.scenario import simulator_of
 from tidewheel.stats import EngineStats
 from tidewheel.workload.arrival_times import poisson_arrivals
@@ -54,7 +54,7 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
     )
 
 
-def figures(outcomes: Outcomes, stats: EngineStats) -> dict[str, float]:
+def figures(outcomes: SimulationOutcomes, stats: EngineStats) -> dict[str, float]:
     latency = outcomes.latency[outcomes.finished]
     return {
         "mean_latency_s": float(latency.mean()),

@@ -13,18 +13,18 @@ from typing import Any
 import host_timeline
 import overload
 from study import RESULTS
-from tidewheel.bench.charts import Picture
+from tidewheel.bench.charts import ChartImage
 from tidewheel.bench.pictures import capacity_picture, pictures
 from tidewheel.bench.results import StageResult
 
 
-def of_capacity(record: Mapping[str, Any]) -> dict[str, Picture]:
+def of_capacity(record: Mapping[str, Any]) -> dict[str, ChartImage]:
     search = StageResult.of_document(record["stages"][-1])
     found = [capacity_picture(record, search.stage.targets), *pictures(search)]
     return {f"cpu_capacity_{one.name}": one for one in found}
 
 
-DRAWN: dict[str, Callable[[Mapping[str, Any]], dict[str, Picture]]] = {
+DRAWN: dict[str, Callable[[Mapping[str, Any]], dict[str, ChartImage]]] = {
     "cpu_capacity": of_capacity,
     "host_timeline": lambda record: {"host_timeline": host_timeline.picture(record["models"])},
     "overload": lambda record: {"overload": overload.picture(record)},

@@ -28,7 +28,7 @@ from tidewheel.fleet.named_routers import ROUTERS
 from tidewheel.fleet.router import Router
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import H200_8B
-from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.outcomes import SimulationOutcomes
 from tidewheel.simulate.scenario import UNBOUNDED, simulated_info
 from tidewheel.workload.traces import NOBODY, Trace
 
@@ -74,7 +74,7 @@ def make_fleet(router: Router[int], trace: Trace, num_replicas: int, changes: Se
     )
 
 
-def figures(fleet: ChangingFleet, outcomes: Outcomes, seconds: float) -> dict[str, Any]:
+def figures(fleet: ChangingFleet, outcomes: SimulationOutcomes, seconds: float) -> dict[str, Any]:
     trace = outcomes.trace
     counted = (trace.arrivals >= WARM_UP_S) & outcomes.finished
     ttft, tpot = outcomes.ttft[counted], np.nan_to_num(outcomes.tpot[counted])
@@ -100,7 +100,7 @@ def figures(fleet: ChangingFleet, outcomes: Outcomes, seconds: float) -> dict[st
     }
 
 
-def turns(fleet: ChangingFleet, outcomes: Outcomes, counted: np.ndarray) -> dict[str, float | None]:
+def turns(fleet: ChangingFleet, outcomes: SimulationOutcomes, counted: np.ndarray) -> dict[str, float | None]:
     """Return shares of turns after the first.
 
     At home: where the turn before went, which may have left. Cache lost: no replica has a block of the session's own

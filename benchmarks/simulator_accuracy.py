@@ -18,7 +18,7 @@ from engine_runs import Engine, add_engine_options, random_engine, recorded_run,
 from study import Study, show
 from tidewheel.simulate.calibration import MeasuredStep, facts_of, fit
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import Outcomes, throughput
+from tidewheel.simulate.outcomes import SimulationOutcomes, throughput
 from tidewheel.simulate.scenario import simulator_of
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -73,7 +73,7 @@ def capacity(engine: Engine, requests: int) -> float:
     return throughput(outcomes) * float((trace.output_tokens + trace.prompt_tokens / PROMPT_WEIGHT).mean())
 
 
-def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, Any]:
+def compare(load: Load, measured: SimulationOutcomes, predicted: SimulationOutcomes) -> dict[str, Any]:
     figures = {
         "output_tokens_per_s": [float(o.output_tokens.sum()) / o.span for o in (measured, predicted)],
         "ttft_p99_s": [float(np.nanquantile(o.ttft, 0.99)) for o in (measured, predicted)],
@@ -91,7 +91,7 @@ def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, An
     }
 
 
-def predict(engine: Engine, trace: Trace, cost: CostModel) -> Outcomes:
+def predict(engine: Engine, trace: Trace, cost: CostModel) -> SimulationOutcomes:
     return simulator_of(engine.config, engine.info, trace, cost).run()
 
 
@@ -99,7 +99,7 @@ def measure(engine: Engine, seconds: float) -> dict[str, Any]:
     capacity(engine, 64)  # warm-up
     tokens_per_s = capacity(engine, 192)
     steps: list[MeasuredStep] = []
-    real: list[tuple[Load, Outcomes]] = []
+    real: list[tuple[Load, SimulationOutcomes]] = []
     for seed, (known, unknown) in enumerate(zip(CALIBRATION, PREDICTED, strict=True)):
         trace = make_trace(known, tokens_per_s, seconds, seed)
         steps += recorded_run(engine, trace)[1]

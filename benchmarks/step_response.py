@@ -26,7 +26,7 @@ from controller_models import (
     run_window,
 )
 from study import RESULTS, Study, show
-from tidewheel.bench.charts import COLOURS, GREYS, INK, Picture, name_lines, panels, style
+from tidewheel.bench.charts import COLOURS, GREYS, INK, ChartImage, name_lines, panels, style
 from tidewheel.scheduler.controllers import KV_HIGH, KV_LOW
 from tidewheel.scheduler.strategy import TOLERANCE
 
@@ -150,7 +150,7 @@ def thinned(trace: Trace) -> Trace:
 def plot(name: str, response: Response, trace: Trace) -> None:
     figure, axes = panels(rows=response.num_panels, height=1.8 * response.num_panels + 0.5, sharex=True)
     response.draw(axes, thinned(trace), response.scenario)
-    (RESULTS / f"{name}.png").write_bytes(Picture(name, "", figure).png())
+    (RESULTS / f"{name}.png").write_bytes(ChartImage(name, "", figure).png())
 
 
 def main() -> None:

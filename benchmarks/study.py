@@ -81,8 +81,8 @@ def summary(samples: list[float]) -> dict[str, Any]:
 
 
 def show(rows: Iterable[Mapping[str, object]]) -> None:
-    from tidewheel.bench.text_tables import Table  # absent in older checkouts
+    from tidewheel.bench.text_tables import TextTable  # absent in older checkouts
 
     shown = [{name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in row.items()}
              for row in rows]  # fmt: skip
-    print(Table(list(shown[0]), [list(row.values()) for row in shown]).as_text(), flush=True)
+    print(TextTable(list(shown[0]), [list(row.values()) for row in shown]).as_text(), flush=True)

@@ -16,14 +16,14 @@ from typing import Any
 from overload import SETTINGS, measure_capacity, send
 from serving import served
 from study import Study
-from tidewheel.bench.outcome import Outcome
-from tidewheel.bench.workloads import Kind
+from tidewheel.bench.outcome import RequestOutcome
+from tidewheel.bench.workloads import WorkloadKind
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10
 
 
-def served_tokens(outcomes: Sequence[Outcome], tenant: str, seconds: float) -> int:
+def served_tokens(outcomes: Sequence[RequestOutcome], tenant: str, seconds: float) -> int:
     """Return weighted tokens of requests that ended while both tenants sent, after the start."""
     return sum(
         len(o.offered.input_ids) + 2 * o.num_tokens
@@ -40,7 +40,7 @@ def measure(folder: Path, policy: str, seconds: float, seed: int) -> dict[str, A
     with served(folder, settings) as address:
         capacity = measure_capacity(address, 20.0, rng)
         rate = SMALL_LOAD * capacity * (1 + TIMES_AS_MUCH)
-        tenants = [Kind(1.0, {"tenant": "small"}), Kind(TIMES_AS_MUCH, {"tenant": "big"})]
+        tenants = [WorkloadKind(1.0, {"tenant": "small"}), WorkloadKind(TIMES_AS_MUCH, {"tenant": "big"})]
         outcomes = send(address, rate, seconds, rng, tenants)
     tokens = {tenant: served_tokens(outcomes, tenant, seconds) for tenant in ("small", "big")}
     offered = Counter(o.offered.parameters["tenant"] for o in outcomes)

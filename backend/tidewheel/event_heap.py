@@ -9,7 +9,7 @@ T = TypeVar("T")
 _SLACK = 64
 
 
-class Event(NamedTuple, Generic[T]):
+class TimedEvent(NamedTuple, Generic[T]):
     time: float  # seconds, monotonic
     number: int  # order of pushes, breaks ties
     subject: T
@@ -18,9 +18,9 @@ class Event(NamedTuple, Generic[T]):
 class EventHeap(Generic[T]):
     """Timed events. Dead ones stay until due, or until they outnumber `num_live`: so removal is free."""
 
-    def __init__(self, is_live: Callable[[Event[T]], bool]) -> None:
+    def __init__(self, is_live: Callable[[TimedEvent[T]], bool]) -> None:
         self._is_live = is_live
-        self._heap: list[Event[T]] = []
+        self._heap: list[TimedEvent[T]] = []
         self._num_pushed = 0
 
     def __len__(self) -> int:
@@ -35,9 +35,9 @@ class EventHeap(Generic[T]):
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)
         self._num_pushed += 1
-        heapq.heappush(self._heap, Event(time, self._num_pushed, subject))
+        heapq.heappush(self._heap, TimedEvent(time, self._num_pushed, subject))
 
-    def pop_due(self, now: float) -> Iterator[Event[T]]:
+    def pop_due(self, now: float) -> Iterator[TimedEvent[T]]:
         """Yield due live events, including events pushed meanwhile."""
         while self._heap and self._heap[0].time <= now:
             event = heapq.heappop(self._heap)

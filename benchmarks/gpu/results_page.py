@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu.measurements import OURS, Ceilings, Measurement
-from tidewheel.bench.text_tables import Table
+from tidewheel.bench.text_tables import TextTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +89,7 @@ def _row(one: Measurement) -> list[str]:
 
 
 def _table(title: str, header: Sequence[str], rows: list[list[str]]) -> str:
-    return f"## {title}\n\n{Table(list(header), rows).as_markdown()}"
+    return f"## {title}\n\n{TextTable(list(header), rows).as_markdown()}"
 
 
 def _one_line(text: str, limit: int = 300) -> str:

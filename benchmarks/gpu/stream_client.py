@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offered_load import run
-from tidewheel.bench.outcome import Offered
+from tidewheel.bench.outcome import OfferedRequest
 from tidewheel.bench.worker_process import WorkerProcess
 from work_items import TEMPERATURE, WorkItem
 
@@ -59,7 +59,7 @@ def wait_for_go() -> None:
 
 if __name__ == "__main__":
     task = json.loads(sys.stdin.readline())
-    load = [Offered(0.0, input_ids, count, {"temperature": TEMPERATURE}) for input_ids, count in task["work"]]
+    load = [OfferedRequest(0.0, input_ids, count, {"temperature": TEMPERATURE}) for input_ids, count in task["work"]]
     outcomes = run(task["address"], task["model"], load, wait_for_go)
     streams = [([(o.origin + at, n) for at, n in o.chunks], o.inter_token_latencies(), o.error) for o in outcomes]
     print(json.dumps(streams), flush=True)

@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels.aot_cases import CASES, Case
-from tidewheel_kernels.aot_instructions import NONE, Instructions, count, expected, missing
+from tidewheel_kernels.aot_cases import CASES, CompileCase
+from tidewheel_kernels.aot_instructions import NONE, InstructionCounts, count, expected, missing
 from tidewheel_kernels.choice import interpreter_enabled, triton_installed
 from tidewheel_kernels.launch_config import compile_target
 from tidewheel_kernels.switches import KernelUnavailable, tried
@@ -50,13 +50,13 @@ _POINTER_TYPES = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     kernel: Any  # triton.JITFunction
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """Compiler's result for one launch."""
 
     case: str
@@ -68,7 +68,7 @@ class Report:
     stack: int  # bytes, as `shared`
     shared: int
     problem: str  # empty if all is well
-    instructions: Instructions = NONE
+    instructions: InstructionCounts = NONE
 
     @property
     def resident(self) -> int:
@@ -80,7 +80,7 @@ class Report:
         return min(by_registers, SHARED_PER_SM[self.arch] // shared, by_warps, PROGRAMS_PER_SM[self.arch])
 
 
-def compile_case(case: Case, arch: int) -> list[Report]:
+def compile_case(case: CompileCase, arch: int) -> list[CompileReport]:
     target, switches = compile_target.set(arch), tried.set(case.switches)
     try:
         with _recorded_launches() as launches:
@@ -94,20 +94,20 @@ def compile_case(case: Case, arch: int) -> list[Report]:
 
 
 @contextmanager
-def _recorded_launches() -> Iterator[list[Launch]]:
+def _recorded_launches() -> Iterator[list[RecordedLaunch]]:
     """Record ``kernel[grid](**arguments)`` instead of launching it."""
     from triton.runtime.jit import KernelInterface
 
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
 
     def record(kernel: Any, grid: tuple[int, ...]) -> Any:  # noqa: ARG001
-        return lambda **arguments: launches.append(Launch(kernel, arguments))
+        return lambda **arguments: launches.append(RecordedLaunch(kernel, arguments))
 
     with mock.patch.object(KernelInterface, "__getitem__", record):
         yield launches
 
 
-def _compile(case: Case, launch: Launch, arch: int) -> Report:
+def _compile(case: CompileCase, launch: RecordedLaunch, arch: int) -> CompileReport:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -122,7 +122,9 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options | others)
     except Exception as error:  # the compiler raises many types
-        return Report(case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}")
+        return CompileReport(
+            case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}"
+        )
     registers, stack = _resource_usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
     instructions = count(compiled.asm["ptx"])
@@ -133,7 +135,7 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
         problem = f"uses {stack} bytes of stack"
     elif absent := missing(instructions, wanted):
         problem = f"has no {', '.join(absent)}"
-    return Report(
+    return CompileReport(
         case.name, name, arch, **options, registers=registers, stack=stack, shared=shared, problem=problem,
         instructions=instructions,
     )  # fmt: skip
@@ -189,7 +191,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Report]:
+def compile_all(cases: Sequence[CompileCase], architectures: Sequence[int]) -> Iterator[CompileReport]:
     if not triton_installed() or interpreter_enabled():
         raise KernelUnavailable("ahead-of-time compilation needs triton-lang, and TRITON_INTERPRET unset")
     for case in cases:
@@ -219,15 +221,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _json(report: Report) -> str:
+def _json(report: CompileReport) -> str:
     return json.dumps(asdict(report) | {"resident": report.resident}) + "\n"
 
 
-def _listing(instructions: Instructions) -> str:
+def _listing(instructions: InstructionCounts) -> str:
     return "    " + ", ".join(f"{name} {number}" for name, number in asdict(instructions).items() if number) + "\n"
 
 
-def _line(report: Report) -> str:
+def _line(report: CompileReport) -> str:
     return (
         f"{report.case:32} {report.kernel:26} sm_{report.arch:<4}"
         f"{report.num_warps:2} warps {report.num_stages} stages {report.registers:4} registers "

@@ -33,7 +33,7 @@ _STREAMING = {
 
 
 @dataclass(frozen=True)
-class Instructions:
+class InstructionCounts:
     """Static instruction counts. Wide: 16 bytes per thread."""
 
     tma_loads: int
@@ -48,15 +48,15 @@ class Instructions:
     narrow_stores: int
 
 
-NONE = Instructions(*[0] * 10)
+NONE = InstructionCounts(*[0] * 10)
 
 
-def count(ptx: str) -> Instructions:
-    return Instructions(**{name: len(re.findall(pattern, ptx)) for name, pattern in _PATTERNS.items()})
+def count(ptx: str) -> InstructionCounts:
+    return InstructionCounts(**{name: len(re.findall(pattern, ptx)) for name, pattern in _PATTERNS.items()})
 
 
 def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str, ...]:
-    """Return the fields of `Instructions` that must not be zero."""
+    """Return the fields of `InstructionCounts` that must not be zero."""
     if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
         return ()  # less than 16 bytes for each of 64 threads
     if kernel == "write_kv_cache_kernel" and arguments["k_cache_ptr"].itemsize == 1:
@@ -74,6 +74,6 @@ def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str,
     return "wide_loads", "wide_stores"
 
 
-def missing(instructions: Instructions, names: tuple[str, ...]) -> list[str]:
+def missing(instructions: InstructionCounts, names: tuple[str, ...]) -> list[str]:
     counts = asdict(instructions)
     return [name for name in names if not counts[name]]

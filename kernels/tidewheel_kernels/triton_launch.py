@@ -1,7 +1,7 @@
 """Launch compiled kernels directly: triton-lang's own path takes 15 to 40 µs of the host for each launch.
 
 triton-lang compiles a kernel for types, for addresses and numbers that are multiples of 16, and for numbers equal to
-1. A `Launch` fixes all numbers that it would look at, so only types and addresses of tensors are left to check.
+1. A `KernelLauncher` fixes the numbers, so each call checks only types and addresses of tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def binds() -> bool:
     return is_wanted and not knobs.runtime.interpret and FIRST_VERSION <= version < END_VERSION
 
 
-class Launch:
+class KernelLauncher:
     """Launches of `kernel` with these last arguments, the `constants`, and options of the compiler.
 
     The kernel's first parameters are pointers. Between are tensor descriptors, or numbers that are not specialised.

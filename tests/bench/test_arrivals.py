@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.arrivals import Load, parse_loads
+from tidewheel.bench.arrivals import LoadPattern, parse_loads
 
 SECONDS = 2000.0
 
@@ -18,7 +18,7 @@ def gaps(times: list[float]) -> list[float]:
 
 
 def test_poisson_arrivals_have_the_rate_and_exponential_gaps() -> None:
-    times = Load("poisson", 5.0).times(SECONDS, seed=1)
+    times = LoadPattern("poisson", 5.0).times(SECONDS, seed=1)
     assert len(times) / SECONDS == pytest.approx(5.0, rel=0.03)
     between = gaps(times)
     # Of an exponential distribution the standard deviation is the mean.
@@ -26,7 +26,7 @@ def test_poisson_arrivals_have_the_rate_and_exponential_gaps() -> None:
 
 
 def test_bursts_have_the_rate_and_gaps_that_vary_as_asked() -> None:
-    times = Load("burst", 5.0, burstiness=9.0).times(SECONDS, seed=1)
+    times = LoadPattern("burst", 5.0, burstiness=9.0).times(SECONDS, seed=1)
     assert len(times) / SECONDS == pytest.approx(5.0, rel=0.1)
     between = gaps(times)
     assert (statistics.stdev(between) / statistics.fmean(between)) ** 2 == pytest.approx(9.0, rel=0.15)
@@ -34,7 +34,7 @@ def test_bursts_have_the_rate_and_gaps_that_vary_as_asked() -> None:
 
 @pytest.mark.parametrize("kind", ["poisson", "burst"])
 def test_times_rise_within_the_run_and_come_from_the_seed(kind: str) -> None:
-    load = Load(kind, 50.0)
+    load = LoadPattern(kind, 50.0)
     times = load.times(10.0, seed=3)
     assert times == sorted(times)
     assert times[0] >= 0.0
@@ -44,11 +44,11 @@ def test_times_rise_within_the_run_and_come_from_the_seed(kind: str) -> None:
 
 
 def test_texts_and_what_they_mean() -> None:
-    assert parse_loads("closed:8", 10.0) == [Load("closed", 8)]
-    assert parse_loads("poisson:2.5", 10.0) == [Load("poisson", 2.5)]
-    assert parse_loads("burst:2:16", 10.0) == [Load("burst", 2.0, 16.0)]
-    assert parse_loads("trace", 10.0) == [Load("trace", 1.0)]
-    assert parse_loads("all", 10.0) == [Load("all")]
+    assert parse_loads("closed:8", 10.0) == [LoadPattern("closed", 8)]
+    assert parse_loads("poisson:2.5", 10.0) == [LoadPattern("poisson", 2.5)]
+    assert parse_loads("burst:2:16", 10.0) == [LoadPattern("burst", 2.0, 16.0)]
+    assert parse_loads("trace", 10.0) == [LoadPattern("trace", 1.0)]
+    assert parse_loads("all", 10.0) == [LoadPattern("all")]
     assert [load.value for load in parse_loads("ramp:1:5:5", 10.0)] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 

@@ -19,23 +19,23 @@ from tidewheel.bench.capacity import (
     RESOLUTION,
     STREAM,
     WHOLE_ANSWER,
-    Capacity,
+    CapacityBracket,
     CapacitySearch,
-    Point,
-    Search,
+    LoadPoint,
+    PointWatch,
+    RateSearch,
     Verdict,
-    Watch,
     verdict_of,
 )
-from tidewheel.bench.outcome import UNANSWERED, Outcome, Slo
+from tidewheel.bench.outcome import UNANSWERED, RequestOutcome, Slo
 
 SLO = Slo(1.0, 0.1)
 Attainment = Callable[[float], float]  # share of requests in time, over the rate
 
 
-def search(verdict: Callable[[float], Verdict], start: float, limit: int = 60) -> tuple[Capacity, list[float]]:
+def search(verdict: Callable[[float], Verdict], start: float, limit: int = 60) -> tuple[CapacityBracket, list[float]]:
     """Return what a search finds, and the rates that it asked for."""
-    one, rates = Search(start), []
+    one, rates = RateSearch(start), []
     while (rate := one.next_rate()) is not None:
         rates.append(rate)
         one.note(rate, verdict(rate))
@@ -159,33 +159,38 @@ def test_verdicts_follow_the_interval() -> None:
 
 
 def test_a_search_that_ran_out_of_time_says_so() -> None:
-    assert Capacity(4.0, 8.0).note == "not narrowed further: out of time"
-    assert Capacity(4.0, 8.0, (4.2,)).note == "not narrowed further: out of time; undecided at 4.2/s"
-    assert Capacity(4.0, 4.3).note == ""
+    assert CapacityBracket(4.0, 8.0).note == "not narrowed further: out of time"
+    assert CapacityBracket(4.0, 8.0, (4.2,)).note == "not narrowed further: out of time; undecided at 4.2/s"
+    assert CapacityBracket(4.0, 4.3).note == ""
 
 
 def test_ratios_of_brackets() -> None:
-    ratio, is_bound = Capacity(16.0, 25.0).over(Capacity(4.0, 5.0))
+    ratio, is_bound = CapacityBracket(16.0, 25.0).over(CapacityBracket(4.0, 5.0))
     assert ratio.mean == pytest.approx(20.0 / math.sqrt(20.0))
     assert (ratio.low, ratio.high) == pytest.approx((16 / 5, 25 / 4))
     assert not is_bound
-    assert Capacity(0.0, 1.0).over(Capacity(4.0, 4.0))[0].mean == 0.0
-    assert math.isnan(Capacity(4.0, 5.0).over(Capacity(400.0, math.inf))[0].mean)
-    assert math.isnan(Capacity(0.0, 0.5).over(Capacity(0.0, 1.0))[0].mean)
+    assert CapacityBracket(0.0, 1.0).over(CapacityBracket(4.0, 4.0))[0].mean == 0.0
+    assert math.isnan(CapacityBracket(4.0, 5.0).over(CapacityBracket(400.0, math.inf))[0].mean)
+    assert math.isnan(CapacityBracket(0.0, 0.5).over(CapacityBracket(0.0, 1.0))[0].mean)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "ratio"),
-    [(Capacity(4.0, 4.0), Capacity(0.0, 0.5), 8.0), (Capacity(400.0, math.inf), Capacity(4.0, 4.0), 100.0)],
+    [
+        (CapacityBracket(4.0, 4.0), CapacityBracket(0.0, 0.5), 8.0),
+        (CapacityBracket(400.0, math.inf), CapacityBracket(4.0, 4.0), 100.0),
+    ],
 )
-def test_a_ratio_to_nothing_or_of_no_end_is_a_lower_bound(ours: Capacity, theirs: Capacity, ratio: float) -> None:
+def test_a_ratio_to_nothing_or_of_no_end_is_a_lower_bound(
+    ours: CapacityBracket, theirs: CapacityBracket, ratio: float
+) -> None:
     found, is_bound = ours.over(theirs)
     assert is_bound
     assert found.mean == pytest.approx(ratio)
     assert math.isnan(found.high)
 
 
-def queue(rate: float, served_per_s: float, *, streamed: bool) -> list[Outcome]:
+def queue(rate: float, served_per_s: float, *, streamed: bool) -> list[RequestOutcome]:
     """Outcomes at a rate; a stream's first token is late from half of the rate that is served."""
     whole = 0.5 if rate <= served_per_s else 9.0
     first = 0.5 if rate <= served_per_s / 2 else 1.2
@@ -196,7 +201,7 @@ def queue(rate: float, served_per_s: float, *, streamed: bool) -> list[Outcome]:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_both_objectives_are_searched_on_the_same_points_and_only_streams_have_the_second(streamed: bool) -> None:
-    one, points = CapacitySearch(SLO, start=8.0), list[Point]()
+    one, points = CapacitySearch(SLO, start=8.0), list[LoadPoint]()
     while (point := one.next_point()) is not None:
         points.append(point)
         one.note(point, queue(point.rate, 10.0, streamed=streamed))
@@ -213,7 +218,7 @@ def test_a_target_of_which_nothing_was_measured_has_no_bracket() -> None:
     assert CapacitySearch(SLO, start=8.0).capacities() == {}
 
 
-def waiting(sent: float) -> Outcome:
+def waiting(sent: float) -> RequestOutcome:
     one = outcome(sent=sent, tokens=11)
     one.ended = one.first_token = one.last_token = None
     one.num_tokens = 0
@@ -222,7 +227,7 @@ def waiting(sent: float) -> Outcome:
 
 def test_a_point_is_long_enough_when_it_is_clear() -> None:
     good = [outcome(sent=0.1 * index) for index in range(80)]
-    watch = Watch(SLO, WHOLE_ANSWER, least_s=5.0)
+    watch = PointWatch(SLO, WHOLE_ANSWER, least_s=5.0)
     assert not watch.is_enough(good[:45], 4.9)  # clear, and too short
     assert watch.is_enough(good[:45], 5.0)
 
@@ -230,7 +235,7 @@ def test_a_point_is_long_enough_when_it_is_clear() -> None:
 def test_a_point_that_is_not_clear_is_looked_at_again_when_its_count_has_doubled() -> None:
     mixed = [outcome(sent=0.1 * i, ttft=0.1 if i % 10 else 9.0) for i in range(20)]
     late = [outcome(sent=4.0, ttft=9.0) for _ in range(20)]
-    watch = Watch(SLO, WHOLE_ANSWER, least_s=1.0)
+    watch = PointWatch(SLO, WHOLE_ANSWER, least_s=1.0)
     assert not watch.is_enough(mixed, 20.0)
     assert not watch.is_enough([*mixed, *late[:19]], 20.0)  # clear by now, and not looked at
     assert watch.is_enough([*mixed, *late], 20.0)
@@ -238,31 +243,35 @@ def test_a_point_that_is_not_clear_is_looked_at_again_when_its_count_has_doubled
 
 def test_a_hopeless_point_is_clear_after_a_few_requests() -> None:
     late = [outcome(ttft=9.0) for _ in range(20)]
-    watch = Watch(SLO, STREAM, 1.0)
+    watch = PointWatch(SLO, STREAM, 1.0)
     assert not watch.is_enough(late[:19], 20.0)
     assert watch.is_enough(late, 20.0)
     assert watch.verdict is Verdict.MISSED
-    assert not Watch(SLO, STREAM, 1.0).is_enough([outcome()] * 20, 20.0)
+    assert not PointWatch(SLO, STREAM, 1.0).is_enough([outcome()] * 20, 20.0)
 
 
 def test_what_a_watch_has_seen_stands_when_the_requests_under_way_turn_out_otherwise() -> None:
     outcomes = [outcome(ttft=9.0) for _ in range(6)] + [outcome() for _ in range(40)]
     for seen, expected in ((None, Verdict.UNDECIDED), (Verdict.MISSED, Verdict.MISSED)):
         one = CapacitySearch(SLO, start=8.0)
-        assert one.note(Point(8.0, WHOLE_ANSWER), outcomes, seen) is expected
+        assert one.note(LoadPoint(8.0, WHOLE_ANSWER), outcomes, seen) is expected
         assert (one.capacities()[WHOLE_ANSWER].high == 8.0) == (seen is not None)
 
 
 def test_requests_under_way_are_judged_once_they_are_too_late_and_not_out_of_turn() -> None:
     stuck = [waiting(0.0) for _ in range(30)]
     done = [outcome(sent=0.0) for _ in range(40)]
-    assert not Watch(SLO, WHOLE_ANSWER, 0.1).is_enough([*stuck, *done], 1.9)  # 1 + 10 * 0.1 s are their limit
-    assert Watch(SLO, WHOLE_ANSWER, 0.1).is_enough([*stuck, *done], 2.1)
+    assert not PointWatch(SLO, WHOLE_ANSWER, 0.1).is_enough([*stuck, *done], 1.9)  # 1 + 10 * 0.1 s are their limit
+    assert PointWatch(SLO, WHOLE_ANSWER, 0.1).is_enough([*stuck, *done], 2.1)
 
 
 def test_open_requests_are_awaited_unless_the_rate_is_missed_or_they_are_too_late() -> None:
     stuck = [waiting(0.0) for _ in range(40)]
-    met, missed, open_one = Watch(SLO, WHOLE_ANSWER, 0.1), Watch(SLO, WHOLE_ANSWER, 0.1), [outcome(), waiting(0.0)]
+    met, missed, open_one = (
+        PointWatch(SLO, WHOLE_ANSWER, 0.1),
+        PointWatch(SLO, WHOLE_ANSWER, 0.1),
+        [outcome(), waiting(0.0)],
+    )
     assert met.is_enough([outcome()] * 40, 1.0)
     assert not met.is_settled(open_one, 1.9)  # 1 + 10 * 0.1 s are the limit
     assert met.is_settled(open_one, 2.1)
@@ -275,10 +284,10 @@ def test_a_request_that_was_cancelled_in_time_speaks_for_no_objective() -> None:
     for one in cut:
         one.error, one.code, one.ended = "the run was cut short", UNANSWERED, 1.9
     search = CapacitySearch(SLO, start=8.0)
-    search.note(Point(8.0, WHOLE_ANSWER), [*[outcome(ttft=9.0)] * 10, *[outcome()] * 400, *cut], Verdict.MISSED)
+    search.note(LoadPoint(8.0, WHOLE_ANSWER), [*[outcome(ttft=9.0)] * 10, *[outcome()] * 400, *cut], Verdict.MISSED)
     assert search.capacities()[STREAM].low == 8.0
     for one in cut:
         one.ended = 2.1  # past their bound
     search = CapacitySearch(SLO, start=8.0)
-    search.note(Point(8.0, WHOLE_ANSWER), [*[outcome()] * 400, *cut], Verdict.MISSED)
+    search.note(LoadPoint(8.0, WHOLE_ANSWER), [*[outcome()] * 400, *cut], Verdict.MISSED)
     assert search.capacities()[STREAM].high == 8.0

@@ -9,26 +9,36 @@ from itertools import islice
 import pytest
 
 from support.bench.runs import FakeTransport
-from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
+from tidewheel.bench.driver import LoadDriver, RunLimits, RunProgress
+from tidewheel.bench.outcome import (
+    TIMEOUT,
+    UNANSWERED,
+    UNREADABLE,
+    Conversation,
+    OfferedRequest,
+    RequestFailed,
+    RequestOutcome,
+)
 from tidewheel.bench.workloads import WORKLOADS
 
 LONG_S = 3600.0
 
 
 def conversations(count: int, at: float = 0.0) -> list[Conversation]:
-    return [(Offered(at, [index + 4], 3),) for index in range(count)]
+    return [(OfferedRequest(at, [index + 4], 3),) for index in range(count)]
 
 
-def open_loop(transport: FakeTransport, load: list[Conversation], timeout_s: float = LONG_S) -> list[Outcome]:
-    progress = Progress()
-    asyncio.run(Driver(transport, Limits(LONG_S, timeout_s=timeout_s), progress).open_loop(load))
+def open_loop(transport: FakeTransport, load: list[Conversation], timeout_s: float = LONG_S) -> list[RequestOutcome]:
+    progress = RunProgress()
+    asyncio.run(LoadDriver(transport, RunLimits(LONG_S, timeout_s=timeout_s), progress).open_loop(load))
     return progress.outcomes
 
 
-def closed_loop(transport: FakeTransport, load: Iterator[Conversation], users: int, limits: Limits) -> list[Outcome]:
-    progress = Progress()
-    asyncio.run(Driver(transport, limits, progress).closed_loop(load, users))
+def closed_loop(
+    transport: FakeTransport, load: Iterator[Conversation], users: int, limits: RunLimits
+) -> list[RequestOutcome]:
+    progress = RunProgress()
+    asyncio.run(LoadDriver(transport, limits, progress).closed_loop(load, users))
     return progress.outcomes
 
 
@@ -45,14 +55,16 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 @pytest.mark.parametrize("can_cancel", [True, False])
 def test_a_settled_open_loop_cancels_the_rest_where_that_ends_it_on_the_server(can_cancel: bool) -> None:
-    progress, transport = Progress(), FakeTransport(lambda outcome: after_the_first_two(outcome))
+    progress, transport = RunProgress(), FakeTransport(lambda outcome: after_the_first_two(outcome))
     transport.can_cancel = can_cancel
 
-    async def after_the_first_two(outcome: Outcome) -> None:
+    async def after_the_first_two(outcome: RequestOutcome) -> None:
         while outcome.offered.input_ids[0] > 5 and (can_cancel or progress.num_ended < 2):
             await asyncio.sleep(0)
 
-    loop = Driver(transport, Limits(LONG_S), progress).open_loop(conversations(5), lambda: progress.num_ended == 2)
+    loop = LoadDriver(transport, RunLimits(LONG_S), progress).open_loop(
+        conversations(5), lambda: progress.num_ended == 2
+    )
     asyncio.run(loop)
     assert [outcome.code for outcome in progress.outcomes] == ["", ""] + 3 * [UNANSWERED if can_cancel else ""]
     assert transport.running == 0
@@ -60,38 +72,38 @@ def test_a_settled_open_loop_cancels_the_rest_where_that_ends_it_on_the_server(c
 
 def test_a_closed_loop_has_as_many_in_flight_as_it_has_users() -> None:
     transport = FakeTransport()
-    outcomes = closed_loop(transport, WORKLOADS["mixed"].conversations(0), 5, Limits(LONG_S, max_requests=60))
+    outcomes = closed_loop(transport, WORKLOADS["mixed"].conversations(0), 5, RunLimits(LONG_S, max_requests=60))
     assert transport.most_running == 5
     assert 60 <= len(outcomes) < 65
 
 
 def test_a_closed_loop_ends_with_its_requests() -> None:
-    assert len(closed_loop(FakeTransport(), iter(conversations(7)), 3, Limits(LONG_S))) == 7
+    assert len(closed_loop(FakeTransport(), iter(conversations(7)), 3, RunLimits(LONG_S))) == 7
 
 
 def test_a_closed_loop_sends_nothing_after_its_time() -> None:
-    assert closed_loop(FakeTransport(), iter(conversations(7)), 3, Limits(0.0)) == []
+    assert closed_loop(FakeTransport(), iter(conversations(7)), 3, RunLimits(0.0)) == []
 
 
 def test_a_later_turn_has_all_that_was_said_in_its_prompt() -> None:
     transport = FakeTransport()
-    turns = (Offered(0.0, [10, 11], 2), Offered(0.0, [12], 1), Offered(0.0, [13], 4))
+    turns = (OfferedRequest(0.0, [10, 11], 2), OfferedRequest(0.0, [12], 1), OfferedRequest(0.0, [13], 4))
     outcomes = open_loop(transport, [turns])
     assert transport.prompts == [[10, 11], [10, 11, 7, 7, 12], [10, 11, 7, 7, 12, 7, 13]]
     assert [o.num_prompt_tokens for o in outcomes] == [2, 5, 7]
 
 
 def test_a_conversation_ends_with_an_error() -> None:
-    def refuse(outcome: Outcome) -> None:
+    def refuse(outcome: RequestOutcome) -> None:
         raise RequestFailed("UNAVAILABLE", "[TW-BUSY] full")
 
-    outcomes = open_loop(FakeTransport(refuse), [(Offered(0.0, [1], 1), Offered(0.0, [2], 1))])
+    outcomes = open_loop(FakeTransport(refuse), [(OfferedRequest(0.0, [1], 1), OfferedRequest(0.0, [2], 1))])
     assert [(o.code, o.error) for o in outcomes] == [("TW-BUSY", "[TW-BUSY] full")]
     assert outcomes[0].ended is not None
 
 
 def test_an_answer_that_makes_no_sense_costs_its_own_request_alone() -> None:
-    def confuse(outcome: Outcome) -> None:
+    def confuse(outcome: RequestOutcome) -> None:
         if outcome.offered.input_ids == [4]:
             raise KeyError("outputs")
 
@@ -105,16 +117,16 @@ def test_a_request_without_an_answer_ends_at_the_clients_limit() -> None:
 
 
 def test_what_was_sent_is_kept_when_the_run_is_cut_short() -> None:
-    progress, hung = Progress(), asyncio.Event()
+    progress, hung = RunProgress(), asyncio.Event()
 
-    def hang_on_the_second(outcome: Outcome) -> object:
+    def hang_on_the_second(outcome: RequestOutcome) -> object:
         if outcome.offered.input_ids == [5]:
             hung.set()
             return asyncio.Event().wait()
         return None
 
     async def cut() -> None:
-        driver = Driver(FakeTransport(hang_on_the_second), Limits(LONG_S), progress)
+        driver = LoadDriver(FakeTransport(hang_on_the_second), RunLimits(LONG_S), progress)
         task = asyncio.create_task(driver.open_loop(conversations(2)))
         await hung.wait()
         task.cancel()

@@ -8,7 +8,7 @@ import pytest
 
 from support.bench.runs import outcome
 from tidewheel.bench.estimates import quantile
-from tidewheel.bench.outcome import Outcome, Slo, error_code
+from tidewheel.bench.outcome import RequestOutcome, Slo, error_code
 from tidewheel.bench.summary import fairness, rates, span, summarise_repeats, summarise_run
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
@@ -38,7 +38,7 @@ def test_tokens_that_came_together_share_their_gap() -> None:
         (outcome(ttft=1.9, tpot=0.0, streamed=False), False, True),
     ],
 )
-def test_what_meets_the_objective(one: Outcome, good: bool, good_at_end: bool) -> None:
+def test_what_meets_the_objective(one: RequestOutcome, good: bool, good_at_end: bool) -> None:
     assert SLO.is_met(one) is good
     assert SLO.is_met_at_end(one) is good_at_end
 

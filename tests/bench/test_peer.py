@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.outcome import Offered, Outcome
+from tidewheel.bench.driver import LoadDriver, RunLimits, RunProgress
+from tidewheel.bench.outcome import OfferedRequest, RequestOutcome
 from tidewheel.bench.transports import peer as transport
-from tidewheel.bench.transports.peer import Peer
+from tidewheel.bench.transports.peer import PeerTransport
 
 # The real program, with one more engine: two tokens a step to each request; 13 makes it fail.
 PROGRAM = """
@@ -53,16 +53,16 @@ def counting_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "PROGRAM", program)
 
 
-def peer(tmp_path: Path, *, model: str = "good", python: str = sys.executable) -> Peer:
-    return Peer(python, "counting", {"model": model}, tmp_path / "peer.log")
+def peer(tmp_path: Path, *, model: str = "good", python: str = sys.executable) -> PeerTransport:
+    return PeerTransport(python, "counting", {"model": model}, tmp_path / "peer.log")
 
 
-def send(one: Peer, *requests: Offered) -> list[Outcome]:
-    async def run() -> list[Outcome]:
-        progress = Progress()
+def send(one: PeerTransport, *requests: OfferedRequest) -> list[RequestOutcome]:
+    async def run() -> list[RequestOutcome]:
+        progress = RunProgress()
         await one.open()
         try:
-            await Driver(one, Limits(60.0), progress).open_loop([(request,) for request in requests])
+            await LoadDriver(one, RunLimits(60.0), progress).open_loop([(request,) for request in requests])
         finally:
             await one.close()
         return progress.outcomes
@@ -72,7 +72,7 @@ def send(one: Peer, *requests: Offered) -> list[Outcome]:
 
 def test_tokens_arrive_as_they_are_made(tmp_path: Path) -> None:
     counting = peer(tmp_path)
-    outcomes = send(counting, Offered(0.0, [5], 5), Offered(0.0, [6], 2), Offered(0.0, [7], 1))
+    outcomes = send(counting, OfferedRequest(0.0, [5], 5), OfferedRequest(0.0, [6], 2), OfferedRequest(0.0, [7], 1))
     assert [[count for _, count in outcome.chunks] for outcome in outcomes] == [[2, 2, 1], [2], [1]]
     assert all(outcome.is_complete for outcome in outcomes)
     assert counting.versions == {"counting": "1.0"}
@@ -81,16 +81,16 @@ def test_tokens_arrive_as_they_are_made(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_dies_ends_its_requests_with_its_reason(tmp_path: Path) -> None:
-    outcomes = send(peer(tmp_path), Offered(0.0, [13], 5), Offered(0.0, [6], 5))
+    outcomes = send(peer(tmp_path), OfferedRequest(0.0, [13], 5), OfferedRequest(0.0, [6], 5))
     assert [outcome.code for outcome in outcomes] == ["PEER-DIED"] * 2
     assert "RuntimeError: unlucky" in outcomes[0].error
 
 
 def test_a_peer_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="counting: ZeroDivisionError"):
-        send(peer(tmp_path, model="bad"), Offered(0.0, [5], 1))
+        send(peer(tmp_path, model="bad"), OfferedRequest(0.0, [5], 1))
 
 
 def test_a_python_that_cannot_be_run(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="cannot be run"):
-        send(peer(tmp_path, python=str(tmp_path)), Offered(0.0, [5], 1))
+        send(peer(tmp_path, python=str(tmp_path)), OfferedRequest(0.0, [5], 1))

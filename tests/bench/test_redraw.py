@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 import redraw
 from study import RESULTS
 from support.marathon.page import recoveries
-from tidewheel.bench.charts import Picture
+from tidewheel.bench.charts import ChartImage
 
 
 def record(name: str) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def record(name: str) -> dict[str, Any]:
     return found
 
 
-def drawn(name: str) -> dict[str, Picture]:
+def drawn(name: str) -> dict[str, ChartImage]:
     return redraw.DRAWN[name](record(name))
 
 

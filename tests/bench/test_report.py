@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from support.bench.runs import ENVIRONMENT, measured, outcome, recorder, stage
-from tidewheel.bench.arrivals import Load
-from tidewheel.bench.capacity import Capacity
+from tidewheel.bench.arrivals import LoadPattern
+from tidewheel.bench.capacity import CapacityBracket
 from tidewheel.bench.figure_columns import (
     LATENCIES,
     RATES,
@@ -26,17 +26,17 @@ from tidewheel.bench.figure_columns import (
     verdicts,
 )
 from tidewheel.bench.html_page import render, write_files
-from tidewheel.bench.outcome import Outcome
+from tidewheel.bench.outcome import RequestOutcome
 from tidewheel.bench.pictures import capacity_picture, pictures
-from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
-from tidewheel.bench.run_plan import Run, Stage
+from tidewheel.bench.results import SAMPLE_COLUMNS, ResultRecorder, RunResult, StageResult
+from tidewheel.bench.run_plan import PlannedRun, PlannedStage
 from tidewheel.bench.suites import capacity_findings
 from tidewheel.bench.terminal import result_tables
 
 VOID = {"meta", "img", "br"}
 
 
-def some(run: Run) -> list[Outcome]:
+def some(run: PlannedRun) -> list[RequestOutcome]:
     slow = 3.0 if run.target.name == "baseline_dynamic" else 0.2
     streamed = run.target.name != "baseline_dynamic"
     return [outcome(sent=0.5 * i, ttft=slow + 0.01 * i, streamed=streamed) for i in range(20)] + [
@@ -80,8 +80,8 @@ class Page(HTMLParser):
 
 STAGES = {
     "bars": stage(),
-    "curve": stage(loads=[Load("poisson", rate) for rate in (1.0, 2.0, 3.0, 4.0)]),
-    "batch": stage(loads=[Load("closed", size) for size in (1, 2, 4)]),
+    "curve": stage(loads=[LoadPattern("poisson", rate) for rate in (1.0, 2.0, 3.0, 4.0)]),
+    "batch": stage(loads=[LoadPattern("closed", size) for size in (1, 2, 4)]),
     "one repeat": stage(repeats=1),
 }
 
@@ -164,10 +164,10 @@ def test_columns_in_which_nothing_is_known_are_left_out() -> None:
 
 
 def test_classes_have_rows_of_their_own(tmp_path: Path) -> None:
-    def two_classes(run: Run) -> list[Outcome]:
+    def two_classes(run: PlannedRun) -> list[RequestOutcome]:
         return [outcome(priority=4, ttft=2.0), outcome(priority=1), outcome(code="TW-BUSY", priority=4)]
 
-    result = measured(stage(["continuous"], repeats=1, loads=[Load("closed", 2)]), two_classes)
+    result = measured(stage(["continuous"], repeats=1, loads=[LoadPattern("closed", 2)]), two_classes)
     assert [row[2:6] for row in class_table(result).rows] == [
         ["critical", "1", "100", "100"],
         ["low", "2", "0.00", "2,000"],
@@ -177,7 +177,7 @@ def test_classes_have_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_client_that_fell_behind_is_told_of(tmp_path: Path) -> None:
-    def late(run: Run) -> list[Outcome]:
+    def late(run: PlannedRun) -> list[RequestOutcome]:
         outcomes = some(run)
         outcomes[0].lag = 0.3 if run.target.name == "continuous" and run.load.kind == "poisson" else 0.01
         return outcomes
@@ -189,8 +189,8 @@ def test_a_client_that_fell_behind_is_told_of(tmp_path: Path) -> None:
 
 CAPACITIES = capacity_findings(
     {
-        "continuous": {"whole answer": Capacity(16.0, 17.0), "stream": Capacity(8.0, math.inf)},
-        "baseline_dynamic": {"whole answer": Capacity(0.0, 0.5, (0.25,))},
+        "continuous": {"whole answer": CapacityBracket(16.0, 17.0), "stream": CapacityBracket(8.0, math.inf)},
+        "baseline_dynamic": {"whole answer": CapacityBracket(0.0, 0.5, (0.25,))},
     },
     "continuous",
     "baseline_dynamic",
@@ -198,7 +198,9 @@ CAPACITIES = capacity_findings(
 
 
 def searched() -> StageResult:
-    of = stage(name="capacity", loads=[Load("poisson", rate) for rate in (1.0, 2.0, 4.0)], repeats=1, longest_s=20.0)
+    of = stage(
+        name="capacity", loads=[LoadPattern("poisson", rate) for rate in (1.0, 2.0, 4.0)], repeats=1, longest_s=20.0
+    )
     return measured(of, some)
 
 
@@ -274,13 +276,13 @@ def test_runs_are_kept_as_they_come(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_cut_short_counts_only_when_there_is_no_other(tmp_path: Path) -> None:
-    of: Stage = stage(repeats=2)
+    of: PlannedStage = stage(repeats=2)
     result = measured(of, some)
     result.runs[0].interrupted = True
     assert result.figures("continuous", 0)["repeats"] == 1
     alone = StageResult(of, [RunResult(result.runs[0].run, some(result.runs[0].run), {}, interrupted=True)])
     assert alone.figures("continuous", 0)["requests"] == 21
     assert alone.figures("baseline_dynamic", 1) == {}
-    one = Recorder(tmp_path, ENVIRONMENT)
+    one = ResultRecorder(tmp_path, ENVIRONMENT)
     one.stages.append(alone)
     assert "Cut short" in Page(render(one, {"run": pictures(alone)})).text

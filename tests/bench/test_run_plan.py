@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from support.bench.runs import stage
-from tidewheel.bench.arrivals import Load
+from tidewheel.bench.arrivals import LoadPattern
 from tidewheel.bench.outcome import Conversation
-from tidewheel.bench.run_plan import Run, in_turns
+from tidewheel.bench.run_plan import PlannedRun, in_turns
 from tidewheel.bench.workloads import FIRST_ID, parse_workload
 
 TARGETS = ("continuous", "static", "baseline_dynamic")
-LOAD = Load("poisson", 5.0)
+LOAD = LoadPattern("poisson", 5.0)
 
 
 def test_all_targets_take_their_turn_before_any_comes_again() -> None:
@@ -34,7 +34,7 @@ def test_no_target_is_always_the_first() -> None:
 
 
 def test_targets_get_the_same_requests_and_repeats_get_others() -> None:
-    one = stage(TARGETS, loads=[Load("poisson", 5.0)])
+    one = stage(TARGETS, loads=[LoadPattern("poisson", 5.0)])
     loads = {(run.target.name, run.repeat): list(one.conversations(run)) for run in one.runs()}
     assert loads["continuous", 0] == loads["static", 0] == loads["baseline_dynamic", 0]
     assert loads["continuous", 0] != loads["continuous", 1]
@@ -45,12 +45,12 @@ def test_targets_get_the_same_requests_and_repeats_get_others() -> None:
 
 
 def test_a_number_of_requests_cuts_an_open_loop() -> None:
-    one = stage(loads=[Load("poisson", 50.0)], max_requests=12)
+    one = stage(loads=[LoadPattern("poisson", 50.0)], max_requests=12)
     assert len(list(one.conversations(next(one.runs())))) == 12
 
 
 def test_everything_at_once() -> None:
-    one = stage(loads=[Load("all")], max_requests=9)
+    one = stage(loads=[LoadPattern("all")], max_requests=9)
     assert [turns[0].at for turns in one.conversations(next(one.runs()))] == [0.0] * 9
 
 
@@ -58,7 +58,7 @@ def test_a_trace_is_played_at_its_speed_within_the_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrival,prompt_tokens,output_tokens\n" + "".join(f"{at},4,5\n" for at in (0, 8, 16, 40)))
     workload = parse_workload(f"trace:{path}", vocab=100, max_tokens=50)
-    one = stage(loads=[Load("trace", 2.0)], workload=workload)
+    one = stage(loads=[LoadPattern("trace", 2.0)], workload=workload)
     assert [turns[0].at for turns in one.conversations(next(one.runs()))] == [0.0, 4.0, 8.0]
 
 
@@ -80,7 +80,7 @@ def test_points_of_a_search_have_the_same_requests_at_scaled_times_and_prompts_o
     one = stage(TARGETS, loads=[], seconds=5.0, longest_s=20.0)
 
     def requests(rate: float, shift: int) -> list[Conversation]:
-        run = Run(one.targets[0], Load("poisson", rate), 0, 7, longest_s=40 / rate, ids_shift=shift)
+        run = PlannedRun(one.targets[0], LoadPattern("poisson", rate), 0, 7, longest_s=40 / rate, ids_shift=shift)
         return list(one.conversations(run))
 
     slow, fast = requests(2.0, 0), requests(8.0, 97)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tidewheel.bench import scrape
-from tidewheel.bench.scrape import Sample, Sampler, parse, summarise
+from tidewheel.bench.scrape import MetricsSampler, Sample, parse, summarise
 
 ENGINE = """
 # HELP tidewheel_steps_total Steps
@@ -80,16 +80,16 @@ def test_the_last_sample_waits_for_the_steps_of_the_run(
     monkeypatch.setattr(scrape, "FLUSH_S", 0.0)
     taken: list[Sample] = []
 
-    async def answer(self: Sampler) -> None:
+    async def answer(self: MetricsSampler) -> None:
         count = float(published[len(taken)])
         names = ("tidewheel_steps_total", "tidewheel_step_seconds_total", "tidewheel_scheduled_tokens_total")
         taken.append(dict.fromkeys(names, count))
         self.samples.append(taken[-1])
 
-    monkeypatch.setattr(Sampler, "_scrape", answer)
+    monkeypatch.setattr(MetricsSampler, "_scrape", answer)
 
-    async def run() -> Sampler:
-        async with Sampler("http://127.0.0.1:9/metrics", "demo") as sampler:
+    async def run() -> MetricsSampler:
+        async with MetricsSampler("http://127.0.0.1:9/metrics", "demo") as sampler:
             return sampler
 
     sampler = asyncio.run(run())

@@ -12,23 +12,23 @@ import pytest
 
 from support.bench.runs import measured, outcome, recorder, stage
 from tidewheel.bench import BenchError
-from tidewheel.bench.arrivals import Load
+from tidewheel.bench.arrivals import LoadPattern
 from tidewheel.bench.capacity import CapacitySearch
-from tidewheel.bench.outcome import Outcome, Slo
+from tidewheel.bench.outcome import RequestOutcome, Slo
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.run_plan import Run, Stage
-from tidewheel.bench.suites import Suite, efficiency_ratios, lone_tpot, offline_ratios
-from tidewheel.bench.targets import Target
+from tidewheel.bench.run_plan import PlannedRun, PlannedStage
+from tidewheel.bench.suites import BenchSuite, efficiency_ratios, lone_tpot, offline_ratios
+from tidewheel.bench.targets import BenchTarget
 
 
 def test_offline_speeds_are_compared_pair_by_pair() -> None:
     speeds = {"llm": 0.01, "vllm": 0.02, "transformers": 0.04}
 
-    def run_of(run: Run) -> list[Outcome]:
+    def run_of(run: PlannedRun) -> list[RequestOutcome]:
         drift = 1.0 + run.repeat  # the machine gets slower
         return [outcome(ttft=0.0, tpot=speeds[run.target.name] * drift, tokens=101) for _ in range(4)]
 
-    of = stage(loads=[Load("all")], targets=tuple(Target(name, name) for name in speeds))
+    of = stage(loads=[LoadPattern("all")], targets=tuple(BenchTarget(name, name) for name in speeds))
     findings = offline_ratios(measured(of, run_of), "llm")
     assert findings["vllm_cpu_ratio"] == pytest.approx(2.0)
     assert findings["offline_ratios"]["transformers"][0] == pytest.approx(4.0)
@@ -61,25 +61,27 @@ class Measured:
     """An experiment whose targets serve 10 requests/s, ours 100, and get slow beyond that."""
 
     def __init__(self) -> None:
-        self.stages: list[Stage] = []
-        self.runs: list[Run] = []
+        self.stages: list[PlannedStage] = []
+        self.runs: list[PlannedRun] = []
 
-    def measure(self, of: Stage) -> StageResult:
+    def measure(self, of: PlannedStage) -> StageResult:
         self.stages.append(of)
         return measured(of, self._run)
 
-    def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
+    def measure_in_turns(self, stages: Sequence[PlannedStage]) -> list[StageResult]:
         return [self.measure(of) for of in stages]
 
-    def find_capacities(self, of: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
+    def find_capacities(
+        self, of: PlannedStage, searches: Mapping[str, CapacitySearch], budget_s: float
+    ) -> StageResult:
         self.stages.append(of)
         for target in of.targets:
             while target.name in searches and (point := searches[target.name].next_point()) is not None:
-                run = Run(target, Load("poisson", point.rate), 0, of.seed)
+                run = PlannedRun(target, LoadPattern("poisson", point.rate), 0, of.seed)
                 searches[target.name].note(point, self._run(run))
         return StageResult(of)
 
-    def _run(self, run: Run) -> list[Outcome]:
+    def _run(self, run: PlannedRun) -> list[RequestOutcome]:
         self.runs.append(run)
         is_baseline = run.target.name == "baseline_dynamic"
         capacity = 10.0 if is_baseline else 100.0
@@ -95,7 +97,7 @@ class Measured:
 
 def compared(tmp_path: Path, experiment: Measured, slo: Slo | None = None) -> dict[str, Any]:
     one = recorder(tmp_path)
-    suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
+    suite = BenchSuite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
     suite.compare(slo)
     return one.extra
 
@@ -133,7 +135,7 @@ def test_an_objective_that_is_given_holds(tmp_path: Path) -> None:
 
 def test_a_target_that_answers_nothing_is_not_searched(tmp_path: Path) -> None:
     class HalfDead(Measured):
-        def _run(self, run: Run) -> list[Outcome]:
+        def _run(self, run: PlannedRun) -> list[RequestOutcome]:
             return [outcome(code="TIMEOUT")] if run.target.name == "continuous" else super()._run(run)
 
     findings = compared(tmp_path, HalfDead())
@@ -143,13 +145,13 @@ def test_a_target_that_answers_nothing_is_not_searched(tmp_path: Path) -> None:
 
 def test_an_interrupted_search_keeps_what_it_found(tmp_path: Path) -> None:
     class Interrupted(Measured):
-        def _run(self, run: Run) -> list[Outcome]:
+        def _run(self, run: PlannedRun) -> list[RequestOutcome]:
             if run.target.name == "baseline_dynamic" and run.load.kind == "poisson":
                 raise KeyboardInterrupt
             return super()._run(run)
 
     one = recorder(tmp_path)
-    suite = Suite(Interrupted(), one, stage(loads=[]))  # type: ignore[arg-type]
+    suite = BenchSuite(Interrupted(), one, stage(loads=[]))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         suite.compare()
     assert set(one.extra["capacities"]["whole answer"]) == {"continuous"}
@@ -158,7 +160,7 @@ def test_an_interrupted_search_keeps_what_it_found(tmp_path: Path) -> None:
 def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
     experiment = Measured()
     one = recorder(tmp_path)
-    suite = Suite(experiment, one, stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
+    suite = BenchSuite(experiment, one, stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
     suite.rates()
     capacity = one.extra["saturation_per_s"]
     assert [load.value for load in experiment.stages[1].loads] == pytest.approx(
@@ -170,7 +172,7 @@ def test_efficiency_is_measured_on_lengths_of_the_same_mean(tmp_path: Path) -> N
     experiment = Measured()
     one = recorder(tmp_path)
     of = stage(("llm", "vllm"), loads=[], max_requests=40)
-    Suite(experiment, one, of).efficiency()  # type: ignore[arg-type]
+    BenchSuite(experiment, one, of).efficiency()  # type: ignore[arg-type]
     mixed, equal, shared, own = (
         list(itertools.islice(of.conversations(run), 40)) for of in experiment.stages for run in [next(of.runs())]
     )
@@ -185,15 +187,15 @@ def test_efficiency_is_measured_on_lengths_of_the_same_mean(tmp_path: Path) -> N
 
 def test_batch_sizes_go_up_to_128(tmp_path: Path) -> None:
     experiment = Measured()
-    Suite(experiment, recorder(tmp_path), stage(["continuous"], loads=[])).batch_sizes()  # type: ignore[arg-type]
+    BenchSuite(experiment, recorder(tmp_path), stage(["continuous"], loads=[])).batch_sizes()  # type: ignore[arg-type]
     assert [int(load.value) for load in experiment.stages[0].loads] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def test_a_target_that_answers_nothing_cannot_be_saturated(tmp_path: Path) -> None:
     class Dead(Measured):
-        def measure(self, of: Stage) -> StageResult:
+        def measure(self, of: PlannedStage) -> StageResult:
             return measured(of, lambda run: [outcome(code="TIMEOUT")])
 
-    suite = Suite(Dead(), recorder(tmp_path), stage(loads=[]))  # type: ignore[arg-type]
+    suite = BenchSuite(Dead(), recorder(tmp_path), stage(loads=[]))  # type: ignore[arg-type]
     with pytest.raises(BenchError, match="target continuous answered no request in full"):
         suite.rates()

@@ -12,7 +12,7 @@ import pytest
 from tidewheel.bench import BenchError, peer_engines
 from tidewheel.bench.deploy import Deployment, deployed
 from tidewheel.bench.targets import BASELINES, STRATEGIES, parse_target, parse_targets
-from tidewheel.bench.transports.peer import Peer
+from tidewheel.bench.transports.peer import PeerTransport
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -113,7 +113,7 @@ def test_settings_of_our_engines_count_for_the_offline_engine_too(tmp_path: Path
     targets = parse_targets(["llm", "few=llm,max_num_seqs=2", "transformers"])
     with deployed(deployment, targets, with_ids=False) as places:
         made = {name: place.transport for name, place in places.items()}
-    options = {name: json.loads(one._command[-1]) for name, one in made.items() if isinstance(one, Peer)}
+    options = {name: json.loads(one._command[-1]) for name, one in made.items() if isinstance(one, PeerTransport)}
     plain = {"model": "m", "dtype": "float32"}
     assert options["llm"] == plain | {"max_num_seqs": "4"}
     assert options["few"] == plain | {"max_num_seqs": "2"}

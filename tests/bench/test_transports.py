@@ -13,11 +13,11 @@ import pytest
 from support.bench.servers import BenchTriton, Scripted, bench_triton, ids, scripted_http, shapes
 from support.triton.grpc_triton import Answer, Asked, Refused, response
 from tidewheel.bench import BenchError
-from tidewheel.bench.driver import Driver, Limits, Progress, Transport
-from tidewheel.bench.outcome import Offered, Outcome
+from tidewheel.bench.driver import BenchTransport, LoadDriver, RunLimits, RunProgress
+from tidewheel.bench.outcome import OfferedRequest, RequestOutcome
 from tidewheel.bench.targets import parse_target
 
-OFFERED = Offered(0.0, [10, 11, 12], 5, {"priority": 1})
+OFFERED = OfferedRequest(0.0, [10, 11, 12], 5, {"priority": 1})
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def http() -> Iterator[Scripted]:
         yield script
 
 
-def send(target: str, *, with_ids: bool = False) -> Outcome:
+def send(target: str, *, with_ids: bool = False) -> RequestOutcome:
     """One request, as the driver sends it."""
 
-    async def run(transport: Transport) -> Outcome:
-        progress = Progress()
+    async def run(transport: BenchTransport) -> RequestOutcome:
+        progress = RunProgress()
         await transport.open()
         try:
-            await Driver(transport, Limits(60.0), progress).open_loop([(OFFERED,)])
+            await LoadDriver(transport, RunLimits(60.0), progress).open_loop([(OFFERED,)])
         finally:
             await transport.close()
         return progress.outcomes[0]

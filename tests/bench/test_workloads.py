@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Offered
+from tidewheel.bench.outcome import OfferedRequest
 from tidewheel.bench.workloads import (
     FIRST_ID,
     SHAREGPT_INPUT,
@@ -27,7 +27,7 @@ def workload(name: str, **changes: str) -> Workload:
     return parse_workload(name, **changes, vocab=VOCAB, max_tokens=4096)
 
 
-def first_turns(of: Workload, count: int, seed: int = 0) -> list[Offered]:
+def first_turns(of: Workload, count: int, seed: int = 0) -> list[OfferedRequest]:
     return [conversation[0] for conversation in islice(of.conversations(seed), count)]
 
 

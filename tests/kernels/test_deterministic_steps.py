@@ -13,7 +13,7 @@ import torch
 from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request
-from tidewheel.runner.inputs import Bounds, DeviceInputs, HostInputs
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels.choice import Op
@@ -73,7 +73,7 @@ class Ledger:
         self.num_repeated = self.num_padded = 0
         self._forward, self._rows = runner._forward, runner._rows
 
-    def forward(self, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
+    def forward(self, inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
         logits = self._forward(inputs, bounds)
         owners = torch.searchsorted(inputs.cu_seqlens_q[1:], inputs.logit_indices, right=True)
         places = inputs.rows[owners].tolist(), inputs.positions[inputs.logit_indices].tolist()
@@ -90,7 +90,7 @@ class Ledger:
         """Compute decodes as a graph does: with rows of padding, and bounds for every length."""
         host = HostInputs(*(column.cpu().numpy() for column in inputs))
         padded = self._rows.padded(host, 4)
-        bounds = Bounds(max_seqlen_q=1, max_seq_len=48, num_decodes=4)
+        bounds = ForwardBounds(max_seqlen_q=1, max_seq_len=48, num_decodes=4)
         tensors = DeviceInputs(*(torch.from_numpy(column).to(logits.device) for column in padded))
         assert torch.equal(self._forward(tensors, bounds)[: len(logits)], logits)
         self.num_padded += 1

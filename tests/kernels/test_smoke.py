@@ -16,7 +16,7 @@ import torch
 from support.kernels.kernel_harness import NAN, RATIO, assert_close, paged_batch
 from support.kernels.sampling_rows import GREEDY, Row, possible_draws, tensors
 from tidewheel.models.causal_lm import ModelShape
-from tidewheel.runner.accelerator import Cuda
+from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel_kernels import copy_blocks, rms_norm, silu_and_mul
@@ -127,7 +127,7 @@ def test_bound_launches_equal_those_of_triton_lang() -> None:
 @pytest.mark.gpu
 def test_a_capture_replays_on_other_inputs() -> None:
     inputs = torch.randn(16, 512, device="cuda").to(BF16)
-    captured = Cuda(torch.device("cuda", 0)).graph_pool().capture(lambda: silu_and_mul(inputs))
+    captured = CudaAccelerator(torch.device("cuda", 0)).graph_pool().capture(lambda: silu_and_mul(inputs))
     inputs.copy_(torch.randn(16, 512, device="cuda"))
     captured.graph.replay()
     torch.cuda.synchronize()

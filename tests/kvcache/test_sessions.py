@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidewheel.errors import InternalError
-from tidewheel.kvcache.sessions import Session, SessionLimits, SessionTable, Tally
+from tidewheel.kvcache.sessions import KVSession, SessionLimits, SessionTable, SessionTally
 from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 TENANTS = ("", "acme", "initech")
 IDS = ("one", "two", "three", "four")
 
 
-def session(tenant: str, session_id: str, num_blocks: int = 1, expires_at: float = 10.0) -> Session:
-    return Session(tenant, session_id, b"", (), b"", b"", tuple(range(num_blocks)), expires_at)
+def session(tenant: str, session_id: str, num_blocks: int = 1, expires_at: float = 10.0) -> KVSession:
+    return KVSession(tenant, session_id, b"", (), b"", b"", tuple(range(num_blocks)), expires_at)
 
 
 def test_what_goes_first_is_what_was_used_longest_ago() -> None:
@@ -96,7 +96,7 @@ def test_of_tenants_with_as_many_sessions_the_one_idle_for_longest_gives_way() -
 @given(changes=st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_a_tally_knows_the_highest_count(changes: list[tuple[str, bool]]) -> None:
-    tally, counts = Tally(), dict.fromkeys("abcd", 0)
+    tally, counts = SessionTally(), dict.fromkeys("abcd", 0)
     for name, is_more in changes:
         if not is_more and not counts[name]:
             continue
@@ -152,7 +152,7 @@ class SessionMachine(RuleBasedStateMachine):
             "*": TenantLimits(max_blocks=max_tenant_blocks, max_sessions=max_shared, each=each),
         }
         self.table = SessionTable(SessionLimits(max_sessions, None, self.tenants))
-        self.sessions: list[Session] = []
+        self.sessions: list[KVSession] = []
         # Tenants and accounts, the one whose sessions changed last at the end.
         self.changes: list[str] = []
         self.account_changes: list[str] = []
@@ -166,12 +166,12 @@ class SessionMachine(RuleBasedStateMachine):
         self.changes = [name for name in self.changes if name != tenant] + [tenant]
         self.account_changes = [name for name in self.account_changes if name != account] + [account]
 
-    def drop(self, gone: Session) -> Session:
+    def drop(self, gone: KVSession) -> KVSession:
         self.sessions.remove(gone)
         self.note(gone.tenant)
         return gone
 
-    def first_to_go(self, account: str) -> Session:
+    def first_to_go(self, account: str) -> KVSession:
         """Of the tenant of the account with most sessions, the one used longest ago."""
         tenants = [name for name in self.changes if self.account(name) == account]
         return self.of(max(tenants, key=lambda tenant: len(self.of(tenant))))[0]
@@ -179,7 +179,7 @@ class SessionMachine(RuleBasedStateMachine):
     def num_of_account(self, account: str) -> int:
         return sum(self.account(each.tenant) == account for each in self.sessions)
 
-    def of(self, tenant: str) -> list[Session]:
+    def of(self, tenant: str) -> list[KVSession]:
         return [each for each in self.sessions if each.tenant == tenant]
 
     def num_blocks(self, tenant: str) -> int:

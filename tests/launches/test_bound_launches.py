@@ -18,7 +18,7 @@ from support.kernels.launch_comparison import OPERATIONS, Recorder, compare, rec
 from tidewheel_kernels.launch_config import compile_target
 from tidewheel_kernels.norm.triton_kernels import rms_norm, rms_norm_kernel
 from tidewheel_kernels.switches import Switch
-from tidewheel_kernels.triton_launch import Launch, binds
+from tidewheel_kernels.triton_launch import KernelLauncher, binds
 
 pytestmark = pytest.mark.skipif(
     not hasattr(rms_norm_kernel, "params"), reason="the kernels were imported for the interpreter"
@@ -92,11 +92,11 @@ def test_only_known_versions_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_that_is_specialised_must_be_a_constant(recorder: Recorder) -> None:
     constants = {"hidden": 64, "eps": 1e-6, "weight_offset": 0.0, "HAS_RESIDUAL": False}
     constants |= {"STARTS_EARLY": False, "BLOCK": 64}
-    launch = Launch(rms_norm_kernel, constants)
+    launch = KernelLauncher(rms_norm_kernel, constants)
     with pytest.raises(TypeError, match="specialised on x_stride"):
         launch((1, 1, 1), [torch.empty(64)] * 5, 64, 64)
 
 
 def test_constants_are_the_last_arguments() -> None:
     with pytest.raises(TypeError, match=r"ends in \['BLOCK'\], not in \['hidden'\]"):
-        Launch(rms_norm_kernel, {"hidden": 64})
+        KernelLauncher(rms_norm_kernel, {"hidden": 64})

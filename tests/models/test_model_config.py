@@ -12,7 +12,7 @@ from support.models import tiny_models
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, native_traits
 from tidewheel.models.decoder_config import ModelConfig, parse_config
-from tidewheel.models.model_folder import Fields, architecture, checkpoint_dtype, read_config
+from tidewheel.models.model_folder import ConfigFields, architecture, checkpoint_dtype, read_config
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,7 +26,7 @@ LLAMA: dict[str, object] = {
 
 
 def parsed(**changes: object) -> ModelConfig:
-    fields = Fields({**LLAMA, **changes}, "config.json")
+    fields = ConfigFields({**LLAMA, **changes}, "config.json")
     traits = native_traits(fields)
     assert traits is not None
     return parse_config(fields, traits)
@@ -54,8 +54,8 @@ def test_transformers_4_spelling() -> None:
     }  # fmt: skip
     config = parsed(rope_theta=500000.0, rope_scaling=scaling, torch_dtype="bfloat16")
     assert (config.rope.rope_type, config.rope.theta, config.rope.factor) == ("llama3", 500000.0, 8.0)
-    assert checkpoint_dtype(Fields({"torch_dtype": "bfloat16"}, "config.json")) == "bfloat16"
-    assert checkpoint_dtype(Fields({"dtype": "float16"}, "config.json")) == "float16"
+    assert checkpoint_dtype(ConfigFields({"torch_dtype": "bfloat16"}, "config.json")) == "bfloat16"
+    assert checkpoint_dtype(ConfigFields({"dtype": "float16"}, "config.json")) == "float16"
 
 
 def test_what_transformers_5_saves(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_refusals_name_the_key_and_the_value(changes: dict[str, object], message
 def test_a_missing_key_is_named() -> None:
     values = {key: value for key, value in LLAMA.items() if key != "hidden_size"}
     with pytest.raises(ConfigError, match="hidden_size is missing"):
-        parse_config(Fields(values, "config.json"), NATIVE["LlamaForCausalLM"])
+        parse_config(ConfigFields(values, "config.json"), NATIVE["LlamaForCausalLM"])
 
 
 def test_layer_types_must_fit() -> None:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.model_folder import Fields
+from tidewheel.models.model_folder import ConfigFields
 from tidewheel.models.rope_table import RopeConfig, cos_sin_table, inverse_frequencies, parse_rope
 
 HEAD_DIM = 128
@@ -23,7 +23,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 
 
 def parsed(parameters: dict[str, object], context: int = 131072) -> RopeConfig:
-    return parse_rope(Fields({"rope_parameters": parameters, "max_position_embeddings": context}, "config.json"))
+    return parse_rope(
+        ConfigFields({"rope_parameters": parameters, "max_position_embeddings": context}, "config.json")
+    )
 
 
 def plain(theta: float) -> list[float]:
@@ -87,7 +89,7 @@ def test_both_spellings_say_the_same() -> None:
         **{key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")},
     }
     fields = {"rope_theta": 500000.0, "rope_scaling": old, "max_position_embeddings": 131072}
-    assert parse_rope(Fields(fields, "config.json")) == parsed(LLAMA3)
+    assert parse_rope(ConfigFields(fields, "config.json")) == parsed(LLAMA3)
 
 
 def test_yarn_extends_the_context() -> None:

@@ -20,7 +20,7 @@ from tidewheel.models.safetensors_file import (
     parse_header,
     plan_chunks,
 )
-from tidewheel.models.weight_stream import SLOT_BYTES, HostCarrier, stream_chunks
+from tidewheel.models.weight_stream import SLOT_BYTES, HostSink, stream_chunks
 
 
 def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
@@ -38,7 +38,7 @@ def write(path: Path, head: bytes, data: bytes) -> Path:
 
 def read_all(file: SafetensorsFile) -> dict[str, torch.Tensor]:
     tensors = {name: torch.empty(item.shape, dtype=item.dtype) for name, item in file.entries.items()}
-    stream_chunks(plan_chunks([file], tensors, SLOT_BYTES), HostCarrier(2), lambda chunk: None)
+    stream_chunks(plan_chunks([file], tensors, SLOT_BYTES), HostSink(2), lambda chunk: None)
     return tensors
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunks
-from tidewheel.models.weight_stream import CudaLane, Event, HostCarrier, RingCarrier, stream_chunks
+from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
+from tidewheel.models.weight_stream import CopyEvent, CudaCopyStream, HostSink, RingSink, stream_chunks
 
 SLOT_BYTES = 256
 NUM_SLOTS = 3
@@ -41,7 +41,7 @@ class LateLane:
             self._queue.append((source, destination))
             self.num_copies += 1
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         return LateEvent(self, self.num_copies)
 
     def finish(self) -> None:
@@ -63,15 +63,15 @@ class LateEvent:
         self._lane.advance_to(self._position)
 
 
-class HastyCarrier(RingCarrier):
+class HastyCarrier(RingSink):
     """The mistake that the ring must not make: reads into a slot whose copies may not be done."""
 
-    def deliver(self, index: int, chunk: Chunk) -> None:
+    def deliver(self, index: int, chunk: FileChunk) -> None:
         super().deliver(index, chunk)
         self._copied[index % self.num_slots] = None
 
 
-def ring(lane: LateLane, cls: type[RingCarrier] = RingCarrier) -> RingCarrier:
+def ring(lane: LateLane, cls: type[RingSink] = RingSink) -> RingSink:
     return cls(lane, NUM_SLOTS, SLOT_BYTES)
 
 
@@ -93,7 +93,7 @@ def checkpoint(folder: Path, num_files: int = 3) -> tuple[list[SafetensorsFile],
     return files, tensors
 
 
-def nothing(_chunk: Chunk) -> None:
+def nothing(_chunk: FileChunk) -> None:
     pass
 
 
@@ -102,8 +102,8 @@ def empty_like(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> d
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
-@pytest.mark.parametrize("make", [lambda: HostCarrier(NUM_SLOTS), lambda: ring(LateLane())], ids=["host", "ring"])
-def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingCarrier], dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("make", [lambda: HostSink(NUM_SLOTS), lambda: ring(LateLane())], ids=["host", "ring"])
+def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingSink], dtype: torch.dtype | None) -> None:
     files, tensors = checkpoint(tmp_path)
     destinations = empty_like(tensors, dtype)
     stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), make(), nothing)
@@ -118,7 +118,7 @@ def test_every_tensor_arrives_on_a_gpu(tmp_path: Path, dtype: torch.dtype | None
     device = torch.device("cuda", torch.cuda.current_device())
     files, tensors = checkpoint(tmp_path, num_files=40)
     destinations = {name: tensor.to(device) for name, tensor in empty_like(tensors, dtype).items()}
-    carrier = RingCarrier(CudaLane(device), NUM_SLOTS, SLOT_BYTES)
+    carrier = RingSink(CudaCopyStream(device), NUM_SLOTS, SLOT_BYTES)
     stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), carrier, nothing)
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name].cpu(), tensor.to(destinations[name].dtype)), name
@@ -205,16 +205,16 @@ def test_reads_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch:
     whole = os.preadv
     monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
     destinations = empty_like(tensors, None)
-    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), HostCarrier(NUM_SLOTS), nothing)
+    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), HostSink(NUM_SLOTS), nothing)
     assert all(torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
 
 
 def test_who_stops_the_load_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
     files, tensors = checkpoint(tmp_path)
     open_before = len(list(Path("/proc/self/fd").iterdir()))
-    delivered: list[Chunk] = []
+    delivered: list[FileChunk] = []
 
-    def stop(chunk: Chunk) -> None:
+    def stop(chunk: FileChunk) -> None:
         delivered.append(chunk)
         if len(delivered) == 4:
             raise KeyboardInterrupt

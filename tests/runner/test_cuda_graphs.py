@@ -11,7 +11,7 @@ import torch
 
 from support.runner.recorded_graphs import NotCapturable, RecordedGraph, RecordingPool
 from tidewheel.runner import graph_capture
-from tidewheel.runner.accelerator import Cuda, CudaGraphPool, _Address
+from tidewheel.runner.accelerator import CudaAccelerator, CudaGraphPool, _CudaArray
 from tidewheel.runner.profiling import estimated_graph_bytes
 
 DEVICE = torch.device("cuda", 0)
@@ -155,7 +155,7 @@ def test_torch_refuses_to_wait_until_the_end_even_after_an_error(mode: int, monk
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with pytest.raises(ValueError, match="inside"), Cuda(DEVICE).no_waiting():
+    with pytest.raises(ValueError, match="inside"), CudaAccelerator(DEVICE).no_waiting():
         assert modes[-1] == "error"
         raise ValueError("inside")
     assert modes == [mode, "error", mode]
@@ -163,7 +163,7 @@ def test_torch_refuses_to_wait_until_the_end_even_after_an_error(mode: int, monk
 
 def test_memory_is_named_by_address_and_strides_in_bytes() -> None:
     tensor = torch.empty(6, 4, dtype=torch.bfloat16)[::2, 1:3]
-    assert _Address(tensor).__cuda_array_interface__ == {
+    assert _CudaArray(tensor).__cuda_array_interface__ == {
         "shape": (3, 2), "typestr": "<i2", "data": (tensor.data_ptr(), False), "strides": (16, 2), "version": 3,
     }  # fmt: skip
 

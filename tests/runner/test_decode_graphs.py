@@ -36,7 +36,7 @@ from tidewheel.models.causal_lm import CausalLM, KVLayer
 from tidewheel.request import Request
 from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.sampler import PendingTokens
+from tidewheel.runner.sampler import PendingStep
 from tidewheel.runner.staging import NUM_SLOTS
 from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.sampling import SamplingParams
@@ -188,7 +188,7 @@ def test_a_launch_of_decodes_reads_nothing(graphed: ModelRunner, kinds: str, loo
     """Nor does it bring anything to the device but through the staging buffer, or wait for more than a slot of it."""
     launch, num_watched = ModelRunner.launch, 0
 
-    def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingTokens:
+    def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingStep:
         nonlocal num_watched
         if batch.num_decodes < len(batch.rows):
             return launch(self, batch)

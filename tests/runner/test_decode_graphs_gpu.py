@@ -21,9 +21,9 @@ from tidewheel.batch import Int32Array, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.models.causal_lm import DTYPES
 from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
-from tidewheel.runner.accelerator import Cuda
+from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.sampler import PendingTokens
+from tidewheel.runner.sampler import PendingStep
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors
 
@@ -144,7 +144,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch raises when a launch waits for the device, as it does for pageable memory and values."""
     launch = ModelRunner.launch
 
-    def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingTokens:
+    def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingStep:
         with self._accelerator.no_waiting():
             return launch(self, batch)
 
@@ -179,7 +179,7 @@ def test_the_cache_leaves_room_for_graphs(gpu_config: EngineConfig) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 def test_unowned_memory_is_the_same_memory(dtype: torch.dtype) -> None:
-    pool = Cuda(torch.device("cuda", torch.cuda.current_device())).graph_pool()
+    pool = CudaAccelerator(torch.device("cuda", torch.cuda.current_device())).graph_pool()
     tensor = torch.arange(24, device="cuda").view(3, 8).to(dtype)[:, 2:6]
     alias = pool.unowned(tensor)
     assert (alias.dtype, alias.shape, alias.stride(), alias.device, alias.data_ptr()) == (

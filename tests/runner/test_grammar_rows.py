@@ -18,7 +18,7 @@ from support.runner.step_loop import request
 from tidewheel.grammar import Grammar, RowGrammar
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
-from tidewheel.runner.warm_up import AnyToken
+from tidewheel.runner.warm_up import UnconstrainedGrammar
 from tidewheel.sampling import SamplingParams
 
 LETTERS = "abcdefghijklmno"  # token ids 0 to 14
@@ -165,7 +165,7 @@ def test_only_allowed_tokens_of_a_grammar_follow(compiler: GrammarCompiler) -> N
     assert "[TW-INPUT] no token could follow 1 tokens of output" in str(blocked.error)
 
 
-class Tiring(AnyToken):
+class Tiring(UnconstrainedGrammar):
     """Gives up after some tokens."""
 
     def __init__(self, num_tokens: int) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from tidewheel.byte_sizes import GIB
 from tidewheel.runner import memory_claims
-from tidewheel.runner.memory_claims import Claim, MemoryClaim, SpareMemory, spare_memory
+from tidewheel.runner.memory_claims import ClaimRecord, MemoryClaim, SpareMemory, spare_memory
 
-MINE = Claim(1, base=0, takes_share=True, began=100)
+MINE = ClaimRecord(1, base=0, takes_share=True, began=100)
 CODE = """
 import sys
 from tidewheel.runner.memory_claims import MemoryClaim
@@ -32,8 +32,8 @@ def resident(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return known
 
 
-def spare(*others: Claim, mine: Claim = MINE, available: int = 1000) -> SpareMemory:
-    claims: dict[int, list[Claim]] = {mine.pid: [mine]}
+def spare(*others: ClaimRecord, mine: ClaimRecord = MINE, available: int = 1000) -> SpareMemory:
+    claims: dict[int, list[ClaimRecord]] = {mine.pid: [mine]}
     for claim in others:
         claims.setdefault(claim.pid, []).append(claim)
     return spare_memory(mine, claims, available)
@@ -41,22 +41,22 @@ def spare(*others: Claim, mine: Claim = MINE, available: int = 1000) -> SpareMem
 
 def test_one_engine_may_use_all_but_what_it_still_takes_itself(resident: dict[int, int]) -> None:
     assert spare() == (1000, 1)
-    mine = Claim(1, base=50, others=300, takes_share=True)
+    mine = ClaimRecord(1, base=50, others=300, takes_share=True)
     resident[1] = 250  # of 350, when it has its weights
     assert spare(mine=mine) == (900, 1)
 
 
 def test_engines_that_load_at_once_get_the_same_whichever_is_first(resident: dict[int, int]) -> None:
-    loading = Claim(2, base=0, others=100, takes_share=True, began=90)
+    loading = ClaimRecord(2, base=0, others=100, takes_share=True, began=90)
     assert spare(loading) == (450, 2)
-    sized = Claim(2, base=0, others=100, cache=225, takes_share=True, began=90, sized=110)
+    sized = ClaimRecord(2, base=0, others=100, cache=225, takes_share=True, began=90, sized=110)
     assert spare(sized) == (450, 2)
     resident[2] = 100
     assert spare(sized) == (500, 2)
 
 
 def test_a_cache_of_an_engine_from_before_counts_as_far_as_it_is_not_filled(resident: dict[int, int]) -> None:
-    before = Claim(2, base=10, others=100, cache=400, takes_share=True, began=5, sized=20)
+    before = ClaimRecord(2, base=10, others=100, cache=400, takes_share=True, began=5, sized=20)
     assert spare(before) == (1000 - 510, 1)
     resident[2] = 310
     assert spare(before) == (1000 - 200, 1)
@@ -65,22 +65,22 @@ def test_a_cache_of_an_engine_from_before_counts_as_far_as_it_is_not_filled(resi
 
 
 def test_a_cache_whose_size_is_set_is_left_to_its_engine_and_shares_nothing() -> None:
-    explicit = Claim(2, base=0, others=100, cache=300, began=150, sized=160)
+    explicit = ClaimRecord(2, base=0, others=100, cache=300, began=150, sized=160)
     assert spare(explicit) == (600, 1)
-    assert spare(Claim(2, base=0, takes_share=True), mine=Claim(1, base=0, began=100)) == (1000, 1)
+    assert spare(ClaimRecord(2, base=0, takes_share=True), mine=ClaimRecord(1, base=0, began=100)) == (1000, 1)
 
 
 def test_two_engines_of_one_process_count_once(resident: dict[int, int]) -> None:
     resident[1] = 500
-    first = Claim(1, base=100, others=200, cache=400, takes_share=True, began=5, sized=20)
-    assert spare(first, mine=Claim(1, base=500, others=100, takes_share=True, began=100)) == (700, 1)
+    first = ClaimRecord(1, base=100, others=200, cache=400, takes_share=True, began=5, sized=20)
+    assert spare(first, mine=ClaimRecord(1, base=500, others=100, takes_share=True, began=100)) == (700, 1)
 
 
 def test_claims_of_others_leave_a_part_of_what_is_free() -> None:
     """They may never be used; only this engine's own weights must have room."""
-    others = Claim(2, base=0, cache=5000, sized=50)
+    others = ClaimRecord(2, base=0, cache=5000, sized=50)
     assert spare(others) == (250, 1)
-    assert spare(others, mine=Claim(1, base=0, others=200, takes_share=True, began=100)) == (200, 1)
+    assert spare(others, mine=ClaimRecord(1, base=0, others=200, takes_share=True, began=100)) == (200, 1)
 
 
 def test_a_cache_with_a_size_is_compared_with_what_is_free_now() -> None:

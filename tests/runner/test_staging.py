@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.runner.recorded_graphs import RecordingAccelerator
-from tidewheel.runner.staging import NUM_SLOTS, SharedMemory, Staging
+from tidewheel.runner.staging import NUM_SLOTS, SharedMemorySender, StagingSender
 
 FIRST = [np.arange(3), np.arange(5, dtype=np.int32)]
 LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), np.empty(0, dtype=np.int64)]
@@ -15,10 +15,10 @@ LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), n
 
 @pytest.mark.parametrize(
     "sender",
-    [SharedMemory(), Staging(RecordingAccelerator(), 1024), Staging(RecordingAccelerator(), 48)],
+    [SharedMemorySender(), StagingSender(RecordingAccelerator(), 1024), StagingSender(RecordingAccelerator(), 48)],
     ids=["shared memory", "one buffer", "a part of it does not fit"],
 )
-def test_groups_arrive_as_they_were_sent(sender: SharedMemory | Staging) -> None:
+def test_groups_arrive_as_they_were_sent(sender: SharedMemorySender | StagingSender) -> None:
     for _ in range(2 * NUM_SLOTS):
         sent = sender.send({"inputs": FIRST, "draw": None, "changes": LAST})
         assert sent.group("draw") == []
@@ -29,12 +29,12 @@ def test_groups_arrive_as_they_were_sent(sender: SharedMemory | Staging) -> None
 
 
 def test_nothing_at_all_can_be_sent() -> None:
-    assert Staging(RecordingAccelerator(), 64).send({"inputs": None, "draw": []}).group("draw") == []
+    assert StagingSender(RecordingAccelerator(), 64).send({"inputs": None, "draw": []}).group("draw") == []
 
 
 def test_the_first_arrays_lie_where_they_lay() -> None:
     """Whatever follows them, also when it does not fit: that is what a graph reads."""
-    staging = Staging(RecordingAccelerator(), 256)
+    staging = StagingSender(RecordingAccelerator(), 256)
     places = set()
     for size in (0, 3, 40, 4000, 2):
         sent = staging.send({"inputs": FIRST, "draw": [np.full(size, 9.0, dtype=np.float32)]})
@@ -46,7 +46,7 @@ def test_the_first_arrays_lie_where_they_lay() -> None:
 
 def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
     accelerator = RecordingAccelerator()
-    staging = Staging(accelerator, 256)
+    staging = StagingSender(accelerator, 256)
     for _ in range(2 * NUM_SLOTS):
         staging.send({"inputs": FIRST})
     slots = list(range(NUM_SLOTS))
@@ -56,7 +56,7 @@ def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
 
 def test_what_was_sent_before_is_not_touched_by_a_larger_step() -> None:
     """A slot that has become too small is replaced, not written to."""
-    staging = Staging(RecordingAccelerator(), 16)
+    staging = StagingSender(RecordingAccelerator(), 16)
     earlier = staging.send({"inputs": [np.arange(2)], "draw": [np.arange(100)]}).group("draw")[0]
     for size in (200, 300, 400, 500):
         staging.send({"inputs": [np.arange(2)], "draw": [np.zeros(size, dtype=np.int64)]})

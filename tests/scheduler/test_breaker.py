@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import Busy
 from tidewheel.request import Priority
-from tidewheel.scheduler.breaker import MAX_PERIOD_S, MIN_ENDS, NUM_PROBES, PERIOD_S, Breaker, BreakerState
+from tidewheel.scheduler.breaker import MAX_PERIOD_S, MIN_ENDS, NUM_PROBES, PERIOD_S, BreakerState, CircuitBreaker
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
 
-def shed(breaker: Breaker, now: float) -> list[Priority]:
+def shed(breaker: CircuitBreaker, now: float) -> list[Priority]:
     """Classes refused now."""
     refused = []
     for service_class in Priority:
@@ -24,21 +24,21 @@ def shed(breaker: Breaker, now: float) -> list[Priority]:
     return refused
 
 
-def fail(breaker: Breaker, now: float, count: int, of: int) -> None:
+def fail(breaker: CircuitBreaker, now: float, count: int, of: int) -> None:
     for number in range(of):
         breaker.observe_end(number < count, now)
 
 
-def opened(queue_time: float = 1.5) -> Breaker:
+def opened(queue_time: float = 1.5) -> CircuitBreaker:
     """Open since time 0, with a limit of one second."""
-    breaker = Breaker(None, 1.0)
+    breaker = CircuitBreaker(None, 1.0)
     for _ in range(5):
         breaker.observe_queue_time(queue_time, HIGH, 0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
 
 
-def half_open(queue_time: float = 1.5) -> Breaker:
+def half_open(queue_time: float = 1.5) -> CircuitBreaker:
     """Half open since the end of the first period."""
     breaker = opened(queue_time)
     breaker.check(CRITICAL, PERIOD_S)
@@ -47,7 +47,7 @@ def half_open(queue_time: float = 1.5) -> Breaker:
 
 
 def test_without_limits_it_never_opens() -> None:
-    breaker = Breaker(None, None)
+    breaker = CircuitBreaker(None, None)
     fail(breaker, 0.0, 100, of=100)
     for _ in range(100):
         breaker.observe_queue_time(1e6, HIGH, 0.0)
@@ -55,7 +55,7 @@ def test_without_limits_it_never_opens() -> None:
 
 
 def test_an_error_rate_over_the_limit_sheds_low_first() -> None:
-    breaker = Breaker(0.5, None)
+    breaker = CircuitBreaker(0.5, None)
     fail(breaker, 0.0, MIN_ENDS, of=MIN_ENDS - 1)
     assert breaker.state is BreakerState.CLOSED  # too few to say
     breaker.observe_end(False, 0.0)
@@ -65,7 +65,7 @@ def test_an_error_rate_over_the_limit_sheds_low_first() -> None:
 
 
 def test_an_error_rate_under_the_limit_does_not_open_it() -> None:
-    breaker = Breaker(0.5, None)
+    breaker = CircuitBreaker(0.5, None)
     for _ in range(20):
         fail(breaker, 0.0, 4, of=10)
     assert breaker.state is BreakerState.CLOSED
@@ -95,7 +95,7 @@ def test_as_it_lasts_more_classes_are_shed_but_never_critical() -> None:
 
 
 def test_a_backlog_of_low_sheds_nobody_else() -> None:
-    breaker = Breaker(None, 1.0)
+    breaker = CircuitBreaker(None, 1.0)
     for number in range(1000):
         breaker.observe_queue_time(99.0, LOW, 0.1 * number)
         breaker.observe_queue_time(0.1, NORMAL, 0.1 * number)
@@ -150,7 +150,7 @@ def test_a_period_without_verdict_counts_as_good_and_one_bad_probe_in_it_as_bad(
 
 
 def test_both_signals_must_speak_for_it() -> None:
-    breaker = Breaker(0.5, 1.0)
+    breaker = CircuitBreaker(0.5, 1.0)
     for _ in range(5):
         breaker.observe_queue_time(1.5, HIGH, 0.0)
     breaker.check(CRITICAL, PERIOD_S)
@@ -173,7 +173,7 @@ EVENTS = st.lists(
 @given(EVENTS)
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_whatever_happens(events: list[tuple[float, object]]) -> None:
-    breaker, now, num_refused = Breaker(0.3, 1.0), 0.0, 0
+    breaker, now, num_refused = CircuitBreaker(0.3, 1.0), 0.0, 0
     for gap, event in events:
         now += gap
         level = breaker.level

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
 from tidewheel.errors import DeadlineExceeded
-from tidewheel.event_heap import Event, EventHeap
+from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.request import FinishReason, Priority, RequestState
 from tidewheel.scheduler.scheduler import Scheduler
 
@@ -125,7 +125,7 @@ def test_events_pushed_while_others_are_popped_are_popped_too() -> None:
     heap.push(1.0, request, 1)
     times = []
 
-    def follow(event: Event) -> None:
+    def follow(event: TimedEvent) -> None:
         times.append(event.time)
         heap.push(event.time + 2.0, request, 1)
 

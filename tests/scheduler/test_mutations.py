@@ -60,18 +60,18 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.scheduler.scheduler_machine import SchedulerMachine, crowded_machine
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import DeadlineExceeded, InternalError
-from tidewheel.event_heap import Event, EventHeap
+from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.kvcache import prefix
-from tidewheel.kvcache.manager import Departures, KVCacheManager
+from tidewheel.kvcache.manager import FreedBlockCounter, KVCacheManager
 from tidewheel.kvcache.transfers import NO_TRANSFERS
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import admission, planner, victims
-from tidewheel.scheduler.admission import Admission, WaitingLimits
-from tidewheel.scheduler.columns import Columns
+from tidewheel.scheduler.admission import AdmissionControl, WaitingLimits
+from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.policy import Rank
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan
 from tidewheel.scheduler.strategy import StrategyConfig
 
@@ -93,15 +93,15 @@ def free_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_before_commit(patch: pytest.MonkeyPatch) -> None:
-    real = State.enter
+    real = SchedulerState.enter
 
-    def enter(self: State, request: Any, hit: Any, *, keep_free: int) -> list[int] | None:
+    def enter(self: SchedulerState, request: Any, hit: Any, *, keep_free: int) -> list[int] | None:
         blocks = real(self, request, hit, keep_free=keep_free)
         if blocks is not None:
             self.kv.commit(request.row, request, request.num_tokens)
         return blocks
 
-    patch.setattr(State, "enter", enter)
+    patch.setattr(SchedulerState, "enter", enter)
 
 
 def hit_too_long(patch: pytest.MonkeyPatch) -> None:
@@ -109,15 +109,15 @@ def hit_too_long(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_in_flight_forgotten(patch: pytest.MonkeyPatch) -> None:
-    real = Columns.gaps
+    real = RowColumns.gaps
 
-    def gaps(self: Columns) -> Any:
+    def gaps(self: RowColumns) -> Any:
         kept, self.num_inflight_tokens = self.num_inflight_tokens, np.zeros_like(self.num_inflight_tokens)
         found = real(self)
         self.num_inflight_tokens = kept
         return found
 
-    patch.setattr(Columns, "gaps", gaps)
+    patch.setattr(RowColumns, "gaps", gaps)
 
 
 def wrong_victim(patch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def wrong_victim(patch: pytest.MonkeyPatch) -> None:
 def most_progress_lost(patch: pytest.MonkeyPatch) -> None:
     real = victims.order_of_victims
 
-    def order_of_victims(state: State, lowest_class: int) -> list[int]:
+    def order_of_victims(state: SchedulerState, lowest_class: int) -> list[int]:
         columns = state.columns
         kept, columns.num_computed_tokens = columns.num_computed_tokens, -columns.num_computed_tokens
         rows = real(state, lowest_class)
@@ -145,13 +145,13 @@ def salt_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_answer_taken(patch: pytest.MonkeyPatch) -> None:
-    real = Columns.enter
+    real = RowColumns.enter
 
-    def enter(self: Columns, request: Request, *args: Any, **kwargs: Any) -> None:
+    def enter(self: RowColumns, request: Request, *args: Any, **kwargs: Any) -> None:
         real(self, request, *args, **kwargs)
         self.epochs[request.row] -= 1
 
-    patch.setattr(Columns, "enter", enter)
+    patch.setattr(RowColumns, "enter", enter)
 
 
 def budget_overdrawn(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def oldest_evicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def reserved_class_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(State, "_best_class", lambda self, tenant: Priority.CRITICAL)
+    patch.setattr(SchedulerState, "_best_class", lambda self, tenant: Priority.CRITICAL)
 
 
 def half_a_group_admitted(patch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def place_kept_when_lifted(patch: pytest.MonkeyPatch) -> None:
 def running_never_expires(patch: pytest.MonkeyPatch) -> None:
     real = EventHeap.pop_due
 
-    def pop_due(self: EventHeap, now: float) -> Iterator[Event]:
+    def pop_due(self: EventHeap, now: float) -> Iterator[TimedEvent]:
         return (event for event in real(self, now) if not is_running(event.subject))
 
     def is_running(subject: Any) -> bool:  # sessions expire too
@@ -219,13 +219,13 @@ def running_never_expires(patch: pytest.MonkeyPatch) -> None:
 
 
 def children_not_parked(patch: pytest.MonkeyPatch) -> None:
-    real = State.wait
+    real = SchedulerState.wait
 
-    def wait(self: State, group: list[Request]) -> None:
+    def wait(self: SchedulerState, group: list[Request]) -> None:
         for request in group:
             real(self, [request])
 
-    patch.setattr(State, "wait", wait)
+    patch.setattr(SchedulerState, "wait", wait)
 
 
 def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def nothing_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_deadline_refused(patch: pytest.MonkeyPatch) -> None:
-    def check_deadline(state: State, estimate: Any, request: Request, *rest: Any) -> None:
+    def check_deadline(state: SchedulerState, estimate: Any, request: Request, *rest: Any) -> None:
         if request.deadline is not None:
             raise DeadlineExceeded("too late")
 
@@ -263,7 +263,7 @@ def critical_waits(patch: pytest.MonkeyPatch) -> None:
 def one_victim_too_many(patch: pytest.MonkeyPatch) -> None:
     real = victims.choose_victims
 
-    def choose_victims(state: State, rows: list[int], num_missing: int, **more: Any) -> list[int] | None:
+    def choose_victims(state: SchedulerState, rows: list[int], num_missing: int, **more: Any) -> list[int] | None:
         chosen = real(state, rows, num_missing, **more)
         return chosen and [*chosen, *[row for row in rows if row not in chosen][:1]]
 
@@ -271,7 +271,7 @@ def one_victim_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_blocks_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Departures, "num_freed", lambda self, row: len(self._tables[row]))
+    patch.setattr(FreedBlockCounter, "num_freed", lambda self, row: len(self._tables[row]))
 
 
 def found_blocks_counted_as_free(patch: pytest.MonkeyPatch) -> None:
@@ -286,9 +286,9 @@ def begun_group_evicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def half_a_group_evicted(patch: pytest.MonkeyPatch) -> None:
-    real = Admission._evict
+    real = AdmissionControl._evict
 
-    def evict(self: Admission, victim: Request, *rest: Any) -> list[Request]:
+    def evict(self: AdmissionControl, victim: Request, *rest: Any) -> list[Request]:
         kept, victim.followers = victim.followers, []
         self._state.waiting.count(victim, -len(kept))
         gone = real(self, victim, *rest)
@@ -296,7 +296,7 @@ def half_a_group_evicted(patch: pytest.MonkeyPatch) -> None:
         self._state._release_followers(victim, 0.0)
         return gone
 
-    patch.setattr(Admission, "_evict", evict)
+    patch.setattr(AdmissionControl, "_evict", evict)
 
 
 def cached_prefix_first_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def cached_prefix_before_preempted(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_wait_for_blocks(patch: pytest.MonkeyPatch) -> None:
-    def free_blocks_to_grow(state: State, needy: np.ndarray[Any, Any], now: float) -> list[int]:
+    def free_blocks_to_grow(state: SchedulerState, needy: np.ndarray[Any, Any], now: float) -> list[int]:
         return [int(row) for row in needy[state.kv.num_free_blocks :]]
 
     patch.setattr(planner, "free_blocks_to_grow", free_blocks_to_grow)
@@ -341,23 +341,23 @@ def growth_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_written_back_twice(patch: pytest.MonkeyPatch) -> None:
-    real = Columns.write_back
+    real = RowColumns.write_back
 
-    def write_back(self: Columns, row: int) -> Request:
+    def write_back(self: RowColumns, row: int) -> Request:
         count = int(self.num_recent[row])
         request = real(self, row)
         self.num_recent[row] = count
         return request
 
-    patch.setattr(Columns, "write_back", write_back)
+    patch.setattr(RowColumns, "write_back", write_back)
 
 
 def prompts_under_way_never_age(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Columns, "is_prefilling", lambda self, row: False)
+    patch.setattr(RowColumns, "is_prefilling", lambda self, row: False)
 
 
 def rows_taken_that_end_anyway(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Columns, "are_ending", lambda self: np.zeros(self.num_rows, dtype=np.bool_))
+    patch.setattr(RowColumns, "are_ending", lambda self: np.zeros(self.num_rows, dtype=np.bool_))
 
 
 # Settings of the scheduler alone: it then breaks what driver and model expect of it.

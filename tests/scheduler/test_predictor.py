@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler.predictor import MIN_SEEN, Histogram, OutputPredictor
+from tidewheel.scheduler.predictor import MIN_SEEN, LengthHistogram, OutputPredictor
 
 LONG = 1 << 20
 
@@ -96,7 +96,7 @@ def test_memory_is_bounded_whatever_tenants_are_named() -> None:
 @given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=60), st.floats(0.01, 1.0))
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_a_quantile_lies_within_a_bin_of_the_true_one(lengths: list[int], fraction: float) -> None:
-    histogram = Histogram()
+    histogram = LengthHistogram()
     for length in lengths:
         histogram.add(length)
     quantile = histogram.quantile(fraction)
@@ -116,7 +116,7 @@ def test_a_prediction_is_a_possible_length(prior: int, most: int, prompt: int, l
 
 
 def test_a_long_run_does_not_lose_precision() -> None:
-    histogram = Histogram()
+    histogram = LengthHistogram()
     for number in range(20_000):  # scales past 1e80 without being made small again
         histogram.add(1 + number % 200)
     assert histogram.num_seen == pytest.approx(100.0, rel=0.01)

@@ -12,11 +12,11 @@ from tidewheel.scheduler.strategy import (
     MAX_WINDOW_S,
     MIN_WINDOW_S,
     TOLERANCE,
+    BatchWindow,
     JoinView,
-    Predictive,
+    PredictiveStrategy,
     Strategy,
     StrategyConfig,
-    Window,
     make_strategy,
 )
 
@@ -85,7 +85,7 @@ def test_hybrid_is_asynchronous_below_the_threshold_and_behind_a_backlog() -> No
 
 
 def test_predictive_learns_how_many_come() -> None:
-    predictive = Predictive(StrategyConfig())
+    predictive = PredictiveStrategy(StrategyConfig())
     now = 0.0
     for _ in range(60):  # 400 requests a second, asked every 5 ms
         for waiting in range(2, 100, 2):
@@ -110,7 +110,7 @@ def test_predictive_does_not_wait_for_what_does_not_come() -> None:
 def test_the_window_stays_in_its_limits_and_moves_after_every_tenth_batch(
     latencies: list[float], target: float
 ) -> None:
-    window = Window(target)
+    window = BatchWindow(target)
     assert window.seconds == 0.050
     for number, latency in enumerate(latencies, 1):
         before = window.seconds
@@ -128,7 +128,7 @@ def test_the_window_stays_in_its_limits_and_moves_after_every_tenth_batch(
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_window_settles_where_latency_meets_its_target(load: float, point: float, overhead: float) -> None:
     target = (overhead + load * point) / TOLERANCE
-    window = Window(target)
+    window = BatchWindow(target)
     for _ in range(400):
         window.observe(overhead + load * window.seconds)
     settled = []

@@ -9,14 +9,14 @@ from support.scheduler.scheduling import SchedulerDriver, make_request, make_sch
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import victims
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.scheduler.victims import order_of_victims, protected_row
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
 
-def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> State:
+def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> SchedulerState:
     """Class, computed tokens, arrival and preemptions of each row."""
     state = make_scheduler(max_num_seqs=len(rows), max_preemptions=max_preemptions)._state
     for number, (level, computed, arrival, num_preemptions) in enumerate(rows):
@@ -26,7 +26,7 @@ def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> 
     return state
 
 
-def victim(state: State, *, lowest_class: int = 1) -> int | None:
+def victim(state: SchedulerState, *, lowest_class: int = 1) -> int | None:
     """The row that a growing one takes first."""
     rows = order_of_victims(state, lowest_class)
     return next((row for row in rows if row != protected_row(state.columns)), None)

@@ -25,7 +25,7 @@ from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.simulate.calibration import measured_steps
-from tidewheel.simulate.replay import Recording, Replayed, replay
+from tidewheel.simulate.replay import Recording, ReplayResult, replay
 from tidewheel.tenants import TenantLimits
 
 EOS = 3
@@ -153,7 +153,7 @@ class Session:
         self.file.close()
         return self.path
 
-    def replay(self, **changes: object) -> Replayed:
+    def replay(self, **changes: object) -> ReplayResult:
         return replay(Recording(self.path), make_scheduler(**(self.settings | changes)))
 
 

@@ -12,8 +12,8 @@ from support.simulate.simulation import COST, make_trace, simulate, simulator
 from tidewheel.errors import InternalError
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import FINISHED, REFUSED, Outcomes, mean_in_system, throughput
-from tidewheel.workload.traces import NOBODY, Prefixes, Trace
+from tidewheel.simulate.outcomes import FINISHED, REFUSED, SimulationOutcomes, mean_in_system, throughput
+from tidewheel.workload.traces import NOBODY, PrefixMix, Trace
 
 CASES = [
     {},
@@ -78,7 +78,7 @@ def test_a_full_waiting_set_refuses_and_the_rest_ends() -> None:
 
 
 def test_a_shared_prefix_is_computed_once_on_each_replica() -> None:
-    trace = make_trace(40, rate=2.0, prefixes=Prefixes(1, 32))
+    trace = make_trace(40, rate=2.0, prefixes=PrefixMix(1, 32))
     outcomes = simulate(trace, num_replicas=2, router="round-robin")
     assert (outcomes.cached_tokens[2:] >= 32).all()
     assert (outcomes.cached_tokens[:2] == 0).all()
@@ -158,7 +158,7 @@ def test_a_request_that_ends_twice_is_an_error() -> None:
 
 def test_ramp_up_and_drain_are_no_part_of_the_throughput() -> None:
     count = 100
-    outcomes = Outcomes(Trace.of(np.zeros(count), np.ones(count), np.ones(count)))
+    outcomes = SimulationOutcomes(Trace.of(np.zeros(count), np.ones(count), np.ones(count)))
     outcomes.ends[:] = FINISHED
     full, drain = 10.0 + 0.5 * np.arange(80), 60.0 + 5.0 * np.arange(20)
     outcomes.last_token[:] = np.random.default_rng(1).permutation([*full, *drain])

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 
 from tidewheel.errors import ConfigError
-from tidewheel.workload.day_shapes import CODING, CONVERSATION, DAY_S, DayShape, Unrest, daily_arrivals, day_arrivals
+from tidewheel.workload.day_shapes import (
+    CODING,
+    CONVERSATION,
+    DAY_S,
+    DayShape,
+    DayVariation,
+    daily_arrivals,
+    day_arrivals,
+)
 
-CALM = Unrest(level_sigma=0.0, spells_per_day=0.0)
+CALM = DayVariation(level_sigma=0.0, spells_per_day=0.0)
 
 
 def by_hour(arrivals: np.ndarray, num_days: int) -> np.ndarray:
@@ -46,7 +54,7 @@ def test_lengths_have_the_published_mean_and_median(
 
 
 def test_spells_and_levels_disturb_the_days() -> None:
-    unrest = Unrest(level_sigma=0.2, spells_per_day=5.0)
+    unrest = DayVariation(level_sigma=0.2, spells_per_day=5.0)
     calm, wild = (by_hour(day_arrivals(CODING, 3.0, 5, np.random.default_rng(1), u), 5) for u in (CALM, unrest))
     assert wild.sum(axis=1).std() > 3 * calm.sum(axis=1).std()
 

@@ -15,7 +15,7 @@ from tidewheel.request import Priority
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.trace_files import read_trace
-from tidewheel.workload.traces import Prefixes, Tenants
+from tidewheel.workload.traces import PrefixMix, TenantMix
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_one_seed_one_trace() -> None:
 
 def test_a_file_with_all_fields_is_read(tmp_path: Path) -> None:
     trace = make_trace(
-        tenants=Tenants(("acme", "zed"), (3.0, 1.0), (Priority.HIGH, Priority.LOW)), prefixes=Prefixes(3, 8)
+        tenants=TenantMix(("acme", "zed"), (3.0, 1.0), (Priority.HIGH, Priority.LOW)), prefixes=PrefixMix(3, 8)
     )
     rows = [
         {

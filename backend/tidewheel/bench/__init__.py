@@ -9,29 +9,29 @@ class BenchError(Exception):
     """Measurement impossible as asked; one line says what to change."""
 
 
-class Defaults(NamedTuple):
+class SuiteDefaults(NamedTuple):
     text: str
     targets: tuple[str, ...]
     workload: str
     loads: tuple[str, ...] = ()
 
 
-SUITES: dict[str, Defaults] = {
-    "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
-    "compare": Defaults(
+SUITES: dict[str, SuiteDefaults] = {
+    "run": SuiteDefaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
+    "compare": SuiteDefaults(
         "the capacity of every strategy, Triton's own batcher and transformers under an objective; then offline with "
         "vLLM and OpenVINO, if named",
         (*OURS, "baseline_dynamic", "baseline_static", "transformers"),
         "sharegpt:0.25",
     ),
-    "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
-    "rates": Defaults(
+    "batch": SuiteDefaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
+    "rates": SuiteDefaults(
         "10, 100 and 500 requests/s, scaled to the machine, by batch, asynchronous and hybrid strategies",
         ("static", "continuous", "hybrid"),
         "sharegpt:0.25",
     ),
-    "offline": Defaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
-    "efficiency": Defaults(
+    "offline": SuiteDefaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
+    "efficiency": SuiteDefaults(
         "offline: each engine on mixed lengths and on a shared prompt, against itself without",
         ("llm", "transformers"),
         "mixed",

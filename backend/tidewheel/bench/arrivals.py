@@ -20,7 +20,7 @@ MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPattern:
     """Pace of one run. `value` depends on `kind`:
 
     closed: requests in flight; poisson, burst: requests per second; trace: speed-up over the recording;
@@ -55,7 +55,7 @@ class Load:
         return [float(at) for at in times if at < seconds]
 
 
-def parse_loads(text: str, seconds: float) -> list[Load]:
+def parse_loads(text: str, seconds: float) -> list[LoadPattern]:
     """Raise `BenchError` for a bad load; a ramp gives several."""
     kind, *parts = text.split(":")
     try:
@@ -64,24 +64,24 @@ def parse_loads(text: str, seconds: float) -> list[Load]:
         kind, numbers = "", []
     match kind, numbers:
         case "closed", [users]:
-            return [Load(kind, _whole(users, text))]
+            return [LoadPattern(kind, _whole(users, text))]
         case "poisson", [rate]:
-            return [Load(kind, _checked_rate(rate, seconds, text))]
+            return [LoadPattern(kind, _checked_rate(rate, seconds, text))]
         case "burst", [rate, *_] if len(numbers) < 3:
             burstiness = numbers[1] if len(numbers) > 1 else 4.0
             if not 1.0 <= burstiness <= 1000.0:
                 raise BenchError(f"--load {text!r}: burstiness is {burstiness:g}: it must be 1 (Poisson) to 1000")
-            return [Load(kind, _checked_rate(rate, seconds, text), burstiness)]
+            return [LoadPattern(kind, _checked_rate(rate, seconds, text), burstiness)]
         case "ramp", [low, high, *_] if len(numbers) < 4:
             rates = _ramp(low, high, _whole(numbers[2] if len(numbers) > 2 else 6, text), text)
-            return [Load("poisson", _checked_rate(rate, seconds, text)) for rate in rates]
+            return [LoadPattern("poisson", _checked_rate(rate, seconds, text)) for rate in rates]
         case "trace", [] | [_]:
             speed = numbers[0] if numbers else 1.0
             if not 0.0 < speed <= 1e6:
                 raise BenchError(f"--load {text!r}: the speed is {speed:g}: it must be above 0")
-            return [Load(kind, speed)]
+            return [LoadPattern(kind, speed)]
         case "all", []:
-            return [Load(kind)]
+            return [LoadPattern(kind)]
     raise BenchError(f"--load {text!r}: write {SYNTAX}")
 
 

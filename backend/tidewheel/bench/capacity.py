@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from tidewheel.bench.estimates import UNKNOWN, Estimate, wilson_interval
-from tidewheel.bench.outcome import UNANSWERED, Outcome, Slo
+from tidewheel.bench.outcome import UNANSWERED, RequestOutcome, Slo
 
 GOAL = 0.9  # share of requests that must meet the objective
 RESOLUTION = 1.1  # a bracket of ends within this ratio is done
@@ -24,7 +24,7 @@ LOWEST_SHARE = 1 / 16  # of the rate that a search starts at
 FIRST_LOOK = 20  # requests
 FEWEST_REQUESTS = 60  # of a point that is not clear: 59 good ones of 60 are
 
-Objective = Callable[[Slo, Outcome], bool]
+Objective = Callable[[Slo, RequestOutcome], bool]
 WHOLE_ANSWER, STREAM = "whole answer", "stream"
 OBJECTIVES: Mapping[str, Objective] = {WHOLE_ANSWER: Slo.is_met_at_end, STREAM: Slo.is_met}
 
@@ -42,7 +42,7 @@ def verdict_of(num_met: int, count: int) -> Verdict:
     return Verdict.MISSED if high < GOAL else Verdict.UNDECIDED
 
 
-class Capacity(NamedTuple):
+class CapacityBracket(NamedTuple):
     """Bracket: the highest rate that met the objective, and the lowest that missed it."""
 
     low: float  # 0: none met it
@@ -69,7 +69,7 @@ class Capacity(NamedTuple):
         ends = (tried[:2], tried[-2:])
         return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
-    def over(self, other: Capacity) -> tuple[Estimate, bool]:
+    def over(self, other: CapacityBracket) -> tuple[Estimate, bool]:
         """Return the ratio, from worst to best ends, and whether it is a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
@@ -83,16 +83,16 @@ class Capacity(NamedTuple):
         return {"per_s": self.per_s, "bracket": [self.low, self.high], "undecided": self.undecided, "note": self.note}
 
 
-UNTRIED = Capacity(0.0, math.inf)
+UNTRIED = CapacityBracket(0.0, math.inf)
 
 
 @dataclass(slots=True)
-class Search:
+class RateSearch:
     """Search for one capacity."""
 
     start: float
     highest: float = HIGHEST_RATE
-    capacity: Capacity = UNTRIED
+    capacity: CapacityBracket = UNTRIED
 
     def next_rate(self) -> float | None:
         if math.isinf(self.capacity.high) and (rate := self._above()) is not None:
@@ -123,10 +123,10 @@ class Search:
         elif verdict is Verdict.MISSED:
             high = rate
         rates = sorted({*undecided, rate})
-        self.capacity = Capacity(low, high, tuple(one for one in rates if low < one < high))
+        self.capacity = CapacityBracket(low, high, tuple(one for one in rates if low < one < high))
 
 
-class Point(NamedTuple):
+class LoadPoint(NamedTuple):
     rate: float
     objective: str
 
@@ -136,15 +136,15 @@ class CapacitySearch:
 
     def __init__(self, slo: Slo, start: float) -> None:
         self._slo = slo
-        self._searches = {name: Search(start) for name in OBJECTIVES}
+        self._searches = {name: RateSearch(start) for name in OBJECTIVES}
 
-    def next_point(self) -> Point | None:
+    def next_point(self) -> LoadPoint | None:
         for name, search in self._searches.items():
             if (rate := search.next_rate()) is not None:
-                return Point(rate, name)
+                return LoadPoint(rate, name)
         return None
 
-    def note(self, point: Point, outcomes: Sequence[Outcome], seen: Verdict | None = None) -> Verdict:
+    def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
         """Return the verdict: the one `seen` by the point's watch, else that of all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
@@ -157,18 +157,18 @@ class CapacitySearch:
                 search.note(point.rate, verdicts[name])
         return verdicts.get(point.objective, Verdict.UNDECIDED)
 
-    def _was_cut_short(self, outcome: Outcome) -> bool:
+    def _was_cut_short(self, outcome: RequestOutcome) -> bool:
         """Return whether the request was cancelled with its objective still possible."""
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
-    def capacities(self) -> dict[str, Capacity]:
+    def capacities(self) -> dict[str, CapacityBracket]:
         """Return the brackets of objectives with a measured point."""
         found = {name: search.capacity for name, search in self._searches.items()}
         return {name: one for name, one in found.items() if one != UNTRIED}
 
 
-class Watch:
+class PointWatch:
     """Decider of when a point is clear: looks after `least_s`, then when the count has doubled."""
 
     def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
@@ -178,7 +178,7 @@ class Watch:
         self._next_look = FIRST_LOOK
         self.verdict: Verdict | None = None  # once it is clear
 
-    def is_enough(self, outcomes: Sequence[Outcome], now: float) -> bool:
+    def is_enough(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
         if now < self._least_s or len(outcomes) < self._next_look:
             return False
         judged = list(takewhile(lambda outcome: self._is_settled(outcome, now), outcomes))
@@ -190,10 +190,10 @@ class Watch:
         self.verdict = None if verdict is Verdict.UNDECIDED else verdict
         return self.verdict is not None
 
-    def is_settled(self, outcomes: Sequence[Outcome], now: float) -> bool:
+    def is_settled(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
         """Return whether open requests are not worth waiting for: the rate is missed, or all are past their bound."""
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
-    def _is_settled(self, outcome: Outcome, now: float) -> bool:
+    def _is_settled(self, outcome: RequestOutcome, now: float) -> bool:
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.ended is not None or now - outcome.sent > limit

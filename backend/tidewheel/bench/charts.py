@@ -21,7 +21,7 @@ _MOST_DECADES = 2.3
 _MOST_ENTRIES = 6  # of a legend, beside each other
 
 
-class Picture(NamedTuple):
+class ChartImage(NamedTuple):
     name: str  # file name without its ending
     caption: str
     figure: Figure

@@ -18,10 +18,10 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.driver import Transport
-from tidewheel.bench.targets import Target
-from tidewheel.bench.transports.peer import Peer
-from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.bench.driver import BenchTransport
+from tidewheel.bench.targets import BenchTarget
+from tidewheel.bench.transports.peer import PeerTransport
+from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.repository import write_entry
@@ -55,39 +55,41 @@ def model_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-class Place(NamedTuple):
-    transport: Transport
+class TargetEndpoint(NamedTuple):
+    transport: BenchTransport
     metrics_url: str | None
     metrics_model: str
 
 
 @contextlib.contextmanager
-def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: bool) -> Iterator[dict[str, Place]]:
+def deployed(
+    deployment: Deployment, targets: Sequence[BenchTarget], *, with_ids: bool
+) -> Iterator[dict[str, TargetEndpoint]]:
     """Bring up all targets; raise `BenchError` or `ConfigError` if one fails."""
-    places: dict[str, Place] = {}
+    places: dict[str, TargetEndpoint] = {}
     with contextlib.ExitStack() as stack:
         if served := [target for target in targets if target.is_served_here]:
             repository = stack.enter_context(_repository(deployment, served))
             _, grpc, metrics = stack.enter_context(_serve(repository, deployment.folder / "serve.log"))
             for target in served:
-                here = TritonGrpc(grpc, target.name, with_ids=with_ids)
-                places[target.name] = Place(here, f"http://{metrics}/metrics", target.name)
+                here = TritonGrpcTransport(grpc, target.name, with_ids=with_ids)
+                places[target.name] = TargetEndpoint(here, f"http://{metrics}/metrics", target.name)
         for target in targets:
             if target.is_peer:
                 settings = deployment.settings if target.is_ours else {}
                 options = {"model": deployment.model, "dtype": deployment.dtype, **settings, **target.settings}
                 log = deployment.folder / f"{target.name}.log"
-                places[target.name] = Place(
-                    Peer(target.python or sys.executable, target.kind, options, log), None, ""
+                places[target.name] = TargetEndpoint(
+                    PeerTransport(target.python or sys.executable, target.kind, options, log), None, ""
                 )
             elif not target.is_served_here:
                 transport = target.transport(with_ids=with_ids)
-                places[target.name] = Place(transport, target.settings.get("metrics"), target.model)
+                places[target.name] = TargetEndpoint(transport, target.settings.get("metrics"), target.model)
         yield places
 
 
 @contextlib.contextmanager
-def _repository(deployment: Deployment, targets: Sequence[Target]) -> Iterator[Path]:
+def _repository(deployment: Deployment, targets: Sequence[BenchTarget]) -> Iterator[Path]:
     folder = deployment.folder / "models"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -103,11 +105,11 @@ def _repository(deployment: Deployment, targets: Sequence[Target]) -> Iterator[P
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _settings(target: Target) -> dict[str, str]:
+def _settings(target: BenchTarget) -> dict[str, str]:
     return {key: value for key, value in target.settings.items() if key != "entry"}
 
 
-def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:
+def _write_baseline(folder: Path, deployment: Deployment, target: BenchTarget) -> None:
     source = deployment.baselines / target.settings["entry"]
     try:
         config = text_format.Parse(

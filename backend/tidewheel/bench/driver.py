@@ -8,12 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
+from tidewheel.bench.outcome import (
+    TIMEOUT,
+    UNANSWERED,
+    UNREADABLE,
+    Conversation,
+    OfferedRequest,
+    RequestFailed,
+    RequestOutcome,
+)
 
 POLL_S = 0.1
 
 
-class Transport(Protocol):
+class BenchTransport(Protocol):
     """Sender of any number of concurrent requests, on one event loop."""
 
     can_cancel: bool  # a cancelled `send` ends its request on the server too
@@ -21,18 +29,18 @@ class Transport(Protocol):
     async def open(self) -> None:
         """Connect and inspect the model; raise `BenchError` if unfit."""
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         """Send a request and fill `outcome` until its end; raise `RequestFailed`."""
 
     async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """State of a run; survives its interruption."""
 
     start: float = 0.0  # perf_counter
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     num_ended: int = 0
 
     def now(self) -> float:
@@ -40,14 +48,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RunLimits:
     seconds: float  # limit for sending in a closed loop
     max_requests: int | None = None
     timeout_s: float = 120.0
 
 
-class Driver:
-    def __init__(self, transport: Transport, limits: Limits, progress: Progress) -> None:
+class LoadDriver:
+    def __init__(self, transport: BenchTransport, limits: RunLimits, progress: RunProgress) -> None:
         self._transport = transport
         self._limits = limits
         self._progress = progress
@@ -97,11 +105,11 @@ class Driver:
             answer = outcome.token_ids or turn.input_ids[:1] * outcome.num_tokens
             said += [*turn.input_ids, *answer]
 
-    async def _one(self, offered: Offered, input_ids: list[int]) -> Outcome:
+    async def _one(self, offered: OfferedRequest, input_ids: list[int]) -> RequestOutcome:
         progress = self._progress
         origin = time.perf_counter()
         sent = origin - progress.start
-        outcome = Outcome(
+        outcome = RequestOutcome(
             offered, sent, lag=max(0.0, sent - offered.at), num_prompt_tokens=len(input_ids), origin=origin
         )
         progress.outcomes.append(outcome)

@@ -9,25 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.arrivals import Load
-from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, Point, Verdict, Watch
-from tidewheel.bench.deploy import Deployment, Place, deployed
-from tidewheel.bench.driver import Driver, Limits, Progress, Transport
-from tidewheel.bench.outcome import UNANSWERED, Outcome
-from tidewheel.bench.results import Recorder, RunResult, StageResult
-from tidewheel.bench.run_plan import Run, Stage, in_turns
-from tidewheel.bench.scrape import Sampler
+from tidewheel.bench.arrivals import LoadPattern
+from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, LoadPoint, PointWatch, Verdict
+from tidewheel.bench.deploy import Deployment, TargetEndpoint, deployed
+from tidewheel.bench.driver import BenchTransport, LoadDriver, RunLimits, RunProgress
+from tidewheel.bench.outcome import UNANSWERED, RequestOutcome
+from tidewheel.bench.results import ResultRecorder, RunResult, StageResult
+from tidewheel.bench.run_plan import PlannedRun, PlannedStage, in_turns
+from tidewheel.bench.scrape import MetricsSampler
 from tidewheel.bench.summary import span
-from tidewheel.bench.targets import Target
-from tidewheel.bench.terminal import Live, run_line
-from tidewheel.bench.transports.peer import Peer
+from tidewheel.bench.targets import BenchTarget
+from tidewheel.bench.terminal import TerminalProgress, run_line
+from tidewheel.bench.transports.peer import PeerTransport
 
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
 WARM_UP_LIMIT_S = 300.0
 IDS_SHIFT = 97  # from point to point of a search
 
-Turn = tuple[StageResult, Run]
+Turn = tuple[StageResult, PlannedRun]
 
 
 class Experiment:
@@ -36,8 +36,8 @@ class Experiment:
     def __init__(
         self,
         deployment: Deployment,
-        recorder: Recorder,
-        targets: Sequence[Target] = (),
+        recorder: ResultRecorder,
+        targets: Sequence[BenchTarget] = (),
         *,
         warm_up: int = 16,
         one_at_a_time: bool = False,
@@ -47,7 +47,7 @@ class Experiment:
         self._recorder = recorder
         self._warm_up = warm_up
         self._one_at_a_time = one_at_a_time
-        self._places: Mapping[str, Place] = {}
+        self._places: Mapping[str, TargetEndpoint] = {}
         self._runner = asyncio.Runner()
         self._stack = contextlib.ExitStack()
 
@@ -58,28 +58,30 @@ class Experiment:
         self._end()
         self._runner.close()
 
-    def measure(self, stage: Stage) -> StageResult:
+    def measure(self, stage: PlannedStage) -> StageResult:
         """Raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
-    def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
+    def measure_in_turns(self, stages: Sequence[PlannedStage]) -> list[StageResult]:
         """Measure stages of equal targets in turns: drift hits all alike."""
         first = stages[0]
         results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]
         title = first.title if len(stages) == 1 else f"{len(stages)} workloads in turns"
-        with Live(title, len(turns)) as live:
+        with TerminalProgress(title, len(turns)) as live:
             for targets, group in self._groups(first.targets, turns):
                 self._bring_up(targets, first, live)
                 for result, run in group:
                     self._runner.run(self._run(run, result, live))
         return results
 
-    def find_capacities(self, stage: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
+    def find_capacities(
+        self, stage: PlannedStage, searches: Mapping[str, CapacitySearch], budget_s: float
+    ) -> StageResult:
         """Measure the points that `searches`, by target name, ask for, in turns of targets."""
         result = self._begin(replace(stage, loads=(), repeats=1))
         groups = [[target] for target in stage.targets] if self._one_at_a_time else [list(stage.targets)]
-        with Live(stage.title, None) as live:
+        with TerminalProgress(stage.title, None) as live:
             for group in groups:
                 self._bring_up(group, stage, live)
                 end = time.monotonic() + budget_s / len(groups)
@@ -93,25 +95,33 @@ class Experiment:
         return result
 
     def _measure_point(
-        self, result: StageResult, target: Target, number: int, point: Point, search: CapacitySearch, live: Live
+        self,
+        result: StageResult,
+        target: BenchTarget,
+        number: int,
+        point: LoadPoint,
+        search: CapacitySearch,
+        live: TerminalProgress,
     ) -> Verdict:
-        load = Load("poisson", point.rate)
+        load = LoadPattern("poisson", point.rate)
         result.add_load(load)
         longest_s = max(result.stage.longest_s or 0.0, FEWEST_REQUESTS / point.rate)
-        run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * (number + 1))
-        watch = Watch(result.stage.slo, point.objective, result.stage.seconds)
+        run = PlannedRun(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * (number + 1))
+        watch = PointWatch(result.stage.slo, point.objective, result.stage.seconds)
         outcomes = self._runner.run(self._run(run, result, live, watch))
         if any(outcome.code == UNANSWERED for outcome in outcomes):
             self._runner.run(self._await_idle(target, result.stage))
         return search.note(point, outcomes, watch.verdict)
 
-    def _begin(self, stage: Stage) -> StageResult:
+    def _begin(self, stage: PlannedStage) -> StageResult:
         setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
         if any(target.is_served_here or target.is_peer for target in stage.targets):
             setup |= self._deployment.summary()
         return self._recorder.begin(stage, setup)
 
-    def _groups(self, targets: Sequence[Target], turns: list[Turn]) -> Iterator[tuple[Sequence[Target], list[Turn]]]:
+    def _groups(
+        self, targets: Sequence[BenchTarget], turns: list[Turn]
+    ) -> Iterator[tuple[Sequence[BenchTarget], list[Turn]]]:
         if not self._one_at_a_time:
             yield targets, turns
             return
@@ -120,7 +130,7 @@ class Experiment:
             for target in targets:
                 yield (target,), [turn for turn in group if turn[1].target == target]
 
-    def _bring_up(self, targets: Sequence[Target], stage: Stage, live: Live) -> None:
+    def _bring_up(self, targets: Sequence[BenchTarget], stage: PlannedStage, live: TerminalProgress) -> None:
         if self._places and all(target.name in self._places for target in targets):
             return
         if not self._one_at_a_time and all(target in self._targets for target in targets):
@@ -134,12 +144,12 @@ class Experiment:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
             self._stack.callback(self._close, transport)
-            if isinstance(transport, Peer):
+            if isinstance(transport, PeerTransport):
                 self._recorder.environment["versions"] |= transport.versions
             with live.waiting(f"warming {target.name}"):
                 self._runner.run(self._warm(target, stage))
 
-    def _close(self, transport: Transport) -> None:
+    def _close(self, transport: BenchTransport) -> None:
         self._runner.run(transport.close())
 
     def _end(self) -> None:
@@ -147,27 +157,29 @@ class Experiment:
         self._stack = contextlib.ExitStack()
         self._places = {}
 
-    async def _warm(self, target: Target, stage: Stage) -> None:
+    async def _warm(self, target: BenchTarget, stage: PlannedStage) -> None:
         """Send uncounted requests; raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
-        progress = Progress()
-        limits = Limits(WARM_UP_LIMIT_S, self._warm_up, WARM_UP_LIMIT_S)
-        driver = Driver(self._places[target.name].transport, limits, progress)
+        progress = RunProgress()
+        limits = RunLimits(WARM_UP_LIMIT_S, self._warm_up, WARM_UP_LIMIT_S)
+        driver = LoadDriver(self._places[target.name].transport, limits, progress)
         await driver.closed_loop(stage.workload.conversations(WARM_UP_SEED), min(WARM_UP_USERS, self._warm_up))
         if progress.outcomes and all(outcome.error for outcome in progress.outcomes):
             first = progress.outcomes[0]
             raise BenchError(f"target {target.name} answers no request: {first.code}: {first.error}")
 
-    async def _await_idle(self, target: Target, stage: Stage) -> None:
+    async def _await_idle(self, target: BenchTarget, stage: PlannedStage) -> None:
         """Wait for one token, behind what a server computes although it was cancelled."""
         request = next(stage.workload.conversations(WARM_UP_SEED))[0]
-        driver = Driver(self._places[target.name].transport, Limits(WARM_UP_LIMIT_S), Progress())
+        driver = LoadDriver(self._places[target.name].transport, RunLimits(WARM_UP_LIMIT_S), RunProgress())
         await driver.open_loop([(replace(request, at=0.0, num_output_tokens=1),)])
 
-    async def _run(self, run: Run, result: StageResult, live: Live, watch: Watch | None = None) -> list[Outcome]:
-        stage, place, progress = result.stage, self._places[run.target.name], Progress()
-        sampler = Sampler(place.metrics_url, place.metrics_model)
+    async def _run(
+        self, run: PlannedRun, result: StageResult, live: TerminalProgress, watch: PointWatch | None = None
+    ) -> list[RequestOutcome]:
+        stage, place, progress = result.stage, self._places[run.target.name], RunProgress()
+        sampler = MetricsSampler(place.metrics_url, place.metrics_model)
         label = f"{run.target.name:18} {stage.label(run.load):>16} #{run.repeat + 1}"
         interrupted = True
         try:
@@ -182,8 +194,10 @@ class Experiment:
         return progress.outcomes
 
     @staticmethod
-    async def _send(run: Run, stage: Stage, place: Place, progress: Progress, watch: Watch | None) -> None:
-        driver = Driver(place.transport, Limits(stage.seconds, stage.max_requests, stage.timeout_s), progress)
+    async def _send(
+        run: PlannedRun, stage: PlannedStage, place: TargetEndpoint, progress: RunProgress, watch: PointWatch | None
+    ) -> None:
+        driver = LoadDriver(place.transport, RunLimits(stage.seconds, stage.max_requests, stage.timeout_s), progress)
         load = stage.conversations(run)
         if watch is not None:
             load = itertools.takewhile(lambda _: not watch.is_enough(progress.outcomes, progress.now()), load)

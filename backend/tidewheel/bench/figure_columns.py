@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from tidewheel.bench.estimates import Estimate
 from tidewheel.bench.outcome import Slo
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.text_tables import NOTHING, Table, number
+from tidewheel.bench.text_tables import NOTHING, TextTable, number
 
 CLASS_ORDER = ("critical", "high", "normal", "low")
 Figures = Mapping[str, Any]
 
 
-class Column(NamedTuple):
+class FigureColumn(NamedTuple):
     title: str
     unit: str
     path: str  # keys of the figures
@@ -52,42 +52,42 @@ def with_interval(estimate: Estimate) -> str:
     return f"{number(mean)} ({number(low)} to {number(high)})"
 
 
-_ERRORS = Column("errors", "", "errors")
+_ERRORS = FigureColumn("errors", "", "errors")
 RATES = (
-    Column("goodput", "req/s", "goodput_per_s"),
-    Column("goodput e2e", "req/s", "goodput_e2e_per_s"),
-    Column("within", "%", "slo_attainment", 100.0),
-    Column("within e2e", "%", "e2e_attainment", 100.0),
-    Column("done", "req/s", "requests_per_s"),
-    Column("output", "tok/s", "output_tokens_per_s"),
-    Column("fairness", "Jain", "fairness"),
+    FigureColumn("goodput", "req/s", "goodput_per_s"),
+    FigureColumn("goodput e2e", "req/s", "goodput_e2e_per_s"),
+    FigureColumn("within", "%", "slo_attainment", 100.0),
+    FigureColumn("within e2e", "%", "e2e_attainment", 100.0),
+    FigureColumn("done", "req/s", "requests_per_s"),
+    FigureColumn("output", "tok/s", "output_tokens_per_s"),
+    FigureColumn("fairness", "Jain", "fairness"),
     _ERRORS,
 )
 LATENCIES = (
-    Column("TTFT p50", "ms", "ttft_s.p50", 1e3),
-    Column("TTFT p95", "ms", "ttft_s.p95", 1e3),
-    Column("TTFT p99", "ms", "ttft_s.p99", 1e3),
-    Column("TPOT p50", "ms", "tpot_s.p50", 1e3),
-    Column("TPOT p99", "ms", "tpot_s.p99", 1e3),
-    Column("ITL p99", "ms", "itl_s.p99", 1e3),
-    Column("e2e p50", "ms", "e2e_s.p50", 1e3),
-    Column("e2e p99", "ms", "e2e_s.p99", 1e3),
+    FigureColumn("TTFT p50", "ms", "ttft_s.p50", 1e3),
+    FigureColumn("TTFT p95", "ms", "ttft_s.p95", 1e3),
+    FigureColumn("TTFT p99", "ms", "ttft_s.p99", 1e3),
+    FigureColumn("TPOT p50", "ms", "tpot_s.p50", 1e3),
+    FigureColumn("TPOT p99", "ms", "tpot_s.p99", 1e3),
+    FigureColumn("ITL p99", "ms", "itl_s.p99", 1e3),
+    FigureColumn("e2e p50", "ms", "e2e_s.p50", 1e3),
+    FigureColumn("e2e p99", "ms", "e2e_s.p99", 1e3),
 )
 SERVER = (
-    Column("queue", "ms", "server.queue_s", 1e3),
-    Column("batch", "req/step", "server.batch_size"),
-    Column("tokens", "per step", "server.tokens_per_step"),
-    Column("step", "ms", "server.step_s", 1e3),
-    Column("busy", "%", "server.device_busy", 100.0),
-    Column("GPU", "%", "server.gpu_utilization", 100.0),
-    Column("CPUs", "%", "server.cpu_utilization", 100.0),
-    Column("KV use mean", "%", "server.kv_use", 100.0),
-    Column("KV use max", "%", "server.kv_use_max", 100.0),
-    Column("preempted", "", "server.preemptions"),
+    FigureColumn("queue", "ms", "server.queue_s", 1e3),
+    FigureColumn("batch", "req/step", "server.batch_size"),
+    FigureColumn("tokens", "per step", "server.tokens_per_step"),
+    FigureColumn("step", "ms", "server.step_s", 1e3),
+    FigureColumn("busy", "%", "server.device_busy", 100.0),
+    FigureColumn("GPU", "%", "server.gpu_utilization", 100.0),
+    FigureColumn("CPUs", "%", "server.cpu_utilization", 100.0),
+    FigureColumn("KV use mean", "%", "server.kv_use", 100.0),
+    FigureColumn("KV use max", "%", "server.kv_use_max", 100.0),
+    FigureColumn("preempted", "", "server.preemptions"),
 )
 _CLASSES = (
-    Column("requests", "", "requests"),
-    Column("within the objective", "%", "slo_attainment", 100.0),
+    FigureColumn("requests", "", "requests"),
+    FigureColumn("within the objective", "%", "slo_attainment", 100.0),
     *(column for column in LATENCIES if column.title in ("TTFT p50", "TTFT p99", "e2e p50", "e2e p99")),
     _ERRORS,
 )
@@ -100,9 +100,9 @@ SHORT = tuple(
 )  # fmt: skip
 
 
-def table(result: StageResult, columns: Sequence[Column]) -> Table:
+def table(result: StageResult, columns: Sequence[FigureColumn]) -> TextTable:
     rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in measured(result)]
-    return Table(["load", "target", *headings(columns)], rows)
+    return TextTable(["load", "target", *headings(columns)], rows)
 
 
 def verdicts(result: StageResult) -> list[str]:
@@ -128,17 +128,17 @@ def _times(figures: Figures, slo: Slo) -> str:
     )
 
 
-def class_table(result: StageResult) -> Table:
+def class_table(result: StageResult) -> TextTable:
     """Return a row per load, target and QoS class; none for one class."""
     rows = [
         [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
         for labels, figures in measured(result)
         for name in sorted(figures.get("classes", ()), key=CLASS_ORDER.index)
     ]
-    return Table(["load", "target", "class", *headings(_CLASSES)], rows)
+    return TextTable(["load", "target", "class", *headings(_CLASSES)], rows)
 
 
-def capacity_table(findings: Figures) -> Table:
+def capacity_table(findings: Figures) -> TextTable:
     header = ["objective", "target", "capacity req/s", "bracket req/s", "times the reference", "note"]
     rows = []
     for objective, of_targets in findings.get("capacities", {}).items():
@@ -149,7 +149,7 @@ def capacity_table(findings: Figures) -> Table:
             ratio = with_interval(Estimate(*found["ratio"])) if found["ratio"] else NOTHING
             sign = "≥ " if found["ratio_is_lower_bound"] else ""
             rows.append([objective, target, capacity, bracket, sign + ratio, found["note"] or NOTHING])
-    return Table(header, rows)
+    return TextTable(header, rows)
 
 
 def measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
@@ -159,5 +159,5 @@ def measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
                 yield (str(load), target.name), figures
 
 
-def headings(columns: Sequence[Column]) -> list[str]:
+def headings(columns: Sequence[FigureColumn]) -> list[str]:
     return [f"{c.title} {c.unit}".strip() for c in columns]

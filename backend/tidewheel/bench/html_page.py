@@ -18,11 +18,11 @@ from tidewheel.bench.figure_columns import (
     table,
     verdicts,
 )
-from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.text_tables import Table, number
+from tidewheel.bench.results import ResultRecorder, StageResult
+from tidewheel.bench.text_tables import TextTable, number
 
 if TYPE_CHECKING:
-    from tidewheel.bench.charts import Picture
+    from tidewheel.bench.charts import ChartImage
 
 MOST_LAG_S = 0.05  # warned about beyond this
 _STYLE = """
@@ -60,7 +60,7 @@ _HOW = (
 )
 
 
-def write_files(recorder: Recorder, record: Path | None) -> str:
+def write_files(recorder: ResultRecorder, record: Path | None) -> str:
     """Write all results, and say where; `record` adds JSON and pictures."""
     note, drawn = "", {}
     try:
@@ -77,7 +77,7 @@ def write_files(recorder: Recorder, record: Path | None) -> str:
     return f"{note}report: {page}\nresults: {', '.join(map(str, saved))}"
 
 
-def _draw(recorder: Recorder) -> dict[str, list[Picture]]:
+def _draw(recorder: ResultRecorder) -> dict[str, list[ChartImage]]:
     from tidewheel.bench.pictures import capacity_picture, pictures
 
     drawn = {result.stage.name: pictures(result) for result in recorder.stages}
@@ -87,7 +87,7 @@ def _draw(recorder: Recorder) -> dict[str, list[Picture]]:
     return drawn
 
 
-def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str:
+def render(recorder: ResultRecorder, pictures: Mapping[str, Sequence[ChartImage]]) -> str:
     """Render the page; `pictures` are by stage name."""
     stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
     about, machine = recorder.environment, recorder.environment["machine"]
@@ -126,7 +126,7 @@ def _cards(findings: Mapping[str, Any]) -> str:
     return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
-def _stage(result: StageResult, pictures: Sequence[Picture]) -> str:
+def _stage(result: StageResult, pictures: Sequence[ChartImage]) -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
     parts += [f"<p>{escape(text)}</p>" for text in verdicts(result)]
     parts += map(figure, pictures)
@@ -158,14 +158,14 @@ def _warnings(result: StageResult) -> Iterator[str]:
             )
 
 
-def figure(picture: Picture) -> str:
+def figure(picture: ChartImage) -> str:
     data = base64.b64encode(picture.svg()).decode()
     caption = escape(picture.caption)
     image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def wide(one: Table) -> str:
+def wide(one: TextTable) -> str:
     return f'<div class="wide">{one.as_html()}</div>' if one.rows else ""
 
 

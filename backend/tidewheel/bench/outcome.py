@@ -27,7 +27,7 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedRequest:
     """Request to send. A later turn of a conversation adds `input_ids` to what was said before."""
 
     at: float  # seconds from the start, for first turns of an open loop
@@ -42,14 +42,14 @@ class Offered:
         return {"max_tokens": self.num_output_tokens, "temperature": 0, "ignore_eos": True, **self.parameters}
 
 
-Conversation = tuple[Offered, ...]
+Conversation = tuple[OfferedRequest, ...]
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """Outcome of a request; times in seconds from its sending."""
 
-    offered: Offered
+    offered: OfferedRequest
     sent: float  # seconds from the start
     lag: float = 0.0  # seconds sent late, by the client's fault
     num_prompt_tokens: int = 0
@@ -110,13 +110,13 @@ class Outcome:
 class Slo(Objective):
     """Objective of requests that a client timed."""
 
-    def is_met(self, outcome: Outcome) -> bool:
+    def is_met(self, outcome: RequestOutcome) -> bool:
         """Judge TTFT and TPOT; an answer in one piece has its first token with its last."""
         if outcome.first_token is None or not outcome.is_complete:
             return False
         return outcome.first_token <= self.ttft_s and (outcome.tpot is None or outcome.tpot <= self.tpot_s)
 
-    def is_met_at_end(self, outcome: Outcome) -> bool:
+    def is_met_at_end(self, outcome: RequestOutcome) -> bool:
         """Judge the time of the whole answer, for streams and others alike."""
         if outcome.last_token is None or not outcome.is_complete:
             return False

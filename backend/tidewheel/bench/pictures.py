@@ -15,7 +15,7 @@ from tidewheel.bench.charts import (
     GRID,
     INK,
     MARKERS,
-    Picture,
+    ChartImage,
     legend_below,
     logarithmic,
     panels,
@@ -23,12 +23,12 @@ from tidewheel.bench.charts import (
 )
 from tidewheel.bench.figure_columns import COLUMNS, measured, verdicts
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.targets import Target
+from tidewheel.bench.targets import BenchTarget
 
 MOST_PANELS = 4  # beside each other
 
 
-class Panel(NamedTuple):
+class ChartPanel(NamedTuple):
     """Columns over loads: the first solid, a second one dashed or outlined."""
 
     title: str
@@ -39,18 +39,18 @@ class Panel(NamedTuple):
 
 _LATENCIES = {"First token, ms": "TTFT", "Further tokens, ms each": "TPOT", "Whole answer, ms": "e2e"}
 _GOAL = f"{GOAL * 100:.0f} %"
-_WITHIN = Panel("Within the objective, %", f"by the whole answer; dotted: {_GOAL}", ("within e2e",))
-_TTFT = Panel("Time to first token, p99, ms", "logarithmic: less is better", ("TTFT p99",), is_logarithmic=True)
-_ANSWER = Panel("Whole answer, p99, ms", "logarithmic: less is better", ("e2e p99",), is_logarithmic=True)
-_OUTPUT = Panel("Output, tokens/s", "more is better", ("output",))
-_GOODPUT = Panel("Goodput, requests/s", "outline: judged by the whole answer", ("goodput", "goodput e2e"))
-_TPOT = Panel("Time per output token, ms", "p50; dashed: p99", ("TPOT p50", "TPOT p99"))
-_E2E = Panel("Whole answer, ms", "p50; dashed: p99", ("e2e p50", "e2e p99"))
-_BUSY = Panel("Engine busy, %", "time in steps over time", ("busy",))
-_BATCH = Panel("Batch, requests", "a step, or an execution of Triton's", ("batch",))
+_WITHIN = ChartPanel("Within the objective, %", f"by the whole answer; dotted: {_GOAL}", ("within e2e",))
+_TTFT = ChartPanel("Time to first token, p99, ms", "logarithmic: less is better", ("TTFT p99",), is_logarithmic=True)
+_ANSWER = ChartPanel("Whole answer, p99, ms", "logarithmic: less is better", ("e2e p99",), is_logarithmic=True)
+_OUTPUT = ChartPanel("Output, tokens/s", "more is better", ("output",))
+_GOODPUT = ChartPanel("Goodput, requests/s", "outline: judged by the whole answer", ("goodput", "goodput e2e"))
+_TPOT = ChartPanel("Time per output token, ms", "p50; dashed: p99", ("TPOT p50", "TPOT p99"))
+_E2E = ChartPanel("Whole answer, ms", "p50; dashed: p99", ("e2e p50", "e2e p99"))
+_BUSY = ChartPanel("Engine busy, %", "time in steps over time", ("busy",))
+_BATCH = ChartPanel("Batch, requests", "a step, or an execution of Triton's", ("batch",))
 
 
-def pictures(result: StageResult) -> list[Picture]:
+def pictures(result: StageResult) -> list[ChartImage]:
     """Draw a stage: lines over batch sizes or rates, bars over other loads."""
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
     names = {target for (_, target), _ in measured(result)}
@@ -70,7 +70,7 @@ def pictures(result: StageResult) -> list[Picture]:
     return [_bars(result, targets, name, (_GOODPUT, _TTFT, _OUTPUT))]
 
 
-def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> Picture:
+def capacity_picture(findings: Mapping[str, Any], targets: Sequence[BenchTarget]) -> ChartImage:
     """Draw the capacities of `capacity_findings` as bars, the largest on top."""
     found, objective = findings["capacities"][WHOLE_ANSWER], findings["objective"]
     order = sorted(found, key=lambda name: (float(found[name]["per_s"]), -float(found[name]["bracket"][1])))
@@ -92,7 +92,7 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
         f"s to the first token and {objective['tpot_s'] * 1e3:g} ms for each other one, together for a whole answer. "
         f"Lines: the bracket. x: over {findings['reference']}."
     )
-    return Picture("capacity", caption, figure)
+    return ChartImage("capacity", caption, figure)
 
 
 def _capacity(one: Mapping[str, Any]) -> str:
@@ -104,19 +104,21 @@ def _capacity(one: Mapping[str, Any]) -> str:
     return f"{'' if math.isfinite(high) else '≥ '}{one['per_s']:.3g}{ratio}"
 
 
-def colours(targets: Sequence[Target]) -> dict[str, str]:
+def colours(targets: Sequence[BenchTarget]) -> dict[str, str]:
     """Return a colour per target, the same in all pictures."""
     ordered = sorted(targets, key=lambda target: (target.kind != "ours", target.name != "continuous"))
     greys, others = iter(GREYS * len(targets)), iter(COLOURS * len(targets))
     return {target.name: next(greys if target.kind == "baseline" else others) for target in ordered}
 
 
-def _first_known(result: StageResult, panel: Panel, other: Panel) -> Panel:
+def _first_known(result: StageResult, panel: ChartPanel, other: ChartPanel) -> ChartPanel:
     column = COLUMNS[panel.columns[0]]
     return panel if any(math.isfinite(column.estimate(figures).mean) for _, figures in measured(result)) else other
 
 
-def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Sequence[Panel], label: str) -> Picture:
+def _lines(
+    result: StageResult, targets: Sequence[BenchTarget], name: str, shown: Sequence[ChartPanel], label: str
+) -> ChartImage:
     figure, panes = panels(len(shown))
     colour = colours(result.stage.targets)
     for axes, panel in zip(panes, shown, strict=True):
@@ -135,10 +137,10 @@ def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Seq
         if panel is _WITHIN:
             axes.axhline(GOAL * 100, color=INK, linewidth=0.8, linestyle=":")
     legend_below(figure, panes[0])
-    return Picture(name, f"{result.stage.title}.", figure)
+    return ChartImage(name, f"{result.stage.title}.", figure)
 
 
-def _each_target(result: StageResult, targets: Sequence[Target], name: str) -> Picture:
+def _each_target(result: StageResult, targets: Sequence[BenchTarget], name: str) -> ChartImage:
     """Draw the share of answers in time (%) over the request rate: a panel per target, other targets in grey."""
     rows = -(-len(targets) // MOST_PANELS)
     figure, panes = panels(min(MOST_PANELS, len(targets)), rows, height=0.4 + 1.9 * rows, sharex=True, sharey=True)
@@ -161,10 +163,10 @@ def _each_target(result: StageResult, targets: Sequence[Target], name: str) -> P
         axes.set_visible(False)
     figure.supxlabel("offered, requests/s (logarithmic)", fontsize=9)
     figure.supylabel("whole answers in time, %", fontsize=9)
-    return Picture(name, f"{result.stage.title}. Share of whole answers in time; dotted: {_GOAL}.", figure)
+    return ChartImage(name, f"{result.stage.title}. Share of whole answers in time; dotted: {_GOAL}.", figure)
 
 
-def _quantiles(result: StageResult, target: Target, name: str) -> Picture:
+def _quantiles(result: StageResult, target: BenchTarget, name: str) -> ChartImage:
     """Draw the latencies of one target under one load."""
     figure, panes = panels(3, height=2.6)
     figures = result.figures(target.name, 0)
@@ -176,10 +178,10 @@ def _quantiles(result: StageResult, target: Target, name: str) -> Picture:
         axes.set_xlim(left=0)
         style(axes, title)
         axes.grid(axis="y", visible=False)
-    return Picture(name, f"{result.stage.title}: {verdicts(result)[0]}.", figure)
+    return ChartImage(name, f"{result.stage.title}: {verdicts(result)[0]}.", figure)
 
 
-def _bars(result: StageResult, targets: Sequence[Target], name: str, shown: Sequence[Panel]) -> Picture:
+def _bars(result: StageResult, targets: Sequence[BenchTarget], name: str, shown: Sequence[ChartPanel]) -> ChartImage:
     figure, panes = panels(len(shown), height=4.6)
     stage, colour, width = result.stage, colours(result.stage.targets), 0.84 / len(targets)
     for axes, panel in zip(panes, shown, strict=True):
@@ -208,10 +210,10 @@ def _bars(result: StageResult, targets: Sequence[Target], name: str, shown: Sequ
         f"{stage.title}. Objective: first token within {stage.slo.ttft_s:g} s, {stage.slo.tpot_s * 1e3:g} ms per "
         "output token. Whiskers: 95 % confidence."
     )
-    return Picture(name, caption, figure)
+    return ChartImage(name, caption, figure)
 
 
-def _finish(axes: Axes, panel: Panel) -> None:
+def _finish(axes: Axes, panel: ChartPanel) -> None:
     if panel.is_logarithmic:
         logarithmic(axes)
     else:

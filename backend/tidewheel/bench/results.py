@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tidewheel.bench.arrivals import Load
+from tidewheel.bench.arrivals import LoadPattern
 from tidewheel.bench.estimates import Estimate
-from tidewheel.bench.outcome import Outcome, Slo
-from tidewheel.bench.run_plan import PLAIN, Run, Stage
+from tidewheel.bench.outcome import RequestOutcome, Slo
+from tidewheel.bench.run_plan import PLAIN, PlannedRun, PlannedStage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
-from tidewheel.bench.targets import Target
+from tidewheel.bench.targets import BenchTarget
 from tidewheel.bench.workloads import Workload
-from tidewheel.workload.lengths import Range
+from tidewheel.workload.lengths import LengthRange
 
-_SAMPLE: Mapping[str, Callable[[Outcome], object]] = {
+_SAMPLE: Mapping[str, Callable[[RequestOutcome], object]] = {
     "sent_s": lambda o: o.sent,
     "lag_s": lambda o: o.lag,
     "ttft_s": lambda o: o.first_token,
@@ -36,12 +36,12 @@ SAMPLE_COLUMNS = tuple(_SAMPLE)
 
 @dataclass(slots=True)
 class RunResult:
-    run: Run
-    outcomes: list[Outcome]
+    run: PlannedRun
+    outcomes: list[RequestOutcome]
     server: dict[str, float]
     interrupted: bool = False
 
-    def record(self, stage: Stage) -> dict[str, Any]:
+    def record(self, stage: PlannedStage) -> dict[str, Any]:
         offered_s = None if self.interrupted else stage.offered_s(self.run.load)
         return {
             "target": self.run.target.name,
@@ -57,7 +57,7 @@ class RunResult:
 
 @dataclass(slots=True)
 class StageResult:
-    stage: Stage
+    stage: PlannedStage
     runs: list[RunResult] = field(default_factory=list)
     setup: Mapping[str, Any] = field(default_factory=dict)
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
@@ -65,13 +65,15 @@ class StageResult:
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> StageResult:
         """Return a recorded stage with its figures, without its runs: enough for tables and pictures."""
-        targets = tuple(Target(one["name"], one["kind"], one["settings"], one["url"]) for one in document["targets"])
+        targets = tuple(
+            BenchTarget(one["name"], one["kind"], one["settings"], one["url"]) for one in document["targets"]
+        )
         result = cls(
-            Stage(
+            PlannedStage(
                 **{name: document[name] for name in PLAIN},
                 targets=targets,
-                loads=tuple(Load(**load) for load in document["loads"]),
-                workload=Workload(document["workload"]["name"], Range(0, 0), Range(0, 0)),
+                loads=tuple(LoadPattern(**load) for load in document["loads"]),
+                workload=Workload(document["workload"]["name"], LengthRange(0, 0), LengthRange(0, 0)),
                 slo=Slo(**document["slo"]),
             )
         )
@@ -81,7 +83,7 @@ class StageResult:
             result._figures[figures["target"], loads[figures["load"]], 0] = values
         return result
 
-    def add_load(self, load: Load) -> None:
+    def add_load(self, load: LoadPattern) -> None:
         """Add a load, in the order of rates."""
         loads = sorted({*self.stage.loads, load}, key=lambda one: one.value)
         self.stage = replace(self.stage, loads=tuple(loads))
@@ -91,7 +93,7 @@ class StageResult:
         of = [r for r in self.runs if r.run.target.name == target and r.run.load == self.stage.loads[load]]
         return [r for r in of if not r.interrupted] or of
 
-    def outcomes(self, target: str, load: int) -> list[list[Outcome]]:
+    def outcomes(self, target: str, load: int) -> list[list[RequestOutcome]]:
         return [result.outcomes for result in self.repeats(target, load)]
 
     def figures(self, target: str, load: int) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class StageResult:
         return {**figures, "repeats": len(repeats), "server": _mean_of([result.server for result in repeats])}
 
 
-class Recorder:
+class ResultRecorder:
     def __init__(self, folder: Path, environment: Mapping[str, Any]) -> None:
         self.folder = folder
         self.environment = dict(environment)
@@ -132,7 +134,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines.write_text("", encoding="utf-8")
 
-    def begin(self, stage: Stage, setup: Mapping[str, Any] | None = None) -> StageResult:
+    def begin(self, stage: PlannedStage, setup: Mapping[str, Any] | None = None) -> StageResult:
         result = StageResult(stage, setup=setup or {})
         self.stages.append(result)
         return result

@@ -4,20 +4,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tidewheel.bench.arrivals import Load
-from tidewheel.bench.outcome import Conversation, Offered, Slo
-from tidewheel.bench.targets import Target
+from tidewheel.bench.arrivals import LoadPattern
+from tidewheel.bench.outcome import Conversation, OfferedRequest, Slo
+from tidewheel.bench.targets import BenchTarget
 from tidewheel.bench.workloads import Workload
 
 PLAIN = ("name", "title", "load_names", "seconds", "longest_s", "max_requests", "repeats", "seed", "timeout_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PlannedStage:
     name: str
     title: str
-    targets: tuple[Target, ...]
-    loads: tuple[Load, ...]
+    targets: tuple[BenchTarget, ...]
+    loads: tuple[LoadPattern, ...]
     workload: Workload
     seconds: float  # of sending, in an open loop
     repeats: int
@@ -29,15 +29,15 @@ class Stage:
     load_names: tuple[str, ...] = ()
     is_preliminary: bool = False  # only sets up later stages
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[PlannedRun]:
         """Yield runs in turns of targets, another one first each time."""
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
                 for target in (*self.targets[first:], *self.targets[:first]):
-                    yield Run(target, load, repeat, seed=self.seed + 1000 * repeat + index)
+                    yield PlannedRun(target, load, repeat, seed=self.seed + 1000 * repeat + index)
 
-    def conversations(self, run: Run) -> Iterator[Conversation]:
+    def conversations(self, run: PlannedRun) -> Iterator[Conversation]:
         """Yield requests: equal for all targets, new for each load and repeat."""
         source = self.workload.conversations(run.seed)
         if run.load.kind == "closed":
@@ -52,10 +52,10 @@ class Stage:
             for conversation, at in zip(source, times, strict=False)
         )
 
-    def label(self, load: Load) -> str:
+    def label(self, load: LoadPattern) -> str:
         return self.load_names[self.loads.index(load)] if self.load_names else str(load)
 
-    def offered_s(self, load: Load) -> float | None:
+    def offered_s(self, load: LoadPattern) -> float | None:
         """Return seconds of sending; None for a closed loop."""
         return self.seconds if load.rate is not None else None
 
@@ -77,21 +77,21 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    target: Target
-    load: Load
+class PlannedRun:
+    target: BenchTarget
+    load: LoadPattern
     repeat: int
     seed: int
     longest_s: float | None = None  # of sending, if a watch may end it
     ids_shift: int = 0  # for prompts new to a prefix cache
 
 
-def in_turns(stages: Sequence[Stage]) -> list[tuple[int, Run]]:
+def in_turns(stages: Sequence[PlannedStage]) -> list[tuple[int, PlannedRun]]:
     """Return (stage index, run), repeat by repeat."""
     runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
     return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 
 
-def _at(conversation: Sequence[Offered], at: float, input_ids: list[int] | None = None) -> Conversation:
+def _at(conversation: Sequence[OfferedRequest], at: float, input_ids: list[int] | None = None) -> Conversation:
     first = conversation[0]
     return (replace(first, at=at, input_ids=input_ids or first.input_ids), *conversation[1:])

@@ -87,7 +87,7 @@ def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-class Sampler:
+class MetricsSampler:
     """Scraper around a run: `async with Sampler(url, model) as sampler`."""
 
     def __init__(self, url: str | None, model: str) -> None:
@@ -97,7 +97,7 @@ class Sampler:
         self._task: asyncio.Task[None] | None = None
         self.samples: list[Sample] = []
 
-    async def __aenter__(self) -> Sampler:
+    async def __aenter__(self) -> MetricsSampler:
         if self._url is not None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
             await self._scrape()

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.arrivals import Load
-from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER, Capacity, CapacitySearch
+from tidewheel.bench.arrivals import LoadPattern
+from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER, CapacityBracket, CapacitySearch
 from tidewheel.bench.estimates import UNKNOWN, Estimate, quantile, ratio_interval
 from tidewheel.bench.experiment import Experiment
-from tidewheel.bench.outcome import Outcome, Slo
-from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.run_plan import Stage
+from tidewheel.bench.outcome import RequestOutcome, Slo
+from tidewheel.bench.results import ResultRecorder, StageResult
+from tidewheel.bench.run_plan import PlannedStage
 from tidewheel.bench.summary import rates
-from tidewheel.bench.targets import Target
+from tidewheel.bench.targets import BenchTarget
 from tidewheel.bench.workloads import WORKLOADS
-from tidewheel.workload.lengths import Lengths, Range
+from tidewheel.workload.lengths import LengthRange, Lengths
 
 ALONE_REQUESTS = 20
 AT_ONCE_REQUESTS = 32
@@ -36,7 +36,7 @@ EFFICIENCY = {
     "mixed lengths": WORKLOADS["mixed"],
     "equal lengths": replace(WORKLOADS["fixed"], inputs=_EQUAL, outputs=_EQUAL),
     "a shared prompt": WORKLOADS["shared-prefix"],
-    "prompts of their own": replace(WORKLOADS["mixed"], inputs=Range(272, 384)),
+    "prompts of their own": replace(WORKLOADS["mixed"], inputs=LengthRange(272, 384)),
 }
 EFFICIENCIES = {
     "scheduling_efficiency": ("mixed lengths", "equal lengths"),
@@ -46,18 +46,18 @@ Speeds = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
+class BenchSuite:
     experiment: Experiment
-    recorder: Recorder
-    base: Stage
+    recorder: ResultRecorder
+    base: PlannedStage
 
     @property
-    def ours(self) -> Target:
+    def ours(self) -> BenchTarget:
         targets = self.base.targets
         return next((target for target in targets if target.name in ("continuous", "llm")), targets[0])
 
     @property
-    def reference(self) -> Target:
+    def reference(self) -> BenchTarget:
         """Return the baseline; raise `BenchError` without one."""
         baselines = [target for target in self.base.targets if target.kind == "baseline"]
         for target in sorted(baselines, key=lambda target: target.name != "baseline_dynamic"):
@@ -90,14 +90,14 @@ class Suite:
             found = {name: search.capacities() for name, search in searches.items()}
             self.recorder.extra |= capacity_findings(found, self.ours.name, reference.name)
 
-    def _alone(self, reference: Target) -> tuple[float, float]:
+    def _alone(self, reference: BenchTarget) -> tuple[float, float]:
         """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
         title = f"One request after the other at {reference.name}"
         stage = self._stage(
             "alone",
             title,
             targets=(reference,),
-            loads=(Load("closed", 1),),
+            loads=(LoadPattern("closed", 1),),
             seconds=LONGEST * self.base.seconds,
             max_requests=ALONE_REQUESTS,
             repeats=1,
@@ -114,19 +114,19 @@ class Suite:
         return ttft, lone_tpot(wholes, ttft)
 
     def batch_sizes(self) -> None:
-        loads = tuple(Load("closed", size) for size in BATCH_SIZES)
+        loads = tuple(LoadPattern("closed", size) for size in BATCH_SIZES)
         self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
     def rates(self) -> None:
         """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates ours."""
         measure = self.ours
-        users = (Load("closed", SATURATION_USERS),)
+        users = (LoadPattern("closed", SATURATION_USERS),)
         title = f"Saturation of {measure.name}"
         result = self._measure("saturation", title, targets=(measure,), loads=users, repeats=1, is_preliminary=True)
         saturation = _served_per_s(result, measure.name)
         if not saturation:
             raise BenchError(f"target {measure.name} answered no request in full: there is no load to scale to")
-        loads = tuple(Load("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
+        loads = tuple(LoadPattern("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
         names = tuple(f"{rate}/s" for rate in RATES)
         values = (load.value for load in loads)
         self.recorder.extra |= {"saturation_per_s": saturation, "rates": dict(zip(names, values, strict=True))}
@@ -143,7 +143,7 @@ class Suite:
             self._stage(
                 name,
                 f"At once: {name}",
-                loads=(Load("all"),),
+                loads=(LoadPattern("all"),),
                 load_names=(name,),
                 max_requests=self.base.max_requests or OFFLINE_REQUESTS,
                 workload=replace(workload, vocab=base.vocab, max_tokens=base.max_tokens),
@@ -155,16 +155,18 @@ class Suite:
         self.recorder.extra |= efficiency_ratios(speeds, self.ours.name)
 
     def _at_once(self, name: str, count: int, **changes: Any) -> StageResult:
-        return self._measure(name, f"{count} requests at once", loads=(Load("all"),), max_requests=count, **changes)
+        return self._measure(
+            name, f"{count} requests at once", loads=(LoadPattern("all"),), max_requests=count, **changes
+        )
 
     def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
         return self.experiment.measure(self._stage(name, title, **changes))
 
-    def _stage(self, name: str, title: str, **changes: Any) -> Stage:
+    def _stage(self, name: str, title: str, **changes: Any) -> PlannedStage:
         return replace(self.base, name=name, title=title, **changes)
 
 
-def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
+def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
     """Return the median TPOT, answers in one piece taken to need `ttft` first; raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
@@ -176,7 +178,9 @@ def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
     return quantile(times, 0.5)
 
 
-def capacity_findings(found: Mapping[str, Mapping[str, Capacity]], ours: str, reference: str) -> dict[str, Any]:
+def capacity_findings(
+    found: Mapping[str, Mapping[str, CapacityBracket]], ours: str, reference: str
+) -> dict[str, Any]:
     """Return capacities by objective and target, and the ratio by the whole answer."""
     findings: dict[str, Any] = {"capacities": {}}
     for target, capacities in found.items():

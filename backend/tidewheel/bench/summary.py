@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tidewheel.bench.estimates import Estimate, bootstrap_quantiles, jain, mean, quantile, t_interval
-from tidewheel.bench.outcome import Outcome, Slo
+from tidewheel.bench.outcome import RequestOutcome, Slo
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-LATENCIES: Mapping[str, Callable[[Outcome], float | None]] = {
+LATENCIES: Mapping[str, Callable[[RequestOutcome], float | None]] = {
     "ttft_s": lambda o: o.first_token,
     "tpot_s": lambda o: o.tpot,
     "e2e_s": lambda o: o.latency,
@@ -24,12 +24,12 @@ RATES = (
 Figures = dict[str, float]
 
 
-def span(outcomes: Sequence[Outcome]) -> float:
+def span(outcomes: Sequence[RequestOutcome]) -> float:
     ends = [o.sent + o.ended for o in outcomes if o.ended is not None]
     return max(ends) - min(o.sent for o in outcomes) if ends else 0.0
 
 
-def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Figures:
+def rates(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None) -> Figures:
     """Return figures per second; goodput of an open loop per second of sending: `offered_s`, or to the last turn."""
     seconds = span(outcomes)
     if not seconds:
@@ -47,7 +47,7 @@ def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Fig
     }
 
 
-def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None = None) -> dict[str, Any]:
+def summarise_run(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None = None) -> dict[str, Any]:
     return {
         **_counts(outcomes, slo),
         **rates(outcomes, slo, offered_s),
@@ -59,7 +59,9 @@ def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None
     }
 
 
-def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s: float | None) -> dict[str, Any]:
+def summarise_repeats(
+    repeats: Sequence[Sequence[RequestOutcome]], slo: Slo, offered_s: float | None
+) -> dict[str, Any]:
     """Give rates as means of repeats, latencies as pooled quantiles."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
     pooled = [o for outcomes in repeats for o in outcomes]
@@ -76,7 +78,7 @@ def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s:
     }
 
 
-def _counts(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
+def _counts(outcomes: Sequence[RequestOutcome], slo: Slo) -> dict[str, Any]:
     counts = {
         "requests": len(outcomes),
         "errors": dict(Counter(o.code for o in outcomes if o.error)),
@@ -86,13 +88,13 @@ def _counts(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
     return counts | {"classes": classes} if len(classes) > 1 else counts
 
 
-def _latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
     answered = [o for o in outcomes if not o.error]
     latencies = {name: [value for o in answered if (value := of(o)) is not None] for name, of in LATENCIES.items()}
     return latencies | {"itl_s": [gap for o in answered if o.streamed for gap in o.inter_token_latencies()]}
 
 
-def fairness(outcomes: Sequence[Outcome]) -> float:
+def fairness(outcomes: Sequence[RequestOutcome]) -> float:
     """Return Jain's index over tenants' served shares; without tenants, over requests' tokens/s."""
     wanted: dict[str, float] = defaultdict(float)
     got: dict[str, float] = defaultdict(float)
@@ -105,8 +107,8 @@ def fairness(outcomes: Sequence[Outcome]) -> float:
     return jain([o.num_tokens / o.latency if o.latency else 0.0 for o in outcomes])
 
 
-def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
-    classes: dict[str, list[Outcome]] = defaultdict(list)
+def _by_class(outcomes: Sequence[RequestOutcome], slo: Slo) -> dict[str, Any]:
+    classes: dict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         classes[CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")].append(outcome)
     return {

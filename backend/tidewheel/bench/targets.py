@@ -10,10 +10,10 @@ from typing import Any, get_args
 from urllib.parse import parse_qs, urlsplit
 
 from tidewheel.bench import BenchError, peer_engines
-from tidewheel.bench.driver import Transport
+from tidewheel.bench.driver import BenchTransport
 from tidewheel.bench.environment import without_folders
-from tidewheel.bench.transports.http import GenerateStream, Infer, OpenAi
-from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.bench.transports.http import GenerateStreamTransport, InferTransport, OpenAiTransport
+from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 from tidewheel.config import StrategyName
 
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
@@ -29,7 +29,7 @@ ELSEWHERE = ("vllm", "openvino")  # in their own environments
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """`kind` is ours, baseline, a peer, grpc, generate_stream, infer or openai."""
 
     name: str
@@ -62,22 +62,22 @@ class Target:
         match = re.search(r"/v2/models/([^/]+)/", self.url)
         return match[1] if match else ""
 
-    def transport(self, *, with_ids: bool) -> Transport:
+    def transport(self, *, with_ids: bool) -> BenchTransport:
         parts = urlsplit(self.url)
         if self.kind == "grpc":
-            return TritonGrpc(parts.netloc, self.model, with_ids=with_ids)
+            return TritonGrpcTransport(parts.netloc, self.model, with_ids=with_ids)
         if self.kind == "generate_stream":
-            return GenerateStream(self.url)
+            return GenerateStreamTransport(self.url)
         if self.kind == "infer":
-            return Infer(self.url)
+            return InferTransport(self.url)
         assert self.kind == "openai"
         model = parse_qs(parts.query).get("model", [""])[0]
-        return OpenAi(f"{parts.scheme}://{parts.netloc}{parts.path}", model)
+        return OpenAiTransport(f"{parts.scheme}://{parts.netloc}{parts.path}", model)
 
 
-def parse_targets(texts: list[str]) -> list[Target]:
+def parse_targets(texts: list[str]) -> list[BenchTarget]:
     """Raise `BenchError` for a wrong target or a repeated name."""
-    targets: dict[str, Target] = {}
+    targets: dict[str, BenchTarget] = {}
     for target in map(parse_target, texts):
         if targets.setdefault(target.name, target) is not target:
             name = target.name
@@ -85,7 +85,7 @@ def parse_targets(texts: list[str]) -> list[Target]:
     return list(targets.values())
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> BenchTarget:
     target = _parse_target(text)
     known = {"metrics"} if target.url else peer_engines.OPTIONS.get(target.kind, set(target.settings))
     for key in target.settings:
@@ -94,7 +94,7 @@ def parse_target(text: str) -> Target:
     return target
 
 
-def _parse_target(text: str) -> Target:
+def _parse_target(text: str) -> BenchTarget:
     spec, *pairs = re.split(r",(?=[\w-]+=)", text)
     settings: dict[str, str] = {}
     for pair in pairs:
@@ -109,23 +109,23 @@ def _parse_target(text: str) -> Target:
     if kind in ELSEWHERE and equals:
         if not Path(python).is_file():
             raise BenchError(f"--target {name}: no python at {python!r}: make an environment with the peer in it")
-        return Target(name, kind, settings, python=python)
+        return BenchTarget(name, kind, settings, python=python)
     return _target(name, rest, settings, text)
 
 
-def _target(name: str, spec: str, settings: dict[str, str], text: str) -> Target:
+def _target(name: str, spec: str, settings: dict[str, str], text: str) -> BenchTarget:
     if spec in STRATEGIES:
-        return Target(name, "ours", {"scheduling_strategy": spec, **settings})
+        return BenchTarget(name, "ours", {"scheduling_strategy": spec, **settings})
     if spec in BASELINES:
-        return Target(name, "baseline", {"entry": spec, **settings})
+        return BenchTarget(name, "baseline", {"entry": spec, **settings})
     if spec in ELSEWHERE:
         raise BenchError(f"--target {text!r}: give the python of its environment: {spec}=/path/to/bin/python")
     if spec in PEERS:
-        return Target(name, spec, settings)
+        return BenchTarget(name, spec, settings)
     if "://" in spec:
         parts = urlsplit(spec)
         short = f"{parts.netloc}{parts.path}"
-        return Target(short if name == spec else name, _url_kind(spec, text), settings, url=spec)
+        return BenchTarget(short if name == spec else name, _url_kind(spec, text), settings, url=spec)
     known = ", ".join((*STRATEGIES, *BASELINES, *PEERS))
     raise BenchError(f"--target {text!r}: neither a URL nor one of {known}")
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 
 from tqdm import tqdm
 
-from tidewheel.bench.driver import Progress
+from tidewheel.bench.driver import RunProgress
 from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table, verdicts
-from tidewheel.bench.outcome import Outcome, Slo
-from tidewheel.bench.results import Recorder
+from tidewheel.bench.outcome import RequestOutcome, Slo
+from tidewheel.bench.results import ResultRecorder
 from tidewheel.bench.summary import summarise_run
 from tidewheel.server.wait_line import WaitLine, waiting
 
@@ -21,7 +21,7 @@ _RUN_COLUMNS = ("done", "output", "within", "within e2e", "TTFT p50", "TTFT p99"
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
-class Live:
+class TerminalProgress:
     """Progress bar of a measurement on standard error. Without a terminal: a line per run, and status lines."""
 
     def __init__(self, title: str, num_runs: int | None) -> None:
@@ -34,14 +34,14 @@ class Live:
             bar_format=_BAR,
         )
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> TerminalProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     @contextlib.asynccontextmanager
-    async def following(self, label: str, progress: Progress) -> AsyncIterator[None]:
+    async def following(self, label: str, progress: RunProgress) -> AsyncIterator[None]:
         task = asyncio.create_task(self._follow(label, progress, WaitLine()))
         try:
             yield
@@ -49,7 +49,7 @@ class Live:
             task.cancel()
             self._bar.update()
 
-    async def _follow(self, label: str, progress: Progress, line: WaitLine) -> None:
+    async def _follow(self, label: str, progress: RunProgress, line: WaitLine) -> None:
         while True:
             text = f"{label}: {progress.num_ended} of {len(progress.outcomes)} answered"
             if self._bar.disable:
@@ -72,7 +72,7 @@ class Live:
 
 
 def run_line(
-    label: str, outcomes: list[Outcome], slo: Slo, offered_s: float | None, server: Mapping[str, float]
+    label: str, outcomes: list[RequestOutcome], slo: Slo, offered_s: float | None, server: Mapping[str, float]
 ) -> str:
     if not outcomes:
         return f"{label}  nothing was sent"
@@ -82,7 +82,7 @@ def run_line(
     return "  ".join((label, f"{figures['completed']}/{len(outcomes)} answered", *shown))
 
 
-def result_tables(recorder: Recorder) -> Iterator[str]:
+def result_tables(recorder: ResultRecorder) -> Iterator[str]:
     """Yield tables of capacities, then of each stage."""
     if recorder.extra.get("capacities"):
         yield capacity_table(recorder.extra).as_text()

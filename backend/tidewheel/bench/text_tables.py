@@ -16,12 +16,12 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     header: list[str]
     rows: list[list[str]]
     num_labels: int = 2  # leading columns that name the row
 
-    def without_empty(self) -> Table:
+    def without_empty(self) -> TextTable:
         """Drop empty columns; drop all rows if only labels are left."""
         kept = [
             i for i in range(len(self.header)) if i < self.num_labels or any(row[i] != NOTHING for row in self.rows)

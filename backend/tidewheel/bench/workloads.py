@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Conversation, Offered
-from tidewheel.workload.lengths import Lengths, Range
+from tidewheel.bench.outcome import Conversation, OfferedRequest
+from tidewheel.workload.lengths import LengthRange, Lengths
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import NOBODY, Trace
 
@@ -30,7 +30,7 @@ _BLOCK = 256  # requests per draw
 SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 1.0, 1024
 
 
-class Kind(NamedTuple):
+class WorkloadKind(NamedTuple):
     """Share of requests, with parameters."""
 
     share: float
@@ -38,12 +38,12 @@ class Kind(NamedTuple):
 
 
 CLASSES = (
-    Kind(0.1, {"priority": 1}),
-    Kind(0.2, {"priority": 2}),
-    Kind(0.4, {"priority": 3}),
-    Kind(0.3, {"priority": 4}),
+    WorkloadKind(0.1, {"priority": 1}),
+    WorkloadKind(0.2, {"priority": 2}),
+    WorkloadKind(0.4, {"priority": 3}),
+    WorkloadKind(0.3, {"priority": 4}),
 )
-PLAIN = (Kind(1.0, {}),)
+PLAIN = (WorkloadKind(1.0, {}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Workload:
     """Lengths in tokens. `turns` over 1 makes conversations, with pauses between answer and next turn."""
 
     name: str
-    inputs: Lengths | Range
-    outputs: Lengths | Range
+    inputs: Lengths | LengthRange
+    outputs: Lengths | LengthRange
     source: str = "synthetic"
-    kinds: tuple[Kind, ...] = PLAIN
+    kinds: tuple[WorkloadKind, ...] = PLAIN
     prefix_tokens: int = 0  # shared by all requests, ahead of their own
     turns: int = 1
     pause_s: float = 0.0  # mean, exponentially distributed
@@ -102,7 +102,7 @@ class Workload:
         parameters: dict[str, Any],
         rng: np.random.Generator,
     ) -> Conversation:
-        turns: list[Offered] = []
+        turns: list[OfferedRequest] = []
         room = self.max_tokens - len(prefix)
         for turn, (num_input, num_output) in enumerate(zip(inputs, outputs, strict=True)):
             if room < 2:
@@ -112,7 +112,7 @@ class Workload:
             room -= num_input + num_output
             ids = self._ids(num_input, rng)
             pause = float(rng.exponential(self.pause_s)) if turn and self.pause_s else 0.0
-            turns.append(Offered(0.0, ids if turn else prefix + ids, num_output, parameters, pause))
+            turns.append(OfferedRequest(0.0, ids if turn else prefix + ids, num_output, parameters, pause))
         return tuple(turns)
 
     def _ids(self, count: int, rng: np.random.Generator) -> list[int]:
@@ -130,7 +130,7 @@ def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
         shared = np.random.default_rng([2, max(0, group)]).integers(FIRST_ID, workload.vocab, num_shared)
         ids = [*shared.tolist(), *own.integers(FIRST_ID, workload.vocab, num_prompt)[num_shared:].tolist()]
         num_output = min(int(trace.output_tokens[index]), workload.max_tokens - num_prompt)
-        yield (Offered(float(trace.arrivals[index]), ids, num_output, _recorded_parameters(trace, index)),)
+        yield (OfferedRequest(float(trace.arrivals[index]), ids, num_output, _recorded_parameters(trace, index)),)
 
 
 def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _sharegpt(scale: float) -> Workload:
     )
 
 
-_MIXED = Workload("mixed", Range(16, 128), Range(16, 128))
+_MIXED = Workload("mixed", LengthRange(16, 128), LengthRange(16, 128))
 WORKLOADS: Mapping[str, Workload] = {
     "fixed": Workload("fixed", Lengths("constant", 64), Lengths("constant", 64)),
     "mixed": _MIXED,
@@ -197,13 +197,13 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     return workload
 
 
-def _parse_lengths(text: str, name: str) -> Lengths | Range:
+def _parse_lengths(text: str, name: str) -> Lengths | LengthRange:
     kind, *ends = text.split(":")
     if kind != "range":
         return Lengths.parse(text, name=name)
     if len(ends) != 2 or not all(end.isdecimal() for end in ends) or not 1 <= int(ends[0]) <= int(ends[1]) < 1 << 24:
         raise BenchError(f"{name} is {text!r}: write range:LOW:HIGH, two whole numbers from 1, the smaller first")
-    return Range(int(ends[0]), int(ends[1]))
+    return LengthRange(int(ends[0]), int(ends[1]))
 
 
 def _scale(text: str) -> float:

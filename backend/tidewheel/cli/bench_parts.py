@@ -18,10 +18,10 @@ from tidewheel.bench.environment import environment
 from tidewheel.bench.experiment import Experiment
 from tidewheel.bench.html_page import write_files
 from tidewheel.bench.outcome import Slo
-from tidewheel.bench.results import Recorder
-from tidewheel.bench.run_plan import Stage
-from tidewheel.bench.suites import Suite
-from tidewheel.bench.targets import Target, parse_targets
+from tidewheel.bench.results import ResultRecorder
+from tidewheel.bench.run_plan import PlannedStage
+from tidewheel.bench.suites import BenchSuite
+from tidewheel.bench.targets import BenchTarget, parse_targets
 from tidewheel.bench.terminal import result_tables
 from tidewheel.bench.workloads import Workload, parse_workload
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
@@ -35,16 +35,16 @@ _ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
 
-class Part(NamedTuple):
+class BenchPart(NamedTuple):
     deployment: Deployment
-    stage: Stage
-    run: Callable[[Suite], None]
+    stage: PlannedStage
+    run: Callable[[BenchSuite], None]
 
 
 def measure(args: argparse.Namespace) -> int:
     parts = list(_parts(args))
     _check_counted(args, [target for part in parts for target in part.stage.targets])
-    recorder = Recorder(args.out, environment())
+    recorder = ResultRecorder(args.out, environment())
     recorder.extra |= {"suite": args.suite, "vllm_cpu_ratio": None, "vllm_cpu_ratio_reason": _why_no_vllm(parts)}
     code = 0
     try:
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> int:
             with Experiment(
                 deployment, recorder, stage.targets, warm_up=args.warm_up, one_at_a_time=args.one_at_a_time
             ) as experiment:
-                run_stages(Suite(experiment, recorder, stage))
+                run_stages(BenchSuite(experiment, recorder, stage))
     except KeyboardInterrupt:
         code = INTERRUPTED
         print("interrupted: keeping what was measured", file=sys.stderr)
@@ -64,27 +64,29 @@ def measure(args: argparse.Namespace) -> int:
     return code
 
 
-def _parts(args: argparse.Namespace) -> Iterator[Part]:
+def _parts(args: argparse.Namespace) -> Iterator[BenchPart]:
     slo = Slo(args.ttft, args.tpot) if args.ttft and args.tpot else None
-    steps: dict[str, Callable[[Suite], None]] = {
-        "run": Suite.run,
-        "batch": Suite.batch_sizes,
-        "rates": Suite.rates,
-        "offline": Suite.offline,
-        "efficiency": Suite.efficiency,
+    steps: dict[str, Callable[[BenchSuite], None]] = {
+        "run": BenchSuite.run,
+        "batch": BenchSuite.batch_sizes,
+        "rates": BenchSuite.rates,
+        "offline": BenchSuite.offline,
+        "efficiency": BenchSuite.efficiency,
         "compare": lambda suite: suite.compare(slo, args.budget_s or math.inf),
     }
     stage = _stage(args, args.model)
-    yield Part(_deployment(args, stage, args.model, args.dtype or DTYPE), stage, steps[args.suite])
+    yield BenchPart(_deployment(args, stage, args.model, args.dtype or DTYPE), stage, steps[args.suite])
     if args.suite == "compare" and (peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]):
         model = args.offline_model or args.model
         offline = _stage(args, model, "offline")
         targets, workload = tuple(parse_targets(["llm", *peers])), _workload(args, "mixed", model)
         offline = replace(offline, targets=targets, workload=workload)
-        yield Part(_deployment(args, offline, model, args.offline_dtype or OFFLINE_DTYPE), offline, Suite.offline)
+        yield BenchPart(
+            _deployment(args, offline, model, args.offline_dtype or OFFLINE_DTYPE), offline, BenchSuite.offline
+        )
 
 
-def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
+def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> PlannedStage:
     text, targets, workload, loads = SUITES[suite or args.suite]
     online_peers = [peer for peer in args.peer if args.suite != "compare" or not _ELSEWHERE.search(peer)]
     if args.load and args.suite != "run":
@@ -94,7 +96,7 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     parsed = tuple(load for one in chosen for load in parse_loads(one, args.seconds))
     if args.suite == "run" and any(load.kind == "trace" for load in parsed) != name.startswith("trace:"):
         raise UsageError("--load trace and --workload trace:FILE go together")
-    return Stage(
+    return PlannedStage(
         name=suite or args.suite,
         title="Results" if (suite or args.suite) == "run" else f"{text[0].upper()}{text[1:]}",
         targets=tuple(parse_targets([*(args.target or targets), *online_peers])),
@@ -121,7 +123,7 @@ def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
     )
 
 
-def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str) -> Deployment:
+def _deployment(args: argparse.Namespace, stage: PlannedStage, model: Path, dtype: str) -> Deployment:
     needed = [target.name for target in stage.targets if target.is_served_here or target.is_peer]
     if needed and not (model / "config.json").is_file():
         raise UsageError(f"--model {str(model)!r}: no folder with a config.json, and {needed[0]} needs one")
@@ -132,7 +134,7 @@ def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str)
     return Deployment(model=weights, dtype=dtype, settings=settings, baselines=baselines, folder=folder)
 
 
-def _check_counted(args: argparse.Namespace, targets: list[Target]) -> None:
+def _check_counted(args: argparse.Namespace, targets: list[BenchTarget]) -> None:
     """Raise `UsageError` for an option that none of the targets or the suite uses."""
     has_offline_part = args.suite == "compare" and any(_ELSEWHERE.search(spec) for spec in args.peer)
     searches, of_offline = args.suite == "compare", "--suite compare and a --peer in an environment"
@@ -153,7 +155,7 @@ def _check_counted(args: argparse.Namespace, targets: list[Target]) -> None:
             raise UsageError(f"{option} goes with {companion}: here it would count for nothing")
 
 
-def _why_no_vllm(parts: list[Part]) -> str:
+def _why_no_vllm(parts: list[BenchPart]) -> str:
     if any(target.kind == "vllm" for part in parts for target in part.stage.targets):
         return "the offline measurement with it was not made"
     return "no vLLM was named: --peer vllm=PYTHON, the python of an environment with vllm-cpu"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tidewheel.bench.figure_columns import COLUMNS, Column, headings
-from tidewheel.bench.text_tables import Table
+from tidewheel.bench.figure_columns import COLUMNS, FigureColumn, headings
+from tidewheel.bench.text_tables import TextTable
 from tidewheel.cli.scaling_options import scaling_options
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
@@ -22,34 +22,34 @@ from tidewheel.request import Priority
 from tidewheel.server.repository import parse_settings
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
 from tidewheel.simulate.outcomes import Figures
-from tidewheel.simulate.scenario import ARRIVALS, Result, Scenario
+from tidewheel.simulate.scenario import ARRIVALS, Scenario, ScenarioResult
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.trace_files import read_trace
-from tidewheel.workload.traces import Prefixes, Tenants, Trace
+from tidewheel.workload.traces import PrefixMix, TenantMix, Trace
 
 DEFAULT_LOAD = 0.8
 MAX_LOAD = 10.0
 HARDLY_ANY = 0.05  # requests that wait, in the mean
 _COLUMNS = (
-    Column("finished", "", "finished"),
-    Column("refused", "", "refused"),
+    FigureColumn("finished", "", "finished"),
+    FigureColumn("refused", "", "refused"),
     *(COLUMNS[title] for title in ("done", "output", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")),
-    Column("mean latency", "s", "latency_s.mean"),
-    Column("waiting", "", "mean_waiting"),
-    Column("preempted", "", "preemptions"),
+    FigureColumn("mean latency", "s", "latency_s.mean"),
+    FigureColumn("waiting", "", "mean_waiting"),
+    FigureColumn("preempted", "", "preemptions"),
     COLUMNS["fairness"],
 )
 _SCALING_COLUMNS = (
-    Column("late", "%", "late_share", 100.0),
-    Column("replica hours", "", "replicas.hours"),
-    Column("most replicas", "", "replicas.most"),
+    FigureColumn("late", "%", "late_share", 100.0),
+    FigureColumn("replica hours", "", "replicas.hours"),
+    FigureColumn("most replicas", "", "replicas.most"),
 )
 _PART_COLUMNS = (
-    Column("requests", "", "num_requests"),
+    FigureColumn("requests", "", "num_requests"),
     *(COLUMNS[title] for title in ("TTFT p50", "TTFT p99")),
-    Column("refused", "", "refused"),
-    Column("latency p50", "s", "latency_s.p50"),
-    Column("latency p99", "s", "latency_s.p99"),
+    FigureColumn("refused", "", "refused"),
+    FigureColumn("latency p50", "s", "latency_s.p50"),
+    FigureColumn("latency p99", "s", "latency_s.p99"),
 )
 
 
@@ -116,24 +116,24 @@ def _check_coarse(args: argparse.Namespace, trace: Trace | None) -> None:
         raise UsageError(f"--trace {args.trace} has deadline_s: leave out --coarse")
 
 
-def print_results(scenario: Scenario, results: Sequence[Result]) -> None:
+def print_results(scenario: Scenario, results: Sequence[ScenarioResult]) -> None:
     cost, settings = scenario.cost, scenario.scaling_settings
     count = f"{settings.min_replicas} to {settings.max_replicas}" if scenario.scaling else settings.max_replicas
     print(f"{count} x {cost.name}: {cost.device}\nrouter {scenario.router}, trace {scenario.arrivals}\n")
     columns = (*_COLUMNS, *_SCALING_COLUMNS) if scenario.scaling else _COLUMNS
     rows = [[_name(result), *(c.cell(result.figures) for c in columns)] for result in results]
-    print(Table(["policy", *headings(columns)], rows, num_labels=1).as_text())
+    print(TextTable(["policy", *headings(columns)], rows, num_labels=1).as_text())
     parts = [
         [_name(result), name, *(c.cell(figures) for c in _PART_COLUMNS)]
         for result in results
         for name, figures in _parts(result.figures)
     ]
     if parts:
-        print("\n" + Table(["policy", "part", *headings(_PART_COLUMNS)], parts).as_text())
+        print("\n" + TextTable(["policy", "part", *headings(_PART_COLUMNS)], parts).as_text())
     print("\n" + "\n".join([*map(verdict, results), *alike(results)]))
 
 
-def verdict(result: Result) -> str:
+def verdict(result: ScenarioResult) -> str:
     """Say what was offered, whether the system keeps up, and what it finishes in the middle of the run."""
     figures = result.figures
     steady = figures["steady_requests_per_s"]
@@ -143,7 +143,7 @@ def verdict(result: Result) -> str:
     return f"{_name(result)}: {figures['offered_per_s']:.3g} requests/s are offered, and it {does}{lost}; {rate}."
 
 
-def alike(results: Sequence[Result]) -> list[str]:
+def alike(results: Sequence[ScenarioResult]) -> list[str]:
     """Say which policies decided alike, and why that may be."""
     same = [(a, b) for a, b in itertools.combinations(results, 2) if a.load == b.load and a.figures == b.figures]
     if not same:
@@ -168,7 +168,7 @@ def print_replicas(scenario: Scenario) -> None:
         )
 
 
-def _name(result: Result) -> str:
+def _name(result: ScenarioResult) -> str:
     return result.policy if result.load is None else f"{result.policy} {result.load:.0%}"
 
 
@@ -179,7 +179,7 @@ def _parts(figures: Figures) -> Iterator[tuple[str, Figures]]:
             yield from ((f"{kind} {name or 'none'}", part) for name, part in parts.items())
 
 
-def write_json(scenario: Scenario, results: Sequence[Result], target: str) -> None:
+def write_json(scenario: Scenario, results: Sequence[ScenarioResult], target: str) -> None:
     record = {
         "trace": scenario.arrivals,
         "seed": scenario.seed,
@@ -200,7 +200,7 @@ def write_json(scenario: Scenario, results: Sequence[Result], target: str) -> No
         raise UsageError(f"--json: {error}") from None
 
 
-def write_charts(results: Sequence[Result], folder: Path) -> list[Path]:
+def write_charts(results: Sequence[ScenarioResult], folder: Path) -> list[Path]:
     """Write the charts that have something to show; return their paths."""
     try:
         from tidewheel.simulate.simulation_charts import charts
@@ -232,9 +232,9 @@ def _cost(text: str) -> CostModel:
     return CostModel.load(Path(text))
 
 
-def _tenants(text: str | None) -> Tenants:
+def _tenants(text: str | None) -> TenantMix:
     if text is None:
-        return Tenants()
+        return TenantMix()
     rows = []
     for entry in text.split(","):
         try:
@@ -248,17 +248,17 @@ def _tenants(text: str | None) -> Tenants:
     names, shares, priorities = zip(*rows, strict=True)
     if len(set(names)) != len(names):
         raise UsageError("--tenants names one of them twice")
-    return Tenants(names, shares, priorities)
+    return TenantMix(names, shares, priorities)
 
 
-def _prefixes(text: str | None) -> Prefixes | None:
+def _prefixes(text: str | None) -> PrefixMix | None:
     if text is None:
         return None
     try:
         groups, tokens = (int(part) for part in text.split(":"))
     except ValueError:
         raise UsageError(f"--prefixes is {text!r}: write N:TOKENS, say 8:512") from None
-    return Prefixes(_at_least("--prefixes", groups, 1), _at_least("--prefixes", tokens, 1))
+    return PrefixMix(_at_least("--prefixes", groups, 1), _at_least("--prefixes", tokens, 1))
 
 
 def _load(text: str) -> float:

@@ -22,7 +22,14 @@ from tidewheel.models.architectures import native_traits
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.decoder_config import parse_config
 from tidewheel.models.loader import check_through_transformers, resolve_max_model_len
-from tidewheel.models.model_folder import MAX_INT, Fields, architecture, cached_folder, checkpoint_dtype, read_config
+from tidewheel.models.model_folder import (
+    MAX_INT,
+    ConfigFields,
+    architecture,
+    cached_folder,
+    checkpoint_dtype,
+    read_config,
+)
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
 from tidewheel.runner.device import (
@@ -33,7 +40,7 @@ from tidewheel.runner.device import (
     resolve_dtype,
 )
 from tidewheel.runner.host_memory import available_host_bytes
-from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, Share, cpu_budget, decide_size, full_bytes
+from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, MemoryShare, cpu_budget, decide_size, full_bytes
 from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.memory_claims import MemoryClaim
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
@@ -159,7 +166,7 @@ class ModelJudge:
             self._found += [note("", shortened)] if shortened else []
 
 
-def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
+def _plan(fields: ConfigFields, config: EngineConfig, dtype: torch.dtype) -> Plan:
     traits = native_traits(fields)
     if traits is None:
         # Importing transformers takes seconds, which native models save.
@@ -222,7 +229,7 @@ def _budget(
         f"taken, weights need {weights // MIB}, and steps about {steps // MIB})"
     )
     allowed = int(total * config.gpu_memory_utilization) - (total - free) - weights - steps
-    return MemoryBudget(allowed, source, "gpu_memory_utilization", Share(config.gpu_memory_utilization, total))
+    return MemoryBudget(allowed, source, "gpu_memory_utilization", MemoryShare(config.gpu_memory_utilization, total))
 
 
 def _check_host_memory(needs: Needs) -> None:

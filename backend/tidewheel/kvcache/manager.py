@@ -10,12 +10,12 @@ from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.prefix import NO_HIT, PrefixCache, PrefixHit, extend_block_hashes
 from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
+from tidewheel.kvcache.transfers import IncomingBlocks, TransferArrays, TransferQueue
 from tidewheel.request import Request
 from tidewheel.stats import EngineStats
 
 
-class Departures:
+class FreedBlockCounter:
     """Counter of unkept blocks that only departing rows hold. O(blocks of the row)."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: Collection[int]) -> None:
@@ -147,7 +147,7 @@ class KVCacheManager:
         if takes_over:
             own.insert(first, sources.pop())  # the pin becomes the row's hold
         targets = own[first : first + len(sources)]
-        self._transfers.arrivals[row] = Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets)
+        self._transfers.arrivals[row] = IncomingBlocks(hit.host_keys, slots, own[: len(slots)], sources, targets)
         return own
 
     def _take(self, count: int) -> list[int]:
@@ -213,8 +213,8 @@ class KVCacheManager:
             self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
 
-    def departures(self, kept: Collection[int] = ()) -> Departures:
-        return Departures(self._pool.ref_count, self._tables, kept)
+    def departures(self, kept: Collection[int] = ()) -> FreedBlockCounter:
+        return FreedBlockCounter(self._pool.ref_count, self._tables, kept)
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
         """End the row's table; hold its blocks until `after_step` is done."""
@@ -228,7 +228,7 @@ class KVCacheManager:
         else:
             self._transfers.hold(table, after_step)
 
-    def take_transfers(self, step_id: int) -> Transfers:
+    def take_transfers(self, step_id: int) -> TransferArrays:
         """Return the queued copies, which this step must perform."""
         transfers, arrivals = self._transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.

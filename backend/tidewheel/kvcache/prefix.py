@@ -20,7 +20,7 @@ import numpy as np
 
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
-from tidewheel.kvcache.sessions import Session, SessionTable
+from tidewheel.kvcache.sessions import KVSession, SessionTable
 from tidewheel.request import Request
 
 _DOMAIN = b"tidewheel kv block v2\0"
@@ -87,7 +87,7 @@ class PrefixHit(NamedTuple):
     host_keys: tuple[bytes, ...] = ()  # next, in the host tier
     tail_block: int = -1  # of the part, if in the pool
     tail_key: bytes = b""  # of the part, if in the host tier
-    session: Session | None = None  # owner of the part; None: a fork's leader
+    session: KVSession | None = None  # owner of the part; None: a fork's leader
     num_session_tokens: int = 0  # of these, from the request's session
 
     @property
@@ -167,7 +167,7 @@ class PrefixCache:
     def _is_missing(self, key: bytes) -> bool:
         return self._pool.lookup(key) is None and self._host.lookup(key) is None
 
-    def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
+    def _with_session(self, hit: PrefixHit, session: KVSession, request: Request) -> PrefixHit:
         """Add the session's tail to the hit and count the session's tokens."""
         num_shared = min(hit.num_blocks, len(session.keys))
         while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
@@ -185,7 +185,7 @@ class PrefixCache:
             num_session_tokens=hit.num_session_tokens + num_tokens,
         )
 
-    def _num_tail_tokens(self, hit: PrefixHit, session: Session, request: Request) -> int:
+    def _num_tail_tokens(self, hit: PrefixHit, session: KVSession, request: Request) -> int:
         """Count shared tail tokens, leaving one to compute."""
         if not session.tail_tokens or len(session.keys) != hit.num_blocks:
             return 0

@@ -4,7 +4,7 @@ from tidewheel.errors import NotFound
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.prefix import extend_block_hashes, parent_hash, tail_hash, tokens_between
-from tidewheel.kvcache.sessions import Session, SessionLimits, SessionTable
+from tidewheel.kvcache.sessions import KVSession, SessionLimits, SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.request import Request
 
@@ -39,7 +39,7 @@ class SessionStore:
         for gone in self.table.put(session):
             self._release(gone)
 
-    def _make(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> Session:
+    def _make(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> KVSession:
         size = self._block_size
         num_full = num_computed_tokens // size
         extend_block_hashes(request, num_full, size)
@@ -55,7 +55,7 @@ class SessionStore:
         if tail:
             blocks = (*blocks, table[num_full])
         expires_at = now + request.session_ttl
-        return Session(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
+        return KVSession(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
 
     def _limited(self, tenant: str, num_blocks: int) -> int:
         max_blocks = self.table.max_blocks(tenant)
@@ -71,7 +71,7 @@ class SessionStore:
             else:
                 self._remove(*session.name)
 
-    def surrender_tail(self, session: Session) -> None:
+    def surrender_tail(self, session: KVSession) -> None:
         """Free the block of the session's tail."""
         self._pool.release(self.table.give_up_blocks(session, len(session.blocks) - 1))
         session.tail_tokens = session.tail_key = b""
@@ -91,7 +91,7 @@ class SessionStore:
             self._release(session)
         return session is not None
 
-    def _write_out(self, session: Session) -> bool:
+    def _write_out(self, session: KVSession) -> bool:
         """Queue copies to the host tier, head first; return whether any will be there."""
         blocks = self._pool.lookup_prefix(session.keys)  # stops at content forgotten as wrong
         keys = session.keys[: len(blocks)]
@@ -99,6 +99,6 @@ class SessionStore:
             blocks, keys = (*blocks, session.tail_block), (*keys, session.tail_key)
         return self._transfers.swap_out(blocks, keys) > 0
 
-    def _release(self, session: Session) -> None:
+    def _release(self, session: KVSession) -> None:
         self._pool.release(session.blocks[::-1])
         self._host.drop(session.tail_key)

@@ -20,7 +20,7 @@ class SessionLimits(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class KVSession:
     """Digests of full blocks, then tokens of the partial last block."""
 
     tenant: str
@@ -42,7 +42,7 @@ class Session:
         return self.blocks[-1] if self.tail_tokens and self.blocks else -1
 
 
-class Tally:
+class SessionTally:
     """Counts by name, and the name with the highest. Calls are O(1)."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class Tally:
 class _TenantSessions:
     """Sessions of one tenant, least recently used first."""
 
-    sessions: OrderedDict[SessionName, Session] = field(default_factory=OrderedDict)
-    resident: OrderedDict[SessionName, Session] = field(default_factory=OrderedDict)  # with blocks
+    sessions: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)
+    resident: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)  # with blocks
     num_blocks: int = 0
 
 
@@ -90,14 +90,14 @@ class SessionTable:
 
     def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
-        self._sessions: dict[SessionName, Session] = {}
-        self._resident: OrderedDict[SessionName, Session] = OrderedDict()  # with blocks, least recently used first
+        self._sessions: dict[SessionName, KVSession] = {}
+        self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()  # with blocks, least recently used first
         self._tenants: dict[str, _TenantSessions] = {}
-        self._accounts = Tally()  # sessions per account
-        self._members: dict[str, Tally] = {}  # sessions per tenant, by account
-        self._expiries = EventHeap[Session](lambda event: self.get(*event.subject.name) is event.subject)
+        self._accounts = SessionTally()  # sessions per account
+        self._members: dict[str, SessionTally] = {}  # sessions per tenant, by account
+        self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
-    def reconfigure(self, limits: SessionLimits) -> list[Session]:
+    def reconfigure(self, limits: SessionLimits) -> list[KVSession]:
         """Return the sessions evicted by other limits."""
         sessions = [self._drop(session) for session in list(self._sessions.values())]
         self.limits = limits
@@ -106,7 +106,7 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, tenant: str, session_id: str) -> Session | None:
+    def get(self, tenant: str, session_id: str) -> KVSession | None:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
@@ -117,7 +117,7 @@ class SessionTable:
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def put(self, session: Session) -> list[Session]:
+    def put(self, session: KVSession) -> list[KVSession]:
         """Add a session and return the evicted ones, first the older session of that name."""
         former = self.remove(*session.name)
         self._count_in(session)
@@ -133,18 +133,18 @@ class SessionTable:
             gone.append(self._drop(self._first_to_go(self._accounts.leader())))
         return gone
 
-    def remove(self, tenant: str, session_id: str) -> Session | None:
+    def remove(self, tenant: str, session_id: str) -> KVSession | None:
         session = self._sessions.get((tenant, session_id))
         return None if session is None else self._drop(session)
 
-    def expire(self, now: float) -> list[Session]:
+    def expire(self, now: float) -> list[KVSession]:
         return [self._drop(event.subject) for event in self._expiries.pop_due(now)]
 
-    def oldest_resident(self) -> Session | None:
+    def oldest_resident(self) -> KVSession | None:
         """Return the least recently used session with blocks."""
         return next(iter(self._resident.values()), None)
 
-    def give_up_blocks(self, session: Session, num_kept: int = 0) -> tuple[int, ...]:
+    def give_up_blocks(self, session: KVSession, num_kept: int = 0) -> tuple[int, ...]:
         """Take all but the first `num_kept` blocks."""
         given = session.blocks[num_kept:]
         self._take_blocks(session, len(given))
@@ -171,13 +171,13 @@ class SessionTable:
         require(all(id(session) in waiting for session in self._sessions.values()), "a session never expires")
         require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
 
-    def _account(self, session: Session) -> str:
+    def _account(self, session: KVSession) -> str:
         return account_of(self.limits.tenants, session.tenant)
 
-    def _first_to_go(self, account: str) -> Session:
+    def _first_to_go(self, account: str) -> KVSession:
         return next(iter(self._tenants[self._members[account].leader()].sessions.values()))
 
-    def _drop(self, session: Session) -> Session:
+    def _drop(self, session: KVSession) -> KVSession:
         del self._sessions[session.name]
         of_tenant = self._tenants[session.tenant]
         self._take_blocks(session, len(session.blocks))
@@ -187,7 +187,7 @@ class SessionTable:
         self._tally(session, -1)
         return session
 
-    def _count_in(self, session: Session) -> None:
+    def _count_in(self, session: KVSession) -> None:
         self._sessions[session.name] = session
         of_tenant = self._tenants.setdefault(session.tenant, _TenantSessions())
         of_tenant.sessions[session.name] = session
@@ -196,14 +196,14 @@ class SessionTable:
             of_tenant.num_blocks += len(session.blocks)
         self._tally(session, 1)
 
-    def _tally(self, session: Session, change: int) -> None:
+    def _tally(self, session: KVSession, change: int) -> None:
         account = self._account(session)
         self._accounts.add(account, change)
-        self._members.setdefault(account, Tally()).add(session.tenant, change)
+        self._members.setdefault(account, SessionTally()).add(session.tenant, change)
         if not self._accounts.count(account):
             del self._members[account]
 
-    def _take_blocks(self, session: Session, num_blocks: int) -> None:
+    def _take_blocks(self, session: KVSession, num_blocks: int) -> None:
         of_tenant = self._tenants[session.tenant]
         of_tenant.num_blocks -= num_blocks
         if num_blocks == len(session.blocks):

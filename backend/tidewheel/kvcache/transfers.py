@@ -13,7 +13,7 @@ from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.stats import EngineStats
 
 
-class Transfers(NamedTuple):
+class TransferArrays(NamedTuple):
     """Columns of `ScheduledBatch`."""
 
     copy_sources: Int32Array
@@ -24,10 +24,10 @@ class Transfers(NamedTuple):
     swap_in_blocks: Int32Array
 
 
-NO_TRANSFERS = Transfers(*[np.empty(0, dtype=np.int32)] * 6)
+NO_TRANSFERS = TransferArrays(*[np.empty(0, dtype=np.int32)] * 6)
 
 
-class Arrival(NamedTuple):
+class IncomingBlocks(NamedTuple):
     """Content that a new row receives with its first batch."""
 
     keys: tuple[bytes, ...]  # contents of the full `blocks`
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
     copy_targets: list[int]
 
 
-class _Step(NamedTuple):
+class _StepHolds(NamedTuple):
     """Slots pinned and blocks held until a step is done."""
 
     out_slots: list[int]
@@ -60,8 +60,8 @@ class TransferQueue:
         self._host = host
         self._out_blocks: list[int] = []
         self._out_slots: list[int] = []
-        self.arrivals: dict[int, Arrival] = {}  # by row, with the next batch; sources are pinned
-        self._steps: defaultdict[int, _Step] = defaultdict(lambda: _Step([], [], [], []))  # in flight
+        self.arrivals: dict[int, IncomingBlocks] = {}  # by row, with the next batch; sources are pinned
+        self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))  # in flight
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
         """Queue copies until the host tier is full; return how many leading keys will be there."""
@@ -87,7 +87,7 @@ class TransferQueue:
             self._host.unpin(arrival.slots[::-1])
             self._pool.free(arrival.copy_sources)
 
-    def take(self, step_id: int) -> tuple[Transfers, dict[int, Arrival]]:
+    def take(self, step_id: int) -> tuple[TransferArrays, dict[int, IncomingBlocks]]:
         """Assign queued transfers to a step; return them and arrivals by row."""
         if not self.arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
@@ -97,7 +97,7 @@ class TransferQueue:
         sources = [block_id for arrival in arrivals.values() for block_id in arrival.copy_sources]
         targets = [block_id for arrival in arrivals.values() for block_id in arrival.copy_targets]
         columns = (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)
-        transfers = Transfers(*[np.array(column, dtype=np.int32) for column in columns])
+        transfers = TransferArrays(*[np.array(column, dtype=np.int32) for column in columns])
         step = self._steps[step_id]
         step.out_slots.extend(self._out_slots)
         step.in_slots.extend(in_slots)
@@ -120,7 +120,7 @@ class TransferQueue:
 
     def abandon(self) -> None:
         """End all steps in flight and forget what they may never have written."""
-        steps = [*self._steps.values(), _Step(self._out_slots, [], [], [])]
+        steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []
         for step in steps:
@@ -154,7 +154,7 @@ class TransferQueue:
     def _carried_sources(self) -> list[int]:
         return [block_id for step in self._steps.values() for block_id in step.sources]
 
-    def _unpin(self, step: _Step) -> None:
+    def _unpin(self, step: _StepHolds) -> None:
         # Evict the last block first: content is useless without its predecessors.
         self._host.unpin(step.out_slots[::-1])
         self._host.unpin(step.in_slots[::-1])

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidewheel.errors import ConfigError
 from tidewheel.model_formats import config_refusal
-from tidewheel.models.model_folder import Fields, architecture
+from tidewheel.models.model_folder import ConfigFields, architecture
 
 _ALIBI = "its attention adds ALiBi position biases"
 _RECURRENT = "it keeps a recurrent state instead of keys and values"
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, ...]] = {  # by cause
 }  # fmt: skip
 
 
-def native_traits(fields: Fields) -> NativeTraits | None:
+def native_traits(fields: ConfigFields) -> NativeTraits | None:
     """Return native traits, or None for transformers. Raise `ConfigError` for a refused model."""
     name = architecture(fields)
     for cause, names in REFUSED.items():

@@ -78,14 +78,14 @@ class EmbeddingLM(CausalLM, Protocol):
         ...
 
 
-class Cut(NamedTuple):
+class AttentionInput(NamedTuple):
     """Forward pass before an attention."""
 
     queries: torch.Tensor  # [T, num_q_heads, head_dim]
     residual: torch.Tensor  # [T, hidden_size]
 
 
-class Places(NamedTuple):
+class TokenLocations(NamedTuple):
     """Where the tokens of a step are."""
 
     positions: torch.Tensor  # [T] int64, in their sequences
@@ -95,7 +95,9 @@ class Places(NamedTuple):
 class SplitLayer(Protocol):
     """Layer around its attention, which alone needs more than the number of tokens."""
 
-    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, places: Places, kv: KVLayer) -> Cut:
+    def begin(
+        self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
+    ) -> AttentionInput:
         """Compute up to the attention; fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
         ...
 

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, linear, pad
 
 from tidewheel.config import Quantization
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import Cut, KVLayer, ModelShape, Places
+from tidewheel.models.causal_lm import AttentionInput, KVLayer, ModelShape, TokenLocations
 from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import (
@@ -137,7 +137,7 @@ class Attention:
         self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None
         self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
-    def queries(self, x: torch.Tensor, places: Places, kv: KVLayer) -> torch.Tensor:
+    def queries(self, x: torch.Tensor, places: TokenLocations, kv: KVLayer) -> torch.Tensor:
         """Project and rotate; write keys and values into the cache."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
@@ -178,9 +178,11 @@ class DecoderLayer:
         self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm", config.hidden_size)
         self.mlp = GatedMLP(config, weights, f"{prefix}mlp.")
 
-    def begin(self, x: torch.Tensor, residual: torch.Tensor | None, places: Places, kv: KVLayer) -> Cut:
+    def begin(
+        self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
+    ) -> AttentionInput:
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
-        return Cut(self.attention.queries(normed, places, kv), residual)
+        return AttentionInput(self.attention.queries(normed, places, kv), residual)
 
     def attend(
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
@@ -305,7 +307,7 @@ class Decoder:
         self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last layer's output and the sum before it, both [T, hidden_size]."""
-        x, places = self.embed(token_ids), Places(positions, meta.slot_mapping)
+        x, places = self.embed(token_ids), TokenLocations(positions, meta.slot_mapping)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
             cut = layer.begin(x, residual, places, kv)

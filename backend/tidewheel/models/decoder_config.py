@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NativeTraits
-from tidewheel.models.model_folder import MAX_CONTEXT, Fields, architecture
+from tidewheel.models.model_folder import MAX_CONTEXT, ConfigFields, architecture
 from tidewheel.models.rope_table import RopeConfig, parse_rope
 
 MAX_LAYERS = 1024
@@ -41,7 +41,7 @@ class ModelConfig:
         return max(self.max_position_embeddings, self.rope.extended_context)
 
 
-def parse_config(fields: Fields, traits: NativeTraits) -> ModelConfig:
+def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
     """Raise `ConfigError` with the key, its value and what is accepted."""
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -71,13 +71,13 @@ def parse_config(fields: Fields, traits: NativeTraits) -> ModelConfig:
     return config
 
 
-def _check_activation(fields: Fields) -> None:
+def _check_activation(fields: ConfigFields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ConfigError(f"{fields.where}: hidden_act {activation!r} is not offered here, only silu")
 
 
-def _check_heads(fields: Fields, config: ModelConfig) -> None:
+def _check_heads(fields: ConfigFields, config: ModelConfig) -> None:
     if config.num_q_heads % config.num_kv_heads:
         raise ConfigError(
             f"{fields.where}: num_attention_heads {config.num_q_heads} is not a multiple of "
@@ -87,7 +87,7 @@ def _check_heads(fields: Fields, config: ModelConfig) -> None:
         raise ConfigError(f"{fields.where}: head_dim is {config.head_dim}, it must be a multiple of 8")
 
 
-def _sliding_windows(fields: Fields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
+def _sliding_windows(fields: ConfigFields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full
@@ -100,7 +100,7 @@ def _sliding_windows(fields: Fields, traits: NativeTraits, num_layers: int) -> t
     return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(fields, num_layers))
 
 
-def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
+def _layer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     if fields.values.get("layer_types") is None:
         first = fields.integer("max_window_layers", 28, low=0)
         return tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))

@@ -12,7 +12,7 @@ from tidewheel.models.architectures import NativeTraits, native_traits
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.decoder_config import parse_config
-from tidewheel.models.model_folder import Fields, architecture
+from tidewheel.models.model_folder import ConfigFields, architecture
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,12 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+    folder: Path,
+    fields: ConfigFields,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> LoadedModel:
     """Raise `ConfigError` with one line."""
     name = architecture(fields)
@@ -39,7 +44,12 @@ def load_model(
 
 
 def _load_through_transformers(
-    folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+    folder: Path,
+    fields: ConfigFields,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> LoadedModel:
     # Importing transformers takes seconds, which native models save.
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
@@ -60,7 +70,7 @@ def _load_through_transformers(
 
 def _load_native(
     folder: Path,
-    fields: Fields,
+    fields: ConfigFields,
     traits: NativeTraits,
     config: EngineConfig,
     dtype: torch.dtype,

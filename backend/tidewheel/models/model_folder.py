@@ -38,31 +38,31 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def read_config(folder: Path) -> Fields:
+def read_config(folder: Path) -> ConfigFields:
     """Return the checked fields of `config.json`. Raise `ConfigError` for a folder in a format that is not served."""
     if refusal := foreign_format(folder):
         raise ConfigError(refusal)
     path = folder / "config.json"
-    fields = Fields(read_json(path), str(path))
+    fields = ConfigFields(read_json(path), str(path))
     if "auto_map" in fields.values:
         raise ConfigError(f"{path}: auto_map asks to run code from the model folder, which is never done")
     return fields
 
 
-class Fields:
+class ConfigFields:
     """Typed access to a JSON object; errors name file, key and value."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
         self.where = where
 
-    def section(self, key: str) -> Fields:
+    def section(self, key: str) -> ConfigFields:
         value = self.values.get(key)
         if value is None:
-            return Fields({}, f"{self.where}: {key}")
+            return ConfigFields({}, f"{self.where}: {key}")
         if not isinstance(value, dict):
             raise self.error(key, "an object")
-        return Fields(value, f"{self.where}: {key}")
+        return ConfigFields(value, f"{self.where}: {key}")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
         value = self._value(key, default)
@@ -110,14 +110,14 @@ class Fields:
         return default if value is None else value
 
 
-def architecture(fields: Fields) -> str:
+def architecture(fields: ConfigFields) -> str:
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", "a list of one name")
     return names[0]
 
 
-def checkpoint_dtype(fields: Fields) -> str | None:
+def checkpoint_dtype(fields: ConfigFields) -> str | None:
     """Return the weights' dtype, if stated and served."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.model_folder import MAX_CONTEXT, Fields
+from tidewheel.models.model_folder import MAX_CONTEXT, ConfigFields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -34,9 +34,9 @@ class RopeConfig:
         return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
 
 
-def parse_rope(fields: Fields, default_theta: float = 10_000.0) -> RopeConfig:
+def parse_rope(fields: ConfigFields, default_theta: float = 10_000.0) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
-    merged = Fields(
+    merged = ConfigFields(
         {**fields.section("rope_scaling").values, **fields.section("rope_parameters").values},
         f"{fields.where}: rope parameters",
     )
@@ -53,7 +53,7 @@ def parse_rope(fields: Fields, default_theta: float = 10_000.0) -> RopeConfig:
     return _parse_scaling(fields, merged, rope_type, theta)
 
 
-def _parse_scaling(fields: Fields, merged: Fields, rope_type: str, theta: float) -> RopeConfig:
+def _parse_scaling(fields: ConfigFields, merged: ConfigFields, rope_type: str, theta: float) -> RopeConfig:
     if rope_type == "linear":
         return RopeConfig(rope_type=rope_type, theta=theta, factor=merged.number("factor"))
     context = fields.integer("max_position_embeddings")
@@ -74,7 +74,7 @@ def _parse_scaling(fields: Fields, merged: Fields, rope_type: str, theta: float)
     )  # fmt: skip
 
 
-def _yarn_attention_factor(merged: Fields, factor: float) -> float:
+def _yarn_attention_factor(merged: ConfigFields, factor: float) -> float:
     """Return 0.1 ln(s) + 1 (YaRN, Peng et al. 2023, section 3.4), or DeepSeek's quotient of two such."""
     given = merged.optional_number("attention_factor")
     if given is not None:

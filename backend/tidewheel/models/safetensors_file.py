@@ -144,7 +144,7 @@ def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
         raise HeaderError(f"its tensors need {position} bytes of data, the file has {data_size}")
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     begin: int  # bytes from the start of the file's data
     end: int
     dtype: torch.dtype  # in the file
@@ -152,11 +152,11 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class FileChunk:
     """Contiguous bytes of a file; parts start at multiples of their element size from its start."""
 
     file: SafetensorsFile
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkPart, ...]
 
     @property
     def begin(self) -> int:
@@ -173,14 +173,16 @@ class Chunk:
 
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
-) -> list[Chunk]:
+) -> list[FileChunk]:
     """Return reads of at most `max_bytes` (a multiple of 8), in file order, for every destination."""
     return [
-        Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
+        FileChunk(file, parts)
+        for file in files
+        for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
     ]
 
 
-def _parts(file: SafetensorsFile, destinations: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[Part]:
+def _parts(file: SafetensorsFile, destinations: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[ChunkPart]:
     for name, entry in file.in_order():
         if name not in destinations:
             continue
@@ -190,12 +192,12 @@ def _parts(file: SafetensorsFile, destinations: Mapping[str, torch.Tensor], max_
         for piece in pieces:
             end = begin + piece.numel() * size
             if end > begin:
-                yield Part(begin, end, entry.dtype, piece)
+                yield ChunkPart(begin, end, entry.dtype, piece)
             begin = end
 
 
-def _grouped(parts: Iterable[Part], max_bytes: int) -> Iterator[tuple[Part, ...]]:
-    group: list[Part] = []
+def _grouped(parts: Iterable[ChunkPart], max_bytes: int) -> Iterator[tuple[ChunkPart, ...]]:
+    group: list[ChunkPart] = []
     for part in parts:
         if group and not _joins(group, part, max_bytes):
             yield tuple(group)
@@ -205,7 +207,7 @@ def _grouped(parts: Iterable[Part], max_bytes: int) -> Iterator[tuple[Part, ...]
         yield tuple(group)
 
 
-def _joins(group: list[Part], part: Part, max_bytes: int) -> bool:
+def _joins(group: list[ChunkPart], part: ChunkPart, max_bytes: int) -> bool:
     first = group[0].begin
     is_aligned = (part.begin - first) % part.dtype.itemsize == 0
     fits = part.end - first <= max_bytes and len(group) < MAX_PARTS

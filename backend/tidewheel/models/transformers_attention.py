@@ -121,7 +121,7 @@ class PagedAttention:
         )  # fmt: skip
 
 
-class Probe(PagedAttention):
+class AttentionProbe(PagedAttention):
     """Attention of one sequence, with a cache made at each layer's first call."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
@@ -179,7 +179,7 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> P
         "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
         "use_cache": False,
     }
-    probed = Probe(model.config, device)
+    probed = AttentionProbe(model.config, device)
     try:
         with slot.holding(probed):
             paged = model(**inputs).logits.float()

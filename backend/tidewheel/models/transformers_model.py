@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, check_class, check_config
 from tidewheel.models.causal_lm import KVLayer, ModelShape, Progress
-from tidewheel.models.model_folder import Fields, architecture, one_line
+from tidewheel.models.model_folder import ConfigFields, architecture, one_line
 from tidewheel.models.transformers_attention import IMPLEMENTATION, NO_INTERFACE, PagedAttention, install, probe
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
@@ -59,7 +59,7 @@ class TransformersModel:
         return logits.squeeze(0)
 
 
-def transformers_config(fields: Fields) -> tuple[Any, Any]:
+def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
     """Return the checked class and configuration."""
     name = architecture(fields)
     if name not in _names():

@@ -16,43 +16,43 @@ from typing import Protocol
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import Chunk, Part
+from tidewheel.models.safetensors_file import ChunkPart, FileChunk
 
 MAX_READERS = 8  # outrun a PCIe 5.0 x16 link
 SLOT_BYTES = 8 << 20
 SLOTS_PER_READER = 2  # one is read while the other is copied
 
 
-class Carrier(Protocol):
+class ChunkSink(Protocol):
     """Way of chunks to tensors. Chunk i may be read after chunk ``i - num_slots`` is delivered."""
 
     @property
     def num_slots(self) -> int: ...
 
-    def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
+    def buffers(self, index: int, chunk: FileChunk) -> Sequence[memoryview]:
         """Wait for free memory and return a chunk's buffers. Any thread."""
 
-    def deliver(self, index: int, chunk: Chunk) -> None:
+    def deliver(self, index: int, chunk: FileChunk) -> None:
         """Start to bring a read chunk to its destinations. One thread, in order."""
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
 
 
-class HostCarrier:
+class HostSink:
     """Carrier to host memory: read directly, or through a buffer if the dtype changes."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._read: dict[int, torch.Tensor] = {}
 
-    def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
+    def buffers(self, index: int, chunk: FileChunk) -> Sequence[memoryview]:
         if not chunk.is_converted:
             return [_bytes(part.destination) for part in chunk.parts]
         self._read[index] = memory = torch.empty(chunk.size, dtype=torch.uint8)
         return [_bytes(memory)]
 
-    def deliver(self, index: int, chunk: Chunk) -> None:
+    def deliver(self, index: int, chunk: FileChunk) -> None:
         if chunk.is_converted:
             memory = self._read.pop(index)
             for part in chunk.parts:
@@ -62,12 +62,12 @@ class HostCarrier:
         pass
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     def synchronize(self) -> None:
         """Wait until the device reaches the event."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Queue of copies to a device, and their host memory."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -76,24 +76,24 @@ class Lane(Protocol):
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Queue a copy, converting the dtype."""
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         """Return an event after everything queued so far."""
 
     def finish(self) -> None:
         """Wait for all queued work; later computation comes after it."""
 
 
-class RingCarrier:
+class RingSink:
     """Carrier to a device, through slots that are reused after the device has copied them."""
 
-    def __init__(self, lane: Lane, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, lane: CopyStream, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
         self._lane = lane
         self._slot_bytes = slot_bytes
         self._slots: list[torch.Tensor | None] = [None] * num_slots
-        self._copied: list[Event | None] = [None] * num_slots
+        self._copied: list[CopyEvent | None] = [None] * num_slots
 
-    def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
+    def buffers(self, index: int, chunk: FileChunk) -> Sequence[memoryview]:
         slot = index % self.num_slots
         copied, memory = self._copied[slot], self._slots[slot]
         if copied is not None:
@@ -102,7 +102,7 @@ class RingCarrier:
             self._slots[slot] = memory = self._lane.allocate(self._slot_bytes)
         return [_bytes(memory[: chunk.size])]
 
-    def deliver(self, index: int, chunk: Chunk) -> None:
+    def deliver(self, index: int, chunk: FileChunk) -> None:
         slot = index % self.num_slots
         memory = self._slots[slot]
         assert memory is not None, "a chunk is read before it is delivered"
@@ -114,7 +114,7 @@ class RingCarrier:
         self._lane.finish()
 
 
-class CudaLane:
+class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class CudaLane:
                 source = source.to(self._device, non_blocking=True)
             destination.copy_(source, non_blocking=True)
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # readers sleep, not spin
         event.record(self._stream)
         return event
@@ -141,7 +141,7 @@ class CudaLane:
         self._stream.synchronize()
 
 
-def _source(memory: torch.Tensor, chunk: Chunk, part: Part) -> torch.Tensor:
+def _source(memory: torch.Tensor, chunk: FileChunk, part: ChunkPart) -> torch.Tensor:
     return memory[part.begin - chunk.begin : part.end - chunk.begin].view(part.dtype)
 
 
@@ -153,19 +153,19 @@ def num_readers() -> int:
     return min(MAX_READERS, len(os.sched_getaffinity(0)))
 
 
-def carrier_to(device: torch.device) -> Carrier:
+def carrier_to(device: torch.device) -> ChunkSink:
     num_slots = SLOTS_PER_READER * num_readers()
     if device.type == "cuda":
-        return RingCarrier(CudaLane(device), num_slots, SLOT_BYTES)
-    return HostCarrier(num_slots)
+        return RingSink(CudaCopyStream(device), num_slots, SLOT_BYTES)
+    return HostSink(num_slots)
 
 
-def stream_chunks(chunks: Sequence[Chunk], carrier: Carrier, delivered: Callable[[Chunk], None]) -> None:
+def stream_chunks(chunks: Sequence[FileChunk], carrier: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
     """Read, deliver and report every chunk; wait for all.
 
     Raise `ConfigError`, naming the file, if it cannot be read or ends early. No thread is left.
     """
-    reading: deque[tuple[int, Chunk, Future[None]]] = deque()
+    reading: deque[tuple[int, FileChunk, Future[None]]] = deque()
 
     def deliver_oldest() -> None:
         index, chunk, done = reading.popleft()
@@ -185,7 +185,7 @@ def stream_chunks(chunks: Sequence[Chunk], carrier: Carrier, delivered: Callable
 
 
 @contextlib.contextmanager
-def _opened(chunks: Sequence[Chunk]) -> Iterator[dict[Path, int]]:
+def _opened(chunks: Sequence[FileChunk]) -> Iterator[dict[Path, int]]:
     with contextlib.ExitStack() as stack:
         descriptors: dict[Path, int] = {}
         for path in dict.fromkeys(chunk.file.path for chunk in chunks):
@@ -205,7 +205,7 @@ def _readers() -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _read(descriptor: int, chunk: Chunk, carrier: Carrier, index: int) -> None:
+def _read(descriptor: int, chunk: FileChunk, carrier: ChunkSink, index: int) -> None:
     buffers = carrier.buffers(index, chunk)
     start, num_read = chunk.file.data_start + chunk.begin, 0
     with _naming(chunk.file.path):

@@ -13,7 +13,7 @@ from tidewheel.byte_sizes import shown_bytes
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.model_folder import read_json
-from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunks
+from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 from tidewheel.runner.host_memory import available_host_bytes
 
@@ -93,7 +93,7 @@ def load_weights(
     device = next(iter(destinations.values())).device
     total, done = sum(chunk.size for chunk in chunks), 0
 
-    def delivered(chunk: Chunk) -> None:
+    def delivered(chunk: FileChunk) -> None:
         nonlocal done
         done += chunk.size
         progress(STAGE, done / total)

@@ -16,12 +16,12 @@ from tidewheel.runner.graph_capture import capture_into
 T = TypeVar("T")  # one or more tensors
 
 
-class Graph(Protocol):
+class DeviceGraph(Protocol):
     def replay(self) -> None: ...
 
 
-class Captured(NamedTuple, Generic[T]):
-    graph: Graph
+class CapturedGraph(NamedTuple, Generic[T]):
+    graph: DeviceGraph
     output: T  # in pool memory; the last replay's result
 
 
@@ -30,7 +30,7 @@ class GraphPool(Protocol):
 
     num_bytes: int  # device memory of all captures
 
-    def capture(self, function: Callable[[], T]) -> Captured[T]:
+    def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
         """Run `function` at least once, then capture it in the same inference mode."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class CudaGraphPool:
         self._stream = stream
         self.num_bytes = 0
 
-    def capture(self, function: Callable[[], T]) -> Captured[T]:
+    def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
         """Run `function` to compile and allocate, capture it, and replay it to load the graph."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
@@ -62,22 +62,22 @@ class CudaGraphPool:
             function()
         self._stream.synchronize()
 
-    def _capture(self, function: Callable[[], T]) -> Captured[T]:
+    def _capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                return Captured(graph, capture_into(graph, function, self._pool))
+                return CapturedGraph(graph, capture_into(graph, function, self._pool))
         except BaseException:
             self._pool = torch.cuda.graph_pool_handle()  # for pinned memory torch may keep the old one open
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Alias through the CUDA array interface, which has no bfloat16."""
-        integers = torch.as_tensor(_Address(tensor), device=tensor.device)
+        integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
 
 
-class _Address:
+class _CudaArray:
     """Version 3 of https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class _Address:
         }
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
@@ -106,7 +106,7 @@ class Accelerator(Protocol):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory whose copies do not block."""
 
-    def event(self) -> Event: ...
+    def event(self) -> DeviceEvent: ...
 
     def graph_pool(self) -> GraphPool: ...
 
@@ -114,7 +114,7 @@ class Accelerator(Protocol):
         """Let operations raise that wait for the device."""
 
 
-class Cuda:
+class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class Cuda:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def graph_pool(self) -> GraphPool:
@@ -141,4 +141,4 @@ class Cuda:
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return None for a CPU."""
-    return Cuda(device) if device.type == "cuda" else None
+    return CudaAccelerator(device) if device.type == "cuda" else None

@@ -17,7 +17,7 @@ from tidewheel.runner.kv_tensors import KVTensors
 NUM_TIMED_BLOCKS = 8
 
 
-class Side(Protocol):
+class TransferStream(Protocol):
     def running(self) -> AbstractContextManager[object]:
         """Return a context whose work runs beside the computation, after all earlier work."""
 
@@ -28,7 +28,7 @@ class Side(Protocol):
         """Make the host wait for all copies."""
 
 
-class SameThread:
+class InlineTransferStream:
     def running(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -39,7 +39,7 @@ class SameThread:
         pass
 
 
-class SideStream:
+class CudaTransferStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -55,8 +55,8 @@ class SideStream:
         self._stream.synchronize()
 
 
-def side_of(device: torch.device) -> Side:
-    return SideStream(device) if device.type == "cuda" else SameThread()
+def side_of(device: torch.device) -> TransferStream:
+    return CudaTransferStream(device) if device.type == "cuda" else InlineTransferStream()
 
 
 class BlockTransfers:
@@ -65,7 +65,7 @@ class BlockTransfers:
     The next batch waits for copies out; this one does only if it has copies in, or rewrites blocks that go out.
     """
 
-    def __init__(self, kv: KVTensors, host: HostBlocks | None, side: Side | None = None) -> None:
+    def __init__(self, kv: KVTensors, host: HostBlocks | None, side: TransferStream | None = None) -> None:
         self._kv = kv
         self._host = host
         self._side = side or side_of(kv.device)

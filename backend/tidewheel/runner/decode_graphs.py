@@ -16,18 +16,18 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.runner.accelerator import Captured, Graph, GraphPool
-from tidewheel.runner.inputs import Bounds, DeviceInputs, RowTable
+from tidewheel.runner.accelerator import CapturedGraph, DeviceGraph, GraphPool
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, RowTable
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
-from tidewheel.runner.staging import Sender
+from tidewheel.runner.staging import InputSender
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
 
 # With so many rows, only one that has over 1,024 keys and twice the mean is split; with 24, each of equal ones. Of 35
 # sizes up to 256 rows, 25 have a second graph.
 LEAST_UNSPLIT = 64
 
-Forward = Callable[[DeviceInputs, Bounds], torch.Tensor]  # logits
+Forward = Callable[[DeviceInputs, ForwardBounds], torch.Tensor]  # logits
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
@@ -50,10 +50,10 @@ class DecodeGraph(NamedTuple):
 
     num_rows: int
     inputs: DeviceInputs  # read by the graphs
-    forward: Graph
+    forward: DeviceGraph
     logits: torch.Tensor  # [num_rows, vocab_size]
-    greedy: Captured[torch.Tensor]  # samplers store tokens in their rows and output ids, [num_rows] int64
-    drawn: Captured[torch.Tensor]
+    greedy: CapturedGraph[torch.Tensor]  # samplers store tokens in their rows and output ids, [num_rows] int64
+    drawn: CapturedGraph[torch.Tensor]
 
     def sample(self, *, any_sampled: bool) -> torch.Tensor:
         captured = self.drawn if any_sampled else self.greedy
@@ -68,7 +68,7 @@ class DecodeGraphs:
         forward: Forward,
         rows: RowTable,
         keys: torch.Tensor,  # of a layer
-        sender: Sender,
+        sender: InputSender,
         max_model_len: int,
     ) -> None:
         self._pool = pool
@@ -124,7 +124,7 @@ class DecodeGraphs:
     def _captured(self, size: int, may_split: bool) -> DecodeGraph:
         sent = self._sender.send({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
         inputs, draw = DeviceInputs(*sent.group("inputs")), sent.group("draw")
-        bounds = Bounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
+        bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
         forward = self._pool.capture(lambda: self._forward(inputs, bounds))
 
         def sample(any_sampled: bool) -> torch.Tensor:
@@ -133,5 +133,5 @@ class DecodeGraphs:
             return token_ids
 
         captured = forward, *(self._pool.capture(partial(sample, any_sampled)) for any_sampled in (False, True))
-        logits, greedy, drawn = (Captured(graph, self._pool.unowned(output)) for graph, output in captured)
+        logits, greedy, drawn = (CapturedGraph(graph, self._pool.unowned(output)) for graph, output in captured)
         return DecodeGraph(size, inputs, logits.graph, logits.output, greedy, drawn)

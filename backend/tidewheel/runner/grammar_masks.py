@@ -19,7 +19,7 @@ from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.runner.accelerator import Accelerator
 
 
-class PendingTokens(Protocol):
+class TokenSource(Protocol):
     def wait(self) -> SampledTokens: ...
 
 
@@ -43,7 +43,7 @@ class GrammarState:
         """Return whether the grammar knows the token: none follows an end."""
         return token_id >= 0 and token_id not in self._ends
 
-    def complete(self, mask: Mask, position: int) -> None:
+    def complete(self, mask: TokenMask, position: int) -> None:
         """Set the tokens that end the answer, and clear what `allowed_token_ids` leaves out.
 
         Clear all if the grammar has become too complex.
@@ -62,7 +62,7 @@ class GrammarState:
         if avoided:
             self._avoid(avoided, mask)
 
-    def _avoid(self, token_ids: Sequence[int], mask: Mask) -> None:
+    def _avoid(self, token_ids: Sequence[int], mask: TokenMask) -> None:
         """Clear tokens, unless no others are left."""
         kept = mask.words.copy()
         for token_id in token_ids:
@@ -71,7 +71,7 @@ class GrammarState:
             mask.words[:] = kept
 
 
-class Mask(NamedTuple):
+class TokenMask(NamedTuple):
     words: npt.NDArray[np.uint32]
     view: memoryview  # of the words; reads and writes one several times as fast
 
@@ -101,10 +101,10 @@ class MaskJob(NamedTuple):
     bits: Future[torch.Tensor]  # [N, words] int32 on the host
 
 
-class _Unread(NamedTuple):
+class _UnreadTokens(NamedTuple):
     states: list[GrammarState]
     indices: list[int]  # of their tokens in the batch
-    pending: PendingTokens
+    pending: TokenSource
 
 
 class GrammarRows:
@@ -113,7 +113,7 @@ class GrammarRows:
     def __init__(self, accelerator: Accelerator | None) -> None:
         self._accelerator = accelerator
         self._states: dict[int, GrammarState] = {}
-        self._unread: list[_Unread] = []  # steps whose tokens no state has followed
+        self._unread: list[_UnreadTokens] = []  # steps whose tokens no state has followed
         self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
 
     def leave(self, row: int) -> None:
@@ -137,12 +137,12 @@ class GrammarRows:
         bits = self._thread.submit(self._filled, states, positions[indices].tolist(), unread)
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
 
-    def sampled(self, job: MaskJob, batch: ScheduledBatch, pending: PendingTokens) -> None:
+    def sampled(self, job: MaskJob, batch: ScheduledBatch, pending: TokenSource) -> None:
         """Let the states of the job follow the tokens of its step, once they are read."""
-        self._unread.append(_Unread(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), pending))
+        self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), pending))
 
     def _filled(
-        self, states: Sequence[GrammarState], positions: Sequence[int], unread: Sequence[_Unread]
+        self, states: Sequence[GrammarState], positions: Sequence[int], unread: Sequence[_UnreadTokens]
     ) -> torch.Tensor:
         pool = states[0].pool
         for earlier in unread:
@@ -157,7 +157,7 @@ class GrammarRows:
         matchers = [(state.matcher, index) for index, state in enumerate(states)]
         pool.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), 4 * shape[1], shape[0])
         for state, words, position in zip(states, bits.numpy().view(np.uint32), positions, strict=True):
-            state.complete(Mask(words, memoryview(words)), position)
+            state.complete(TokenMask(words, memoryview(words)), position)
         return bits
 
 

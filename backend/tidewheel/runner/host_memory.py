@@ -11,7 +11,7 @@ KEPT_BYTES = 1 << 30
 LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
-class _GroupFiles(NamedTuple):
+class _CgroupFiles(NamedTuple):
     """Names of the memory files in a cgroup's folder."""
 
     limit: str
@@ -19,8 +19,8 @@ class _GroupFiles(NamedTuple):
     caches: tuple[str, str]  # lines of `memory.stat`: pages of files, which Linux can drop
 
 
-_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_V2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_V2 = _CgroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
@@ -44,7 +44,7 @@ def _available(memory_info: Path) -> int | None:
     return _amounts(memory_info, 1024).get("MemAvailable:")
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
+def _groups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
     """Yield this process's memory cgroups, innermost first. In a container only the mount itself may exist."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -58,7 +58,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
                 yield group, files
 
 
-def _left(group: Path, files: _GroupFiles) -> int | None:
+def _left(group: Path, files: _CgroupFiles) -> int | None:
     limit, use = (_read(group / name).strip() for name in (files.limit, files.use))
     if not limit.isdecimal() or not use.isdecimal():  # "max": no limit
         return None

@@ -40,7 +40,7 @@ class DeviceInputs(NamedTuple):
     store_indices: torch.Tensor
 
 
-class Bounds(NamedTuple):
+class ForwardBounds(NamedTuple):
     """Launch sizes: exact, or upper bounds in a graph."""
 
     max_seqlen_q: int
@@ -51,7 +51,7 @@ class Bounds(NamedTuple):
     may_split: bool = True  # the keys of a decode
 
     @classmethod
-    def exact(cls, batch: ScheduledBatch, host: HostInputs) -> Bounds:
+    def exact(cls, batch: ScheduledBatch, host: HostInputs) -> ForwardBounds:
         longest_chunk, longest = int(batch.num_scheduled_tokens.max()), int(host.seq_lens.max())
         return cls(longest_chunk, longest, batch.num_decodes, host.cu_seqlens_q, host.seq_lens)
 
@@ -189,7 +189,7 @@ class RowTable:
             blocks = blocks[:, : -(-max_seq_len // self._block_size)]
         return blocks.index_select(0, rows)
 
-    def metadata(self, inputs: DeviceInputs, bounds: Bounds) -> AttentionMetadata:
+    def metadata(self, inputs: DeviceInputs, bounds: ForwardBounds) -> AttentionMetadata:
         return AttentionMetadata(
             slot_mapping=inputs.slot_mapping,
             block_tables=self.block_tables(inputs.rows, bounds.max_seq_len),

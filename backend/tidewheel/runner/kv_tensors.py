@@ -34,7 +34,7 @@ class CacheLayout(NamedTuple):
         return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
 
-class Share(NamedTuple):
+class MemoryShare(NamedTuple):
     fraction: float
     total: int  # bytes
 
@@ -45,7 +45,7 @@ class MemoryBudget(NamedTuple):
     bytes: int
     source: str  # for messages: "kv_cache_memory_mb 512"
     setting: str  # setting to raise if too small
-    share: Share | None = None  # None: the setting is in MiB
+    share: MemoryShare | None = None  # None: the setting is in MiB
     host_bytes: int | None = None  # free host memory, of which a cache on a CPU may be; None: not known
 
     def least_setting(self, num_bytes: int) -> float | None:

@@ -16,7 +16,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, SplitLM
 from tidewheel.models.loader import LoadedModel, load_model
-from tidewheel.models.model_folder import Fields, checkpoint_dtype, read_config, resolve_folder
+from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.cache_scales import with_scales
 from tidewheel.runner.decode_graphs import decode_sizes, unsplit_sizes
@@ -108,7 +108,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     return RunnerParts(loaded.model, layout, info, device, stages, compile_log, claim)
 
 
-def _claim_host_memory(config: EngineConfig, folder: Path, fields: Fields, dtype: torch.dtype) -> MemoryClaim:
+def _claim_host_memory(config: EngineConfig, folder: Path, fields: ConfigFields, dtype: torch.dtype) -> MemoryClaim:
     """Publish the bytes that the checkpoint's weights will take in `dtype`, before they are loaded."""
     as_stored = DTYPES.get(checkpoint_dtype(fields) or "", dtype)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * dtype.itemsize // as_stored.itemsize
@@ -139,13 +139,13 @@ def _draft_info(
     )
 
 
-class Cache(NamedTuple):
+class RunnerCache(NamedTuple):
     kv: KVTensors
     host: HostBlocks | None  # host tier
     claim: MemoryClaim | None = None  # holds as long as the cache
 
 
-def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
+def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[RunnerCache, RunnerInfo]:
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
@@ -168,7 +168,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
         num_host_blocks=num_host_blocks,
         swap_seconds_per_block=BlockTransfers(kv, host).seconds_per_block(),
     )
-    return Cache(kv, host, parts.claim), info
+    return RunnerCache(kv, host, parts.claim), info
 
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:

@@ -23,7 +23,7 @@ _LEAST_SHARE = 4  # claims leave a new engine at least this part (1 / 4) of what
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-class Claim(msgspec.Struct, frozen=True):
+class ClaimRecord(msgspec.Struct, frozen=True):
     """Host memory that one engine of process `pid` uses or is going to use, as published to the others."""
 
     pid: int
@@ -44,7 +44,7 @@ class MemoryClaim:
     """Published claim of this engine on host memory, kept until the object is deleted."""
 
     def __init__(self, *, takes_share: bool, others: int) -> None:
-        self._claim = Claim(
+        self._claim = ClaimRecord(
             os.getpid(), resident_bytes(os.getpid()), others, takes_share=takes_share, began=time.monotonic_ns()
         )
         self._file: IO[bytes] | None = None
@@ -74,7 +74,7 @@ class MemoryClaim:
             os.pwrite(self._file.fileno(), msgspec.json.encode(self._claim).ljust(_SIZE), 0)
 
 
-def spare_memory(mine: Claim, claims: dict[int, list[Claim]], available: int) -> SpareMemory:
+def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
     """Return `available` less the claimed bytes not yet resident, divided by the engines that size a cache together.
 
     `claims` are all claims by process, `mine` included. An engine with a fixed cache gets all that is left.
@@ -103,7 +103,7 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def _claims(mine: Claim) -> dict[int, list[Claim]]:
+def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
     """Return `mine` and all other claims that this user can read, by process id.
 
     A descriptor that a forked process inherited does not count: its claim names the parent.
@@ -131,11 +131,11 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _read_claim(link: Path) -> Claim | None:
+def _read_claim(link: Path) -> ClaimRecord | None:
     try:
         if not str(link.readlink()).startswith(f"/memfd:{_NAME}"):
             return None
         with os.fdopen(os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-            return msgspec.json.decode(file.read(_SIZE), type=Claim)
+            return msgspec.json.decode(file.read(_SIZE), type=ClaimRecord)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -17,9 +17,9 @@ from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import DecodeGraph, Forward
 from tidewheel.runner.graph_trial import objection_to_graphs, trial_size
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.inputs import Bounds, DeviceInputs, HostInputs, RowTable
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs, RowTable
 from tidewheel.runner.kv_tensors import KVTensors
-from tidewheel.runner.loading import Cache, RunnerParts, allocate_cache, complete_info, graph_sizes, load_parts
+from tidewheel.runner.loading import RunnerCache, RunnerParts, allocate_cache, complete_info, graph_sizes, load_parts
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -29,9 +29,9 @@ from tidewheel.runner.profiling import (
     measured_activation_bytes,
     smallest_step,
 )
-from tidewheel.runner.sampler import PendingTokens, Sampled, pool_states, sample_tokens, score_prompts
+from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_tokens, score_prompts
 from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan, SamplingTable
-from tidewheel.runner.staging import Group, Groups, Sender, Sent, SharedMemory, Staging
+from tidewheel.runner.staging import DeviceArrays, Group, Groups, InputSender, SharedMemorySender, StagingSender
 from tidewheel.runner.step_graphs import GraphBytes, GraphSizes, StepGraphs
 from tidewheel.runner.warm_up import demanding_batch, warm_up
 from tidewheel_kernels import LogprobsOutput
@@ -45,7 +45,7 @@ BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
 
 
-class _More(NamedTuple):
+class _ExtraOutputs(NamedTuple):
     """Work of a step beside sampling."""
 
     scoring: PromptScoring | None
@@ -76,7 +76,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        cache: Cache,
+        cache: RunnerCache,
         info: RunnerInfo,
         device: torch.device,
         accelerator: Accelerator | None = None,
@@ -90,7 +90,9 @@ class ModelRunner:
             info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
         )
         self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator)
-        self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
+        self._sender: InputSender = (
+            SharedMemorySender() if accelerator is None else StagingSender(accelerator, _static_bytes(info))
+        )
         self._model = model
         self._forward = _forward(model, self._rows, cache.kv)
         self._graphs: StepGraphs | None = None
@@ -116,7 +118,7 @@ class ModelRunner:
     def _tried(cls, parts: RunnerParts, accelerator: Accelerator, sizes: GraphSizes) -> GraphSizes:
         """Return no sizes if graphs do not compute what the model does."""
         layout, size = parts.layout, trial_size(parts.info)
-        cache = Cache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
+        cache = RunnerCache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
         objection = objection_to_graphs(cls(parts.model, cache, parts.info, parts.device, accelerator))
         if objection is not None:
             logger.info("CUDA graphs: none, transformers' %s: %s", parts.info.architecture, objection)
@@ -133,7 +135,7 @@ class ModelRunner:
         largest = largest_step(parts.info)
 
         def run(size: StepSize) -> ModelRunner:
-            cache = Cache(KVTensors(layout, size.num_blocks(layout.block_size), device), None)
+            cache = RunnerCache(KVTensors(layout, size.num_blocks(layout.block_size), device), None)
             runner = cls(parts.model, cache, parts.info, device, accelerator)
             runner.run(demanding_batch(size, layout.block_size))
             return runner
@@ -166,7 +168,7 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         return self.launch(batch).wait()
 
-    def launch(self, batch: ScheduledBatch) -> PendingTokens:
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step without waiting for the device. Several may be in flight: it runs them in order."""
         with torch.inference_mode():
             self._transfers.start(batch)
@@ -176,21 +178,21 @@ class ModelRunner:
             pending.wait()
         return pending
 
-    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
         changes = self._rows.update(batch)
         host = self._rows.host_inputs(batch)
         samples = batch.samples
         plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
-        more = _More(self._sampling.scoring(batch, host.logit_indices), self._sampling.pooling(batch))
+        more = _ExtraOutputs(self._sampling.scoring(batch, host.logit_indices), self._sampling.pooling(batch))
         graph = self._graphs.find_decodes(batch) if self._graphs is not None and more.is_nothing else None
         launch: Launch = "eager"
         if not more.is_nothing:
-            sampled: Sampled | None = self._computed_with_more(batch, host, plan, changes, more)
+            sampled: SamplerOutput | None = self._computed_with_more(batch, host, plan, changes, more)
         elif plan is not None and graph is not None:
             sampled, launch = self._replayed(batch, host, plan, changes, graph), "graph"
         else:
             sampled, launch = self._computed(batch, host, plan, changes)
-        pending = PendingTokens(batch, plan, sampled, self._accelerator, *more, launch)
+        pending = PendingStep(batch, plan, sampled, self._accelerator, *more, launch)
         if plan is not None and plan.masks is not None:
             self._sampling.grammars.sampled(plan.masks, batch, pending)
         return pending
@@ -218,13 +220,16 @@ class ModelRunner:
         """Send a step's inputs; return the call that computes its logits."""
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
         inputs = DeviceInputs(*self._send(batch, host, {}, changes).group("inputs"))
-        return partial(self._forward, inputs, Bounds.exact(batch, host))
+        return partial(self._forward, inputs, ForwardBounds.exact(batch, host))
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
-    ) -> tuple[Sampled | None, Launch]:
+    ) -> tuple[SamplerOutput | None, Launch]:
         """Launch kernel by kernel, or with graphs between the attentions, and say which."""
-        bounds, graph = Bounds.exact(batch, host), None if self._graphs is None else self._graphs.find_prompts(batch)
+        bounds, graph = (
+            ForwardBounds.exact(batch, host),
+            None if self._graphs is None else self._graphs.find_prompts(batch),
+        )
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
         sent = self._send(batch, host, {} if plan is None else plan.groups(), changes)
@@ -237,8 +242,8 @@ class ModelRunner:
         return sampled, "eager" if graph is None else "graphs of pieces"
 
     def _computed_with_more(
-        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _More
-    ) -> Sampled:
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _ExtraOutputs
+    ) -> SamplerOutput:
         """Compute a step with log-probabilities of prompts too, or with hidden states."""
         compute = self._from_states
         if not isinstance(self._model, EmbeddingLM):
@@ -246,11 +251,13 @@ class ModelRunner:
             compute, host = self._from_logits, host._replace(logit_indices=more.scoring.with_sampled)
         sent = self._send(batch, host, {**({} if plan is None else plan.groups()), **more.groups()}, changes)
         inputs = DeviceInputs(*sent.group("inputs"))
-        logits, of_prompts, pooled = compute(inputs, Bounds.exact(batch, host), sent, more)
-        sampled = Sampled(None) if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+        logits, of_prompts, pooled = compute(inputs, ForwardBounds.exact(batch, host), sent, more)
+        sampled = SamplerOutput(None) if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
         return replace(sampled, prompt_logprobs=of_prompts, pooled=pooled)
 
-    def _from_states(self, inputs: DeviceInputs, bounds: Bounds, sent: Sent, more: _More) -> _LogitsAndMore:
+    def _from_states(
+        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
+    ) -> _LogitsAndMore:
         """Compute logits from hidden states, those of prompts some at a time."""
         model, rows = self._model, self._rows
         assert isinstance(model, EmbeddingLM)
@@ -268,7 +275,9 @@ class ModelRunner:
             sums = pool_states(states, pooled[1], more.pooling)
         return logits, of_prompts, sums
 
-    def _from_logits(self, inputs: DeviceInputs, bounds: Bounds, sent: Sent, more: _More) -> _LogitsAndMore:
+    def _from_logits(
+        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
+    ) -> _LogitsAndMore:
         """Compute the logits of all scored tokens at once, for a model that returns no hidden states."""
         assert more.scoring is not None
         scored, sampled_rows, scored_rows = sent.group("prompt")
@@ -283,21 +292,23 @@ class ModelRunner:
 
     def _replayed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph
-    ) -> Sampled:
+    ) -> SamplerOutput:
         count = len(batch.rows)
         sampling = plan.groups(graph.num_rows if plan.is_plain else count)
         sent = self._send(batch, self._rows.padded(host, graph.num_rows), sampling, changes)
         graph.forward.replay()
         if plan.is_plain:
-            return Sampled(graph.sample(any_sampled=plan.any_sampled)[:count])
+            return SamplerOutput(graph.sample(any_sampled=plan.any_sampled)[:count])
         return self._sampled(graph.logits[:count], plan, sent, graph.inputs.store_indices[:count])
 
-    def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> Sent:
+    def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
         sent = self._sender.send({"inputs": host, **sampling, "changes": changes})
         self._rows.apply(batch, sent.group("changes"))
         return sent
 
-    def _sampled(self, logits: torch.Tensor, plan: SamplingPlan, sent: Sent, store_indices: torch.Tensor) -> Sampled:
+    def _sampled(
+        self, logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, store_indices: torch.Tensor
+    ) -> SamplerOutput:
         sampled = sample_tokens(logits, plan, sent, self._rows.history(store_indices))
         assert sampled.token_ids is not None
         self._rows.store(store_indices, sampled.token_ids)
@@ -307,7 +318,7 @@ class ModelRunner:
 def _forward(model: CausalLM, rows: RowTable, kv: KVTensors) -> Forward:
     """Return the part that graphs capture. It refers to no runner, so that trial graphs are freed with theirs."""
 
-    def run(inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
+    def run(inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
         token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
         meta = rows.metadata(inputs, bounds)
         return model.forward(token_ids, inputs.positions, meta, kv.layers, inputs.logit_indices)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.causal_lm import Cut, KVLayer, Places, SplitLayer, SplitLM
-from tidewheel.runner.accelerator import Graph, GraphPool
+from tidewheel.models.causal_lm import AttentionInput, KVLayer, SplitLayer, SplitLM, TokenLocations
+from tidewheel.runner.accelerator import DeviceGraph, GraphPool
 from tidewheel.runner.inputs import DeviceInputs, RowTable
-from tidewheel.runner.staging import Sender
+from tidewheel.runner.staging import InputSender
 from tidewheel_kernels import AttentionMetadata
 
 MOST_TOKENS = 2048  # of a graph: the device takes longer for more than the host for their launches
@@ -37,7 +37,7 @@ class PromptGraph(NamedTuple):
     num_tokens: int
     model: SplitLM
     kv_layers: Sequence[KVLayer]
-    pieces: list[Graph]
+    pieces: list[DeviceGraph]
     queries: list[torch.Tensor]  # [num_tokens, num_q_heads, head_dim] before each attention
     attended: torch.Tensor  # the same after it
     x: torch.Tensor  # [num_tokens, hidden_size] behind the last layer
@@ -56,7 +56,7 @@ class PromptGraph(NamedTuple):
 
 class PromptGraphs:
     def __init__(
-        self, pool: GraphPool, model: SplitLM, rows: RowTable, kv_layers: Sequence[KVLayer], sender: Sender
+        self, pool: GraphPool, model: SplitLM, rows: RowTable, kv_layers: Sequence[KVLayer], sender: InputSender
     ) -> None:
         self._pool = pool
         self._model = model
@@ -86,13 +86,15 @@ class PromptGraphs:
     def _captured(self, size: int, attended: torch.Tensor | None) -> PromptGraph:
         pool, model, kv_layers = self._pool, self._model, self._kv_layers
         inputs = DeviceInputs(*self._sender.send({"inputs": self._rows.padding(0, size)}).group("inputs"))
-        places = Places(inputs.positions, inputs.slot_mapping)
+        places = TokenLocations(inputs.positions, inputs.slot_mapping)
 
-        def begin() -> Cut:
+        def begin() -> AttentionInput:
             x = model.embed(self._rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
             return model.layers[0].begin(x, None, places, kv_layers[0])
 
-        def go_on(before: SplitLayer, after: SplitLayer, kv: KVLayer, attended: torch.Tensor, cut: Cut) -> Cut:
+        def go_on(
+            before: SplitLayer, after: SplitLayer, kv: KVLayer, attended: torch.Tensor, cut: AttentionInput
+        ) -> AttentionInput:
             return after.begin(*before.end(attended, cut.residual), places, kv)
 
         graph, cut = pool.capture(begin)

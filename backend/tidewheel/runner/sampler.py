@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Float32Array, Int32Array, Launch, SampledTokens, ScheduledBatch
-from tidewheel.runner.accelerator import Accelerator, Event
+from tidewheel.runner.accelerator import Accelerator, DeviceEvent
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
-from tidewheel.runner.staging import Sent
+from tidewheel.runner.staging import DeviceArrays
 from tidewheel.sampling import TopLogprobs
 from tidewheel_kernels import (
     LogprobsOutput,
@@ -30,7 +30,7 @@ from tidewheel_kernels import (
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SamplerOutput:
     """Device tensors."""
 
     token_ids: torch.Tensor | None  # [S] int64, -1 for non-finite logits; None: nothing is sampled
@@ -40,12 +40,14 @@ class Sampled:
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Sequence[bool]) -> torch.Tensor:
-    """Return token ids as in `Sampled`, without host values; `flags` are those of `SamplingTensors`."""
+    """Return token ids as in `SamplerOutput`, without host values; `flags` are those of `SamplingTensors`."""
     temperature, top_k, top_p, min_p, uniform = draw
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
 
 
-def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history: TokenHistory) -> Sampled:
+def sample_tokens(
+    logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, history: TokenHistory
+) -> SamplerOutput:
     """Sample one token per row of `logits` [S, V], which it may overwrite.
 
     vLLM's order: model log-probabilities; then allowed tokens, biases and forbidden tokens, penalties, masks,
@@ -71,9 +73,9 @@ def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, sent: Sent, history:
     flags = (plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p)
     token_ids = draw_tokens(logits, sent.group("draw"), flags)
     if not logprob_rows:
-        return Sampled(token_ids)
+        return SamplerOutput(token_ids)
     num_top = int(plan.num_top_logprobs.max())
-    return Sampled(token_ids, compute_logprobs(raw, token_ids.index_select(0, logprob_rows[0]), num_top))
+    return SamplerOutput(token_ids, compute_logprobs(raw, token_ids.index_select(0, logprob_rows[0]), num_top))
 
 
 def score_prompts(
@@ -95,14 +97,14 @@ def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan
     return sums.index_add_(0, owners, states.float())
 
 
-class PendingTokens:
+class PendingStep:
     """Tokens of one batch, whose copies to the host are queued at once: the next step may overwrite them."""
 
     def __init__(
         self,
         batch: ScheduledBatch,
         plan: SamplingPlan | None = None,
-        sampled: Sampled | None = None,
+        sampled: SamplerOutput | None = None,
         accelerator: Accelerator | None = None,
         scoring: PromptScoring | None = None,
         pooling: PoolingPlan | None = None,
@@ -114,8 +116,8 @@ class PendingTokens:
         self._scoring = scoring
         self._pooling = pooling
         self._result: SampledTokens | None = None
-        self._copied: Event | None = None
-        self._sampled = sampled or Sampled(None)
+        self._copied: DeviceEvent | None = None
+        self._sampled = sampled or SamplerOutput(None)
         if sampled is not None and accelerator is not None:
             self._sampled = _host_copies(sampled, accelerator)
             self._copied = accelerator.event()
@@ -159,7 +161,7 @@ class PendingTokens:
         return {index: list(itertools.islice(entries, count)) for index, count in counts}
 
 
-def _host_copies(sampled: Sampled, accelerator: Accelerator) -> Sampled:
+def _host_copies(sampled: SamplerOutput, accelerator: Accelerator) -> SamplerOutput:
     def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else _host_copy(tensor, accelerator)
 
@@ -167,7 +169,7 @@ def _host_copies(sampled: Sampled, accelerator: Accelerator) -> Sampled:
         return None if output is None else LogprobsOutput(*(_host_copy(tensor, accelerator) for tensor in output))
 
     logprobs, of_prompts = all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs)
-    return Sampled(copied(sampled.token_ids), logprobs, of_prompts, copied(sampled.pooled))
+    return SamplerOutput(copied(sampled.token_ids), logprobs, of_prompts, copied(sampled.pooled))
 
 
 def _host_copy(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:

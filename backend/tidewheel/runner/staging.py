@@ -30,24 +30,24 @@ DTYPES: dict[np.dtype[Any], torch.dtype] = {
 }
 
 
-class Sent(Protocol):
+class DeviceArrays(Protocol):
     def group(self, name: GroupName) -> list[torch.Tensor]:
         """Return device tensors, valid until the next `send`; empty for a None group."""
 
 
-class Sender(Protocol):
-    def send(self, groups: Groups) -> Sent:
+class InputSender(Protocol):
+    def send(self, groups: Groups) -> DeviceArrays:
         """Send one-dimensional arrays, which must not be written afterwards."""
 
 
-class SharedMemory:
+class SharedMemorySender:
     """Sender on a CPU, whose tensors share the arrays' memory."""
 
-    def send(self, groups: Groups) -> Sent:
-        return _Shared(groups)
+    def send(self, groups: Groups) -> DeviceArrays:
+        return _SharedArrays(groups)
 
 
-class _Shared:
+class _SharedArrays:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
@@ -55,7 +55,7 @@ class _Shared:
         return [torch.from_numpy(array) for array in self._groups[name] or ()]
 
 
-class Staging:
+class StagingSender:
     """Sender through a pinned buffer and a fixed device buffer.
 
     The first arrays keep their addresses while their sizes last, as graphs require. From the first array that does
@@ -67,10 +67,10 @@ class Staging:
         self._num_bytes = num_bytes
         self._static = torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device)
         self._views: TypedViews = {dtype: self._static.view(torch_dtype) for dtype, torch_dtype in DTYPES.items()}
-        self._slots = [_Slot(accelerator, num_bytes) for _ in range(NUM_SLOTS)]
+        self._slots = [_PinnedBuffer(accelerator, num_bytes) for _ in range(NUM_SLOTS)]
         self._next = 0
 
-    def send(self, groups: Groups) -> Sent:
+    def send(self, groups: Groups) -> DeviceArrays:
         arrays = [array for group in groups.values() for array in group or ()]
         starts, end = [], 0
         for array in arrays:
@@ -87,7 +87,7 @@ class Staging:
             rest = torch.empty(end - split, dtype=torch.uint8, device=self._static.device)
             rest.copy_(host[split:end], non_blocking=True)
         slot.copied.record()
-        return _Packed(groups, arrays, starts, split, self._views, rest)
+        return _PackedArrays(groups, arrays, starts, split, self._views, rest)
 
 
 def _num_inside(arrays: Sequence[HostArray], starts: Sequence[int], num_bytes: int) -> int:
@@ -96,7 +96,7 @@ def _num_inside(arrays: Sequence[HostArray], starts: Sequence[int], num_bytes: i
     return next(i for i, array in enumerate(arrays) if starts[i] + array.nbytes > num_bytes)
 
 
-class _Slot:
+class _PinnedBuffer:
     def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:
         self._accelerator = accelerator
         self.copied = accelerator.event()
@@ -115,7 +115,7 @@ class _Slot:
         return self._buffer
 
 
-class _Packed:
+class _PackedArrays:
     def __init__(
         self,
         groups: Groups,

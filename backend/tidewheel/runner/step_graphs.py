@@ -13,7 +13,7 @@ from tidewheel.runner.accelerator import GraphPool
 from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs, Forward
 from tidewheel.runner.inputs import RowTable
 from tidewheel.runner.prompt_graphs import PromptGraph, PromptGraphs
-from tidewheel.runner.staging import Sender
+from tidewheel.runner.staging import InputSender
 
 STAGE = "graphs"
 
@@ -49,7 +49,7 @@ class StepGraphs:
         forward: Forward,
         rows: RowTable,
         kv_layers: Sequence[KVLayer],
-        sender: Sender,
+        sender: InputSender,
         max_model_len: int,
     ) -> None:
         self._decodes = DecodeGraphs(pool, forward, rows, kv_layers[0].keys, sender, max_model_len)

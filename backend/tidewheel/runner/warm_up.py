@@ -33,7 +33,7 @@ class BatchRunner(Protocol):
     def run(self, batch: ScheduledBatch) -> SampledTokens: ...
 
 
-class AnyToken:
+class UnconstrainedGrammar:
     """Grammar that allows all, its own matcher and pool."""
 
     end_bit = 0
@@ -41,17 +41,17 @@ class AnyToken:
     def __init__(self, vocab_size: int) -> None:
         self.num_words = vocab_size // 32 + 1
 
-    def matcher(self, _token_ids: Sequence[int]) -> AnyToken:
+    def matcher(self, _token_ids: Sequence[int]) -> UnconstrainedGrammar:
         return self
 
     @property
-    def pool(self) -> AnyToken:
+    def pool(self) -> UnconstrainedGrammar:
         return self
 
-    def consume_token_par(self, tokens: list[tuple[AnyToken, int]], /) -> None: ...
+    def consume_token_par(self, tokens: list[tuple[UnconstrainedGrammar, int]], /) -> None: ...
 
     def unsafe_compute_mask_ptr(
-        self, _rows: list[tuple[AnyToken, int]], address: int, row_bytes: int, num_rows: int, /
+        self, _rows: list[tuple[UnconstrainedGrammar, int]], address: int, row_bytes: int, num_rows: int, /
     ) -> None:
         ctypes.memset(address, 0xFF, row_bytes * num_rows)
 
@@ -59,7 +59,7 @@ class AnyToken:
         return False
 
 
-class Row(NamedTuple):
+class WarmUpRow(NamedTuple):
     """Request with `context` cached tokens that computes `num_tokens`."""
 
     context: int
@@ -108,35 +108,35 @@ def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
 
 def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
     """Return the step of this size that needs most memory."""
-    return _batch(0, [Row(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
+    return _batch(0, [WarmUpRow(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
 
 
-def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
+def _decodes(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
-            yield [Row(length - 1, 1, GREEDY)] * num_rows
+            yield [WarmUpRow(length - 1, 1, GREEDY)] * num_rows
 
 
-def _prefills(info: RunnerInfo) -> Iterator[list[Row]]:
+def _prefills(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     for count in _sizes(_longest_chunk(info)):
-        yield [Row(0, count, GREEDY)]
+        yield [WarmUpRow(0, count, GREEDY)]
 
 
-def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
+def _mixed(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     if _most_rows(info) < 2 or info.max_model_len < 2:
         return
     for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
-        yield [Row(1, 1, GREEDY), Row(info.max_model_len - count, count, GREEDY)]
+        yield [WarmUpRow(1, 1, GREEDY), WarmUpRow(info.max_model_len - count, count, GREEDY)]
 
 
-def _sampled(info: RunnerInfo) -> Iterator[list[Row]]:
+def _sampled(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     """Yield every way to sample, from model logits and from changed ones."""
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
-        yield [Row(0, 1, SamplingParams(**way, **changes))]
-    yield [Row(0, 1, GREEDY, bad_words_ids=((0, 1),))]
-    yield [Row(0, 1, GREEDY, grammar=RowGrammar(AnyToken(info.vocab_size), ()))]
+        yield [WarmUpRow(0, 1, SamplingParams(**way, **changes))]
+    yield [WarmUpRow(0, 1, GREEDY, bad_words_ids=((0, 1),))]
+    yield [WarmUpRow(0, 1, GREEDY, grammar=RowGrammar(UnconstrainedGrammar(info.vocab_size), ()))]
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:
@@ -147,7 +147,7 @@ def _combinations(options: Sequence[Settings]) -> list[Settings]:
 
 def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
     first, last = _ids(0), _ids(info.num_blocks - 1)
-    rows = [Row(0, 1, GREEDY)]
+    rows = [WarmUpRow(0, 1, GREEDY)]
     yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
     if info.num_host_blocks:
         yield _batch(step_id + 1, rows, info.block_size, swap_out_blocks=last, swap_out_slots=first)
@@ -171,7 +171,7 @@ def _sizes(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Array) -> ScheduledBatch:
+def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: Int32Array) -> ScheduledBatch:
     """Return a step of these rows, which share blocks: what they write is never read."""
     num_rows = len(rows)
     lengths = [row.context + row.num_tokens for row in rows]
@@ -194,7 +194,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
     )
 
 
-def _new_row(index: int, row: Row) -> NewRow:
+def _new_row(index: int, row: WarmUpRow) -> NewRow:
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # of the context, stale ones will do
     num_tokens = row.context + row.num_tokens
     return NewRow(index, "", token_ids, num_tokens, row.sampling, index, (), row.bad_words_ids, grammar=row.grammar)

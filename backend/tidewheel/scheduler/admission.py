@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.scheduler.breaker import Breaker
+from tidewheel.scheduler.breaker import CircuitBreaker
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.service_class import is_over_quota
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_time import ServiceEstimate
 from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
 from tidewheel.stats import WaitingRoom
@@ -39,15 +39,15 @@ def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limi
         raise InvalidRequest(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}")
 
 
-class Admission:
-    def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
+class AdmissionControl:
+    def __init__(self, config: SchedulerConfig, state: SchedulerState, estimate: ServiceEstimate) -> None:
         self._config = config
         self._state = state
         self._estimate = estimate
         self._limits = WaitingLimits(config, state.kv.num_blocks, state.kv.block_size)
         self._tenants = TenantTable(config.tenants)
         self._tenant_counts = TenantCounts(config.tenants)
-        self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        self.breaker = CircuitBreaker(config.breaker_error_rate, config.breaker_queue_time_s)
         state.stats.tenants = self._tenant_counts.figures
         state.stats.num_shed_by_class = self.breaker.num_shed
 
@@ -59,7 +59,7 @@ class Admission:
         self._state.stats.tenants = self._tenant_counts.figures
         limits = config.breaker_error_rate, config.breaker_queue_time_s
         if limits != (before.breaker_error_rate, before.breaker_queue_time_s):
-            num_shed, self.breaker = self.breaker.num_shed, Breaker(*limits)
+            num_shed, self.breaker = self.breaker.num_shed, CircuitBreaker(*limits)
             self._state.stats.num_shed_by_class = self.breaker.num_shed = num_shed
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
@@ -203,7 +203,7 @@ class WaitingLimits:
             )
 
     def choose_evictions(
-        self, request: Request, count: int, service_class: Priority, state: State, now: float
+        self, request: Request, count: int, service_class: Priority, state: SchedulerState, now: float
     ) -> list[Request]:
         """Choose at most `MAX_DISPLACED` requests to evict for `count` new ones, or raise `WaitingSetFull`."""
         limits, waiting = self.config, state.waiting
@@ -239,7 +239,7 @@ class WaitingLimits:
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 
-    def waiting_room(self, state: State, now: float) -> WaitingRoom:
+    def waiting_room(self, state: SchedulerState, now: float) -> WaitingRoom:
         waiting = state.waiting
         return WaitingRoom(
             num_requests=waiting.num_new,
@@ -279,7 +279,7 @@ class WaitingLimits:
 
 
 def check_deadline(
-    state: State, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
+    state: SchedulerState, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
 ) -> None:
     """Raise `DeadlineExceeded` if the deadline precedes now, or the first token expected by a busy engine."""
     if request.deadline is None:

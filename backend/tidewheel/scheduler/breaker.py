@@ -25,7 +25,7 @@ class BreakerState(enum.Enum):
 
 
 @dataclass(slots=True)
-class Signal:
+class LoadSignal:
     """Mean of recent observations. They fade by count, not by time, so that slow failing traffic counts."""
 
     name: str
@@ -43,7 +43,7 @@ class Signal:
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
-class Breaker:
+class CircuitBreaker:
     """Circuit breaker that sheds `level` classes (Nygard, "Release It!", 2007).
 
         CLOSED     → OPEN        a signal over its limit: shed LOW; at twice the limit also NORMAL, at four times HIGH
@@ -57,8 +57,8 @@ class Breaker:
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
-        self._errors = Signal("error rate", "", error_rate)
-        self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]  # by level
+        self._errors = LoadSignal("error rate", "", error_rate)
+        self._queue_times = [LoadSignal("queue time", " s", queue_time_s) for _ in Priority]  # by level
         self.state = BreakerState.CLOSED
         self.level = 0
         self.num_shed = [0] * len(Priority)  # by class

@@ -42,7 +42,7 @@ class TenantIds:
             self._free.append(tenant_id)
 
 
-class Columns:
+class RowColumns:
     """Running requests as a struct of arrays, so that a step loops over no attributes. In every row
 
         num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens

@@ -9,12 +9,12 @@ from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray, Sampled
 from tidewheel.errors import InternalError, InvalidRequest, NumericError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import TopLogprobs
-from tidewheel.scheduler.columns import Columns
+from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.fairness import VirtualCounters
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 
 
-class InFlight(NamedTuple):
+class InFlightStep(NamedTuple):
     step_id: int
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] at scheduling
@@ -34,7 +34,7 @@ def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 
 
 def commit_step(
-    state: State, batch: ScheduledBatch, step: InFlight, sampled: SampledTokens, now: float
+    state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
 ) -> StepOutputs:
     """Apply the answer to requests still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
@@ -58,7 +58,7 @@ def commit_step(
     return StepOutputs(requests, tokens, _select(sampled.logprobs, sampling), ended)
 
 
-def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: float) -> list[Request]:
+def _fail_not_finite(state: SchedulerState, step: InFlightStep, sampled: SampledTokens, now: float) -> list[Request]:
     failed = []
     for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
         row = int(step.rows[index])
@@ -88,7 +88,11 @@ def _no_token(request: Request) -> TidewheelError:
 
 
 def _keep_prompt_logprobs(
-    columns: Columns, batch: ScheduledBatch, rows: RowArray, live: BoolArray, found: Mapping[int, list[TopLogprobs]]
+    columns: RowColumns,
+    batch: ScheduledBatch,
+    rows: RowArray,
+    live: BoolArray,
+    found: Mapping[int, list[TopLogprobs]],
 ) -> None:
     """Add to each request those that it has not yet: after a preemption, some come again."""
     for index, entries in found.items():
@@ -97,7 +101,7 @@ def _keep_prompt_logprobs(
             kept += entries[len(kept) - int(batch.start_positions[index]) :]
 
 
-def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
+def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
     """Count computed tokens and publish blocks known at entry. Blocks of decoded tokens can wait until the end."""
     columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
@@ -109,13 +113,13 @@ def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: 
         state.kv.commit(row, columns.request(row), int(ends[index]))
 
 
-def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:
+def _charge_outputs(counters: VirtualCounters, columns: RowColumns, rows: RowArray) -> None:
     num_tokens = np.bincount(columns.tenant_ids.take(rows))
     for tenant_id in num_tokens.nonzero()[0].tolist():
         counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
-def _find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
+def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
     """Return index and reason of each end. Check `min_tokens` too, in case the sampler does not."""
     num_tokens = columns.num_tokens.take(rows)
     is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)

@@ -6,10 +6,10 @@ import math
 from typing import NamedTuple
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.scheduler.commit import InFlight
+from tidewheel.scheduler.commit import InFlightStep
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits
 from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepTime
 from tidewheel.scheduler.strategy import JoinView, make_strategy
@@ -164,7 +164,7 @@ class StepControl:
         """Return the longest time to expect of the step; None before the first one."""
         return self._step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
 
-    def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
+    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, state: SchedulerState, now: float) -> None:
         """Learn from an applied batch, which started when the one before it ended."""
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
@@ -178,7 +178,9 @@ class StepControl:
             self._adjust(batch, state, seconds, now - last, now)
         self._last_applied = now
 
-    def _adjust(self, batch: ScheduledBatch, state: State, seconds: float, elapsed: float, now: float) -> None:
+    def _adjust(
+        self, batch: ScheduledBatch, state: SchedulerState, seconds: float, elapsed: float, now: float
+    ) -> None:
         if elapsed > 0.0:
             weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
             self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)

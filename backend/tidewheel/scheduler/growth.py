@@ -7,13 +7,13 @@ import numpy as np
 from tidewheel.batch import Float64Array
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Request
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 
 AHEAD: Float64Array = 4.0 * 2.0 ** np.arange(16)  # steps from now: 4 to 131,072
 CAUTION = 2.0  # standard deviations that must be free beside the mean
 
 
-class Growth:
+class GrowthForecast:
     """Need for cache slots t steps from now: a request has grown by t, or ended and given back its own slots.
 
     With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
@@ -24,7 +24,7 @@ class Growth:
     Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         columns = state.columns
         rows = columns.running.nonzero()[0]
         self._state = state

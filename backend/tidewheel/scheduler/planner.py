@@ -15,11 +15,11 @@ from tidewheel.batch import Int32Array, RowArray
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.growth import Growth
+from tidewheel.scheduler.growth import GrowthForecast
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
-from tidewheel.scheduler.state import Short, State
+from tidewheel.scheduler.state import BlockedRequest, SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
 
@@ -27,14 +27,14 @@ MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
 MAX_SKIPPED = 16  # requests per step that wait for a prefix
 
 
-class Entry(enum.Enum):
+class EntryOutcome(enum.Enum):
     ENTERED = enum.auto()
     SKIPPED = enum.auto()  # waits for a prefix; others may enter
     MOVED = enum.auto()  # reordered
     BLOCKED = enum.auto()  # nothing enters behind it
 
 
-def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
+def plan_step(state: SchedulerState, limits: StepLimits, now: float) -> StepPlan:
     """Plan decodes first, so that no prompt delays them, then prompts in order."""
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
@@ -46,7 +46,7 @@ def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
     return plan
 
 
-def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Array, now: float) -> None:
+def _plan_decodes(state: SchedulerState, plan: StepPlan, rows: RowArray, starts: Int32Array, now: float) -> None:
     columns = state.columns
     full = starts >= columns.num_slots.take(rows)
     if np.count_nonzero(full) > state.kv.num_free_blocks:
@@ -58,7 +58,7 @@ def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Arr
     plan.set_decodes(rows, starts, rows[full])
 
 
-def _grow(state: State, plan: StepPlan) -> None:
+def _grow(state: SchedulerState, plan: StepPlan) -> None:
     rows = plan.growing_rows
     if not len(rows):
         return
@@ -72,10 +72,10 @@ def _grow(state: State, plan: StepPlan) -> None:
     columns.num_grown_blocks[rows] += 1
 
 
-def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> Short | None:
+def _plan_prompts(state: SchedulerState, plan: StepPlan, rows: RowArray, now: float) -> BlockedRequest | None:
     """Return the first request in line if it lacks blocks."""
     columns = state.columns
-    entering = _Entering(state, plan, now)
+    entering = _EntryPlanner(state, plan, now)
     running = columns.requests(rows[columns.running[rows]])
     for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
         entering.run(before=key)
@@ -93,15 +93,15 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> S
     return entering.short
 
 
-class _Entering:
-    def __init__(self, state: State, plan: StepPlan, now: float) -> None:
+class _EntryPlanner:
+    def __init__(self, state: SchedulerState, plan: StepPlan, now: float) -> None:
         self._state = state
         self._plan = plan
         self._now = now
         self._is_open = True
         self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
-        self._growth: Growth | None = None  # made on demand
-        self.short: Short | None = None  # the last that was tried
+        self._growth: GrowthForecast | None = None  # made on demand
+        self.short: BlockedRequest | None = None  # the last that was tried
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}
@@ -113,10 +113,12 @@ class _Entering:
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
                 return
             outcome = self._try(request)
-            if outcome is Entry.SKIPPED:
+            if outcome is EntryOutcome.SKIPPED:
                 self._skipped.add(request.request_id)
-            self._is_open = len(self._skipped) < MAX_SKIPPED and (outcome is not Entry.BLOCKED or self._by_cache)
-            if outcome is Entry.BLOCKED:
+            self._is_open = len(self._skipped) < MAX_SKIPPED and (
+                outcome is not EntryOutcome.BLOCKED or self._by_cache
+            )
+            if outcome is EntryOutcome.BLOCKED:
                 self._by_cache = False  # an earlier one may fit
 
     def _next(self) -> Request | None:
@@ -140,24 +142,24 @@ class _Entering:
             count = self._cached[request.request_id] = kv.prefixes.estimate(request)
         return count
 
-    def _try(self, request: Request) -> Entry:
+    def _try(self, request: Request) -> EntryOutcome:
         """Admit the request with blocks for all its tokens, so that no prompt under way runs out."""
         state, plan = self._state, self._plan
         self.short = None
         if not self._has_turn(request):
-            return Entry.BLOCKED
+            return EntryOutcome.BLOCKED
         if drop_over_quota(state, request, self._now):
-            return Entry.MOVED
+            return EntryOutcome.MOVED
         hit = state.find_hit(request)
         if self._awaits_prefix(request, hit):
-            return Entry.SKIPPED
+            return EntryOutcome.SKIPPED
         if not plan.is_short(request.num_tokens - hit.num_tokens):
-            return Entry.BLOCKED
+            return EntryOutcome.BLOCKED
         if self._make_way(request, hit):
             hit = state.find_hit(request)  # offloading may have evicted its host blocks
         elif not self._fits(request, hit):
-            return Entry.BLOCKED
-        return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
+            return EntryOutcome.BLOCKED
+        return EntryOutcome.ENTERED if self._enter(request, hit) else EntryOutcome.BLOCKED
 
     def _has_turn(self, request: Request) -> bool:
         plan = self._plan
@@ -194,7 +196,7 @@ class _Entering:
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
         if self._growth is None:
-            self._growth = Growth(state)
+            self._growth = GrowthForecast(state)
         keep_free = plan.num_blocks_kept(state.columns.num_running)
         num_slots = self._growth.num_missing_slots(request, hit, keep_free=keep_free)
         if num_slots > 0.0:
@@ -209,7 +211,7 @@ class _Entering:
             num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         if num_missing > 0:
             num_own = num_free + kv.num_missing_blocks(request.num_tokens, hit)
-            self.short = Short(request, num_own, num_free + num_missing, num_free)
+            self.short = BlockedRequest(request, num_own, num_free + num_missing, num_free)
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         """Preempt rows for a CRITICAL request; return whether any left."""
@@ -248,7 +250,7 @@ class _Entering:
         return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
 
 
-def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: int, now: float) -> None:
+def _start(state: SchedulerState, plan: StepPlan, request: Request, num_cached_tokens: int, now: float) -> None:
     request.first_scheduled_time = now
     request.num_cached_tokens = num_cached_tokens
     plan.started.append(request)

@@ -26,7 +26,7 @@ _Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all
 _Floats = npt.NDArray[np.float64]
 
 
-class Histogram:
+class LengthHistogram:
     """Output lengths in quarter-octave bins. Each weighs 1 / `_FORGET` times the last, so that old ones fade."""
 
     __slots__ = ("_scale", "_total", "_weights")
@@ -71,8 +71,8 @@ class OutputPredictor:
         self._quantile = quantile
         self._max_cells = max_cells
         self.prior = float(prior_tokens)  # tokens
-        self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # least recently used first
-        self._shared: dict[_Cell, Histogram] = {(None, None): Histogram()}  # all tenants, by bucket
+        self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict()  # least recently used first
+        self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}  # all tenants, by bucket
         self.num_observed = 0
         self.mean_abs_error = 0.0  # in tokens, over about the last 100 outputs
 
@@ -108,11 +108,11 @@ class OutputPredictor:
 
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
         for bucket in (num_prompt_tokens.bit_length(), None):
-            cell = self._cells.pop((tenant, bucket), None) or Histogram()
+            cell = self._cells.pop((tenant, bucket), None) or LengthHistogram()
             if len(self._cells) >= self._max_cells:
                 self._cells.popitem(last=False)
             self._cells[tenant, bucket] = cell
-            for histogram in (cell, self._shared.setdefault((None, bucket), Histogram())):
+            for histogram in (cell, self._shared.setdefault((None, bucket), LengthHistogram())):
                 histogram.add(num_output_tokens)
         self.num_observed += 1
         smoothing = max(_ERROR_SMOOTHING, 1.0 / self.num_observed)

@@ -45,7 +45,7 @@ class SortedQueue:
         return self._entries[index][1] if index < len(self._entries) else None
 
 
-class Lane(NamedTuple):
+class TenantQueues(NamedTuple):
     """Waiting requests of one tenant or all."""
 
     new: SortedQueue  # never started
@@ -67,7 +67,7 @@ class WaitingSet:
         self._policy = policy
         self._counters = counters
         self._best_class = best_class  # that a tenant may ask for
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, TenantQueues] = {}
         self._ages = SortedQueue()  # new entries by class and arrival
         self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new requests
         self._num_new: dict[str, int] = {}  # by tenant
@@ -115,7 +115,7 @@ class WaitingSet:
         request.rank = rank_of(self._policy, request)
         name = self._lane_of(request)
         if name not in self._lanes:
-            self._lanes[name] = Lane(SortedQueue(), SortedQueue())
+            self._lanes[name] = TenantQueues(SortedQueue(), SortedQueue())
             if self._counters is not None:
                 self._counters.activate(name)
         self._insert(self._lanes[name], request)
@@ -221,12 +221,12 @@ class WaitingSet:
                 own -= 1 + len(victim.followers)
             yield victim
 
-    def _insert(self, lane: Lane, request: Request) -> None:
+    def _insert(self, lane: TenantQueues, request: Request) -> None:
         lane.queue_of(request).push(request.rank, request)
         if request.is_new:
             self._ages.push(_age(request), request)
 
-    def _take(self, lane: Lane, request: Request) -> None:
+    def _take(self, lane: TenantQueues, request: Request) -> None:
         lane.queue_of(request).remove(request.rank, request)
         if request.is_new:
             self._ages.remove(_age(request), request)
@@ -234,7 +234,7 @@ class WaitingSet:
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant
 
-    def _next_lanes(self, *, with_new: bool) -> Iterator[Lane]:
+    def _next_lanes(self, *, with_new: bool) -> Iterator[TenantQueues]:
         if self._counters is None or not self._lanes:
             yield from self._lanes.values()
             return

@@ -17,13 +17,13 @@ from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, re
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Priority, Progress, Request
-from tidewheel.scheduler.admission import Admission
-from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
+from tidewheel.scheduler.admission import AdmissionControl
+from tidewheel.scheduler.commit import InFlightStep, check_answer, commit_step
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.planner import plan_step
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.service_class import reclassify_due
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan
 from tidewheel.stats import EngineStats, WaitingRoom
 
@@ -34,9 +34,9 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
         self._control = StepControl(config, keep_free=int(config.watermark * kv.num_blocks))
-        self._state = State(kv, config, self._control.preemption_cost)
-        self._admission = Admission(config, self._state, self._control.estimate)
-        self._in_flight: deque[InFlight] = deque()
+        self._state = SchedulerState(kv, config, self._control.preemption_cost)
+        self._admission = AdmissionControl(config, self._state, self._control.estimate)
+        self._in_flight: deque[InFlightStep] = deque()
         self._now = 0.0
 
     def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
@@ -139,7 +139,7 @@ class Scheduler:
         batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
         rows = batch.rows.astype(np.intp)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        self._in_flight.append(InFlight(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
+        self._in_flight.append(InFlightStep(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
         state.stats.step_tokens.observe(batch.num_tokens)

@@ -8,10 +8,10 @@ the block quota of its tenant, once, and at its soft deadline.
 from __future__ import annotations
 
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.state import SchedulerState
 
 
-def reclassify_due(state: State, now: float) -> None:
+def reclassify_due(state: SchedulerState, now: float) -> None:
     """Apply due lifts and drops. Followers move with a leader they wait for."""
     for time, _, request in state.timetable.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
@@ -28,7 +28,7 @@ def reclassify_due(state: State, now: float) -> None:
             state.stats.num_downgraded_deadline += 1
 
 
-def is_over_quota(state: State, request: Request) -> bool:
+def is_over_quota(state: SchedulerState, request: Request) -> bool:
     """Return whether the request takes its tenant over quota. Shared blocks count for each request or session."""
     limit = state.config.limits_of(request.tenant).max_blocks
     if limit is None or request.was_over_quota:
@@ -40,7 +40,7 @@ def is_over_quota(state: State, request: Request) -> bool:
     return num_blocks + kv.num_blocks_for(request.num_tokens) > limit
 
 
-def drop_over_quota(state: State, request: Request, now: float) -> bool:
+def drop_over_quota(state: SchedulerState, request: Request, now: float) -> bool:
     """Drop a group a class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False

@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tidewheel.errors import require
-from tidewheel.event_heap import Event, EventHeap
+from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.request import FinishReason, Priority, Request, RequestState
-from tidewheel.scheduler.columns import Columns
+from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.predictor import OutputPredictor
@@ -17,7 +17,7 @@ from tidewheel.scheduler.step_time import PreemptionCost
 from tidewheel.stats import BlockShortage
 
 
-class Short(NamedTuple):
+class BlockedRequest(NamedTuple):
     """Request that a plan could not enter for want of blocks."""
 
     request: Request
@@ -26,7 +26,7 @@ class Short(NamedTuple):
     num_free: int  # after the plan
 
 
-class Timetable:
+class RequestTimers:
     """Deadlines and lifts to come."""
 
     def __init__(self, ageing_s: float, *, ages_all: bool) -> None:
@@ -36,9 +36,9 @@ class Timetable:
         self._ageing_s = ageing_s
         self._ages_all = ages_all  # HIGH and CRITICAL too, because they may become overdue
 
-    def with_ageing(self, ageing_s: float, *, ages_all: bool) -> Timetable:
+    def with_ageing(self, ageing_s: float, *, ages_all: bool) -> RequestTimers:
         """Return a timetable without lifts."""
-        other = Timetable(ageing_s, ages_all=ages_all)
+        other = RequestTimers(ageing_s, ages_all=ages_all)
         other.deadlines, other.soft_deadlines = self.deadlines, self.soft_deadlines
         return other
 
@@ -58,7 +58,7 @@ class Timetable:
         return None if request.lift_time is None else request.lift_time - self._ageing_s
 
 
-class State:
+class SchedulerState:
     """Waiting set, rows and block tables, changed together and only here.
 
         wait          → WAITING
@@ -77,12 +77,12 @@ class State:
         self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
-        self.columns = Columns(config.num_rows)
+        self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats  # shared with the cache
-        self.short: Short | None = None  # as of the last plan
+        self.short: BlockedRequest | None = None  # as of the last plan
         self.last_applied = -1
-        self.timetable = Timetable(config.ageing_s, ages_all=not self.policy.by_arrival)
+        self.timetable = RequestTimers(config.ageing_s, ages_all=not self.policy.by_arrival)
         self._leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
 
@@ -315,5 +315,5 @@ class State:
         require(all(request.lift_time is None for request in attached), "followers are lifted without their leader")
 
 
-def _is_unfinished(event: Event[Request]) -> bool:
+def _is_unfinished(event: TimedEvent[Request]) -> bool:
     return not event.subject.is_finished

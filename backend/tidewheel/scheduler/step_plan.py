@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import Int32Array, NewRow, RowArray, ScheduledBatch
-from tidewheel.kvcache.transfers import Transfers
+from tidewheel.kvcache.transfers import TransferArrays
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
 
@@ -20,14 +20,14 @@ class StepLimits(NamedTuple):
     keep_free: int  # blocks that an admission leaves while others run
 
 
-class Chunk(NamedTuple):
+class StepChunk(NamedTuple):
     row: int
     start: int
     num_tokens: int
     samples: bool  # reaches the last token
 
 
-class Cut(NamedTuple):
+class SplitChunk(NamedTuple):
     position: int  # index of the chunk
     num_missing: int  # uncomputed tokens of the request
     level: Rank  # largest that may share the budget
@@ -51,8 +51,8 @@ class StepPlan:
         self.num_sitting_out = 0  # decode rows that get none
         self.is_scarce = False  # only CRITICAL requests enter
         self._decode_starts = _ids([])
-        self._chunks: list[Chunk] = []
-        self._cut: Cut | None = None
+        self._chunks: list[StepChunk] = []
+        self._cut: SplitChunk | None = None
         self._num_scores_left = limits.max_scores
         self.new_rows: list[NewRow] = []
         self._block_rows: list[int] = []
@@ -103,10 +103,10 @@ class StepPlan:
         if end - start > self.token_budget <= most:
             num_tokens = (self.token_budget + 1) // 2
             level = level if self._cut is None else min(level, self._cut.level)
-            self._cut = Cut(len(self._chunks), end - start, level, most)
+            self._cut = SplitChunk(len(self._chunks), end - start, level, most)
         if scores:
             self._num_scores_left -= min(end - start, most)  # the rest of a cut chunk may be given back
-        self._chunks.append(Chunk(row, start, num_tokens, start + num_tokens == end))
+        self._chunks.append(StepChunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
 
     def give_back(self) -> None:
@@ -115,14 +115,14 @@ class StepPlan:
             chunk = self._chunks[position]
             num_tokens = min(chunk.num_tokens + self.token_budget, num_missing, most)
             self.token_budget -= num_tokens - chunk.num_tokens
-            self._chunks[position] = Chunk(chunk.row, chunk.start, num_tokens, num_tokens == num_missing)
+            self._chunks[position] = StepChunk(chunk.row, chunk.start, num_tokens, num_tokens == num_missing)
 
     def add_blocks(self, rows: Sequence[int], indices: Sequence[int], block_ids: Sequence[int]) -> None:
         self._block_rows += rows
         self._block_indices += indices
         self._block_ids += block_ids
 
-    def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: Transfers) -> ScheduledBatch:
+    def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: TransferArrays) -> ScheduledBatch:
         chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
         num_decodes = len(self.decode_rows)
         n = num_decodes + len(chunks)

@@ -60,14 +60,14 @@ class Strategy:
         raise NotImplementedError
 
 
-class Continuous(Strategy):
+class ContinuousStrategy(Strategy):
     """Requests that join in any step."""
 
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting
 
 
-class Static(Strategy):
+class StaticStrategy(Strategy):
     """Batches when nothing runs, and `batch_size` wait or the oldest for `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
@@ -76,7 +76,7 @@ class Static(Strategy):
         return min(size, view.num_waiting) if is_due and not view.num_running else 0
 
 
-class Window:
+class BatchWindow:
     """Collection time of dynamic batches.
 
     Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
@@ -104,12 +104,12 @@ class Window:
         self.seconds = min(max(self.seconds * math.exp(direction * self._step), MIN_WINDOW_S), MAX_WINDOW_S)
 
 
-class Dynamic(Strategy):
+class DynamicStrategy(Strategy):
     """Batches when the oldest has waited for the window, or all free places can be filled."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
-        self.window = Window(config.target_latency_s)
+        self.window = BatchWindow(config.target_latency_s)
 
     def observe_batch(self, latency_s: float) -> None:
         self.window.observe(latency_s)
@@ -120,7 +120,7 @@ class Dynamic(Strategy):
         return min(view.num_waiting, num_places) if is_due else 0
 
 
-class Hybrid(Dynamic):
+class HybridStrategy(DynamicStrategy):
     """Dynamic batches. All join below `hybrid_threshold` running and waiting, or above `hybrid_backlog` waiting."""
 
     def _form(self, now: float, view: JoinView) -> int:
@@ -130,7 +130,7 @@ class Hybrid(Dynamic):
         return super()._form(now, view)
 
 
-class Predictive(Strategy):
+class PredictiveStrategy(Strategy):
     """Batches of the number expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
 
     def __init__(self, config: StrategyConfig) -> None:
@@ -157,8 +157,12 @@ class Predictive(Strategy):
 
 
 _STRATEGIES: dict[str, type[Strategy]] = {
-    "continuous": Continuous, "static": Static, "dynamic": Dynamic, "predictive": Predictive, "hybrid": Hybrid
-}  # fmt: skip
+    "continuous": ContinuousStrategy,
+    "static": StaticStrategy,
+    "dynamic": DynamicStrategy,
+    "predictive": PredictiveStrategy,
+    "hybrid": HybridStrategy,
+}
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:

@@ -7,12 +7,12 @@ import numpy as np
 from tidewheel.batch import RowArray
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.columns import Columns
-from tidewheel.scheduler.state import State
+from tidewheel.scheduler.columns import RowColumns
+from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan
 
 
-def free_blocks_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
+def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
     """Preempt rows until the rest of `needy` can have a block each; return rows that wait for blocks in flight.
 
     No row leaves for a lower class.
@@ -39,7 +39,9 @@ def free_blocks_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     ]
 
 
-def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool) -> list[int]:
+def victims_for(
+    state: SchedulerState, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool
+) -> list[int]:
     """Choose rows to preempt for a CRITICAL request, from lower classes without a planned chunk.
 
     Choose none if all together are too few, or if rows or blocks in flight suffice. Where tenants take turns, choose
@@ -67,13 +69,13 @@ def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, 
     return chosen or []
 
 
-def _comes_after(state: State, row: int, request: Request) -> bool:
+def _comes_after(state: SchedulerState, row: int, request: Request) -> bool:
     """Return whether a row of a lower class comes after the request in the order of service."""
     waiting = state.waiting
     return not state.policy.by_tenant or waiting.key(state.columns.request(row)) > waiting.key(request)
 
 
-def _most_freed(state: State, rows: list[int]) -> int:
+def _most_freed(state: SchedulerState, rows: list[int]) -> int:
     """Return an upper bound. O(rows)."""
     columns, kv = state.columns, state.kv
     stays = columns.running.copy()
@@ -83,14 +85,14 @@ def _most_freed(state: State, rows: list[int]) -> int:
     return min(num_held // kv.block_size, kv.num_blocks - kv.num_free_blocks - num_kept // kv.block_size)
 
 
-def protected_row(columns: Columns) -> int:
+def protected_row(columns: RowColumns) -> int:
     """Return the oldest row of the best class. It always progresses."""
     rows = columns.running.nonzero()[0]
     order = np.lexsort((columns.sequences[rows], columns.arrival_times[rows], columns.classes[rows]))
     return int(rows[order[0]])
 
 
-def order_of_victims(state: State, lowest_class: int) -> list[int]:
+def order_of_victims(state: SchedulerState, lowest_class: int) -> list[int]:
     """Return running rows of `lowest_class` or lower: lowest class, fewest computed tokens, youngest first.
 
     Rows preempted `max_preemptions` times go last. Rows that are ending are left out.
@@ -110,7 +112,7 @@ def order_of_victims(state: State, lowest_class: int) -> list[int]:
 
 
 def choose_victims(
-    state: State,
+    state: SchedulerState,
     rows: Sequence[int],
     num_missing: int,
     *,
@@ -143,7 +145,7 @@ def choose_victims(
 
 
 def _alone(
-    state: State,
+    state: SchedulerState,
     rows: Sequence[int],
     victims: list[int],
     num_missing: int,
@@ -164,14 +166,14 @@ def _alone(
     return victims
 
 
-def _num_returning_blocks(state: State) -> int:
+def _num_returning_blocks(state: SchedulerState) -> int:
     """Return a lower bound on blocks returning from batches in flight."""
     departures = state.kv.departures()
     ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
     return state.kv.num_held_blocks + sum([departures.add(row) for row in ending])
 
 
-def _num_growing_next(columns: Columns) -> int:
+def _num_growing_next(columns: RowColumns) -> int:
     """Return an upper bound on rows that grow next."""
     starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
     return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))

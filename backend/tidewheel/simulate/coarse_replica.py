@@ -48,16 +48,16 @@ class CoarseRequest:
         return self.num_prompt_tokens + len(self.output_token_ids)
 
 
-class Chunk(NamedTuple):
+class CoarseChunk(NamedTuple):
     request: CoarseRequest
     num_tokens: int
 
 
-class Launch(NamedTuple):
+class CoarseLaunch(NamedTuple):
     """Steps that the device runs: one with chunks, or several of decodes only."""
 
     begin: float
-    chunks: list[Chunk]
+    chunks: list[CoarseChunk]
     num_steps: int
     first_seconds: float  # of the first step
     growth_seconds: float  # that each step takes longer than the one before
@@ -102,7 +102,7 @@ class CoarseReplica:
         self._step = 0  # decode steps so far
         self._kv_tokens = 0  # of decoding requests
         self._reserved = 0  # tokens of the cache
-        self._launch: Launch | None = None
+        self._launch: CoarseLaunch | None = None
         self._reported = (0.0, 0)
 
     def submit(self, now: float, index: int) -> float | None:
@@ -145,17 +145,17 @@ class CoarseReplica:
             queue_s={service_class: now - request.arrival_time for service_class, request in heads.items()},
         )
 
-    def _plan(self) -> list[Chunk]:
+    def _plan(self) -> list[CoarseChunk]:
         """Return the chunks of the next step: prompts that have begun first."""
         budget = self._limits.max_num_batched_tokens - len(self._decoding)
-        chunks: list[Chunk] = []
+        chunks: list[CoarseChunk] = []
         for request in self._prefilling:
             if budget <= 0:
                 return chunks
-            chunks.append(Chunk(request, min(request.num_left, budget)))
+            chunks.append(CoarseChunk(request, min(request.num_left, budget)))
             budget -= chunks[-1].num_tokens
         while budget > 0 and (admitted := self._admit()) is not None:
-            chunks.append(Chunk(admitted, min(admitted.num_left, budget)))
+            chunks.append(CoarseChunk(admitted, min(admitted.num_left, budget)))
             budget -= chunks[-1].num_tokens
         return chunks
 
@@ -172,7 +172,7 @@ class CoarseReplica:
         self._prefilling.append(request)
         return request
 
-    def _launched(self, now: float, chunks: list[Chunk]) -> Launch:
+    def _launched(self, now: float, chunks: list[CoarseChunk]) -> CoarseLaunch:
         num_decodes, num_new, num_samples, pairs, num_chunk_tokens, kv_tokens = len(self._decoding), 0, 0, 0, 0, 0
         for request, count in chunks:
             start = request.num_prompt_tokens - request.num_left
@@ -195,9 +195,9 @@ class CoarseReplica:
         seconds = self._cost.step_seconds(features) + self._cost.turn_seconds(num_rows)
         num_steps = 1 if chunks else self._decoding[0][0] - self._step
         growth = num_decodes * self._cost.seconds_per_kv_byte * self._cost.kv_bytes_per_token
-        return Launch(now, chunks, num_steps, seconds, growth)
+        return CoarseLaunch(now, chunks, num_steps, seconds, growth)
 
-    def _apply(self, launch: Launch, now: float) -> None:
+    def _apply(self, launch: CoarseLaunch, now: float) -> None:
         num_steps, num_decodes = launch.num_steps, len(self._decoding)
         self.num_steps += num_steps
         self.num_tokens += num_decodes * num_steps + sum(chunk.num_tokens for chunk in launch.chunks)

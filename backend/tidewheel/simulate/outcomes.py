@@ -28,7 +28,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 Figures = dict[str, Any]  # JSON values; times in seconds
 
 
-class EndedRequest(Protocol):
+class SimulatedRequest(Protocol):
     """Part of a request that a simulation reports."""
 
     @property
@@ -49,10 +49,10 @@ class EndedRequest(Protocol):
     def num_preemptions(self) -> int: ...
 
 
-Told = Callable[[int, EndedRequest], None]  # (replica number, request)
+Told = Callable[[int, SimulatedRequest], None]  # (replica number, request)
 
 
-class Outcomes:
+class SimulationOutcomes:
     """Columns by request; times in seconds of the trace, NaN if never reached."""
 
     def __init__(self, trace: Trace) -> None:
@@ -62,7 +62,7 @@ class Outcomes:
         self.first_scheduled, self.first_token, self.last_token = (np.full(count, np.nan) for _ in range(3))
         self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
 
-    def record(self, index: int, replica: int, request: EndedRequest) -> None:
+    def record(self, index: int, replica: int, request: SimulatedRequest) -> None:
         """Record the end of a request; raise `InternalError` for a second one."""
         if self.ends[index] != UNKNOWN:
             raise InternalError(f"request {index} ended twice")
@@ -118,7 +118,7 @@ class Outcomes:
         return float(np.nanmax(self.last_token) - self.trace.arrivals[0])
 
 
-def throughput(outcomes: Outcomes) -> float:
+def throughput(outcomes: SimulationOutcomes) -> float:
     """Return requests per second in the middle of a run; raise `ConfigError` if too few finished."""
     rate = steady_rate(outcomes)
     if rate is None:
@@ -127,7 +127,7 @@ def throughput(outcomes: Outcomes) -> float:
     return rate
 
 
-def steady_rate(outcomes: Outcomes) -> float | None:
+def steady_rate(outcomes: SimulationOutcomes) -> float | None:
     """Return finished requests per second in the middle of a run, without start and end; None for too few."""
     ends = np.sort(outcomes.last_token[outcomes.finished])
     first, last = len(ends) // 5, len(ends) * 7 // 10
@@ -136,7 +136,7 @@ def steady_rate(outcomes: Outcomes) -> float | None:
     return float((last - first) / (ends[last] - ends[first]))
 
 
-def keeps_up(outcomes: Outcomes) -> bool:
+def keeps_up(outcomes: SimulationOutcomes) -> bool:
     """Return whether nothing was lost, and requests waited no longer late in the run than before.
 
     The median of the last quarter's queue times may be twice that of the second quarter, and 50 ms more.
@@ -150,7 +150,7 @@ def keeps_up(outcomes: Outcomes) -> bool:
     return bool(np.median(waits[-quarter:]) <= 2.0 * np.median(waits[quarter : 2 * quarter]) + 0.05)
 
 
-def summarise(outcomes: Outcomes) -> Figures:
+def summarise(outcomes: SimulationOutcomes) -> Figures:
     trace, span = outcomes.trace, max(outcomes.span, 1e-12)
     finished, tokens = outcomes.finished, served_tokens(outcomes)
     return {
@@ -188,7 +188,7 @@ def summarise(outcomes: Outcomes) -> Figures:
     }
 
 
-def served_tokens(outcomes: Outcomes) -> dict[str, float]:
+def served_tokens(outcomes: SimulationOutcomes) -> dict[str, float]:
     """Return tokens by tenant of requests finished by the last arrival, while tenants still competed."""
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
@@ -198,7 +198,7 @@ def served_tokens(outcomes: Outcomes) -> dict[str, float]:
     return {name: float(sums[i]) for i, name in enumerate(trace.tenant_names) if present[i]}
 
 
-def _part(outcomes: Outcomes, chosen: BoolArray) -> Figures:
+def _part(outcomes: SimulationOutcomes, chosen: BoolArray) -> Figures:
     return {
         "num_requests": int(chosen.sum()),
         "refused": int((chosen & (outcomes.ends == REFUSED)).sum()),
@@ -206,7 +206,7 @@ def _part(outcomes: Outcomes, chosen: BoolArray) -> Figures:
     }
 
 
-def _latencies(outcomes: Outcomes, chosen: BoolArray) -> Figures:
+def _latencies(outcomes: SimulationOutcomes, chosen: BoolArray) -> Figures:
     return {
         "ttft_s": _distribution(outcomes.ttft[chosen]),
         "tpot_s": _distribution(outcomes.tpot[chosen]),

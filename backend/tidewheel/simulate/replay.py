@@ -22,7 +22,7 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     num_events: int
     num_steps: int
     num_requests: int
@@ -84,22 +84,22 @@ def scheduler_of(header: record.Header) -> Scheduler:
     return build_scheduler(*engine_of(header))
 
 
-def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
+def replay(recording: Recording, scheduler: Scheduler) -> ReplayResult:
     """Replay up to the first difference, on a new scheduler."""
-    return play(recording, Player(scheduler))
+    return play(recording, EventPlayer(scheduler))
 
 
-def play(recording: Recording, player: Player) -> Replayed:
+def play(recording: Recording, player: EventPlayer) -> ReplayResult:
     """Replay up to the first difference."""
     num_events, difference = 0, ""
     for num_events, event in enumerate(recording.events(), 1):
         if found := player.play(event):
             difference = f"event {num_events}: {found}"
             break
-    return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
+    return ReplayResult(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
 
 
-class Player:
+class EventPlayer:
     """Scheduler that gets the recorded calls. A subclass may look at what became of each."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -24,7 +24,7 @@ from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
 from tidewheel.workload.day_shapes import daily_arrivals
 from tidewheel.workload.lengths import Lengths
-from tidewheel.workload.traces import Prefixes, Tenants, Trace, synthesise
+from tidewheel.workload.traces import PrefixMix, TenantMix, Trace, synthesise
 
 ARRIVALS = {
     "poisson": poisson_arrivals,
@@ -38,7 +38,7 @@ MAX_REPLICAS = 256  # that `replicas_needed` tries
 MODEL = "simulated"
 
 
-class Result(NamedTuple):
+class ScenarioResult(NamedTuple):
     policy: str
     load: float | None  # share of capacity; None: a given rate, or the file's
     figures: Figures
@@ -54,8 +54,8 @@ class Scenario:
     prompt: Lengths
     output: Lengths
     max_tokens: int | None
-    tenants: Tenants
-    prefixes: Prefixes | None
+    tenants: TenantMix
+    prefixes: PrefixMix | None
     seed: int
     policies: tuple[str, ...]
     num_replicas: int
@@ -104,7 +104,7 @@ class Scenario:
         trace = self.at_once(CAPACITY_BATCHES * config.max_num_seqs)
         return throughput(self.simulator(config, trace, 1, is_scaled=False).run())
 
-    def results(self) -> Iterator[Result]:
+    def results(self) -> Iterator[ScenarioResult]:
         for policy in self.policies:
             rates: list[tuple[float | None, float | None]] = [(None, self.rate)]
             if self.loads:
@@ -113,7 +113,7 @@ class Scenario:
             for load, rate in rates:
                 simulator = self.simulator(self.config(policy), self.trace(rate), self.num_replicas)
                 simulator.run()
-                yield Result(policy, load, simulator.summary())
+                yield ScenarioResult(policy, load, simulator.summary())
 
     def replicas_needed(self, policy: str) -> tuple[int, Figures]:
         """Return the least number of replicas that keep up with `rate`, at most `MAX_REPLICAS`, and their figures.

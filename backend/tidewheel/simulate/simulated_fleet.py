@@ -37,7 +37,7 @@ class ScalingPlan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Stay:
+class ReplicaLifetime:
     """Time of a replica in the fleet, its start and its drain included."""
 
     begin: float
@@ -59,7 +59,7 @@ class SimulatedFleet:
         plan: ScalingPlan | None = None,
     ) -> None:
         self.replicas: list[SimulatedReplica] = []
-        self.stays: list[Stay] = []
+        self.stays: list[ReplicaLifetime] = []
         self.changes: list[tuple[float, int]] = []  # (time, replicas that are paid for)
         self._make_replica = make_replica
         self._router = router
@@ -129,7 +129,7 @@ class SimulatedFleet:
     def _add(self, now: float) -> int:
         number = len(self.replicas)
         self.replicas.append(self._make_replica(number))
-        self.stays.append(Stay(now))
+        self.stays.append(ReplicaLifetime(now))
         self._note(now)
         return number
 

@@ -8,14 +8,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tidewheel.bench.charts import COLOURS, INK, MARKERS, Picture, logarithmic, panels, style
+from tidewheel.bench.charts import COLOURS, INK, MARKERS, ChartImage, logarithmic, panels, style
 from tidewheel.simulate.outcomes import Figures, mean_in_system
-from tidewheel.simulate.scenario import Result
+from tidewheel.simulate.scenario import ScenarioResult
 
 
-def charts(results: Sequence[Result]) -> Iterator[Picture]:
+def charts(results: Sequence[ScenarioResult]) -> Iterator[ChartImage]:
     """Yield the charts that have something to show."""
-    series: dict[str, list[Result]] = {}
+    series: dict[str, list[ScenarioResult]] = {}
     for result in results:
         series.setdefault(result.policy, []).append(result)
     last = {policy: points[-1].figures for policy, points in series.items()}
@@ -28,7 +28,7 @@ def charts(results: Sequence[Result]) -> Iterator[Picture]:
         yield _queue(series)
 
 
-def _throughput(series: Mapping[str, Sequence[Result]]) -> Picture:
+def _throughput(series: Mapping[str, Sequence[ScenarioResult]]) -> ChartImage:
     figure, axes = _figure("Throughput against time to first token", "output tokens/s", "p99 TTFT, ms")
     for index, (name, results) in enumerate(series.items()):
         shown = [result.figures for result in results if result.figures["ttft_s"]["p99"]]
@@ -37,7 +37,7 @@ def _throughput(series: Mapping[str, Sequence[Result]]) -> Picture:
     return _finished("throughput_ttft", figure, axes)
 
 
-def _classes(parts: Mapping[str, Figures]) -> Picture:
+def _classes(parts: Mapping[str, Figures]) -> ChartImage:
     """Draw a panel for each class, with a line from the median to the p99 for each policy."""
     classes = list(dict.fromkeys(name for figures in parts.values() for name in figures["classes"]))
     figure, panes = panels(len(classes), height=1.3 + 0.4 * len(parts), sharex=True)
@@ -57,10 +57,10 @@ def _classes(parts: Mapping[str, Figures]) -> Picture:
         logarithmic(axes, "x")
     label = "time to first token, ms (logarithmic): from the median, a dot, to the p99"
     figure.supxlabel(label, fontsize=9)
-    return Picture("classes", "Time to first token by class", figure)
+    return ChartImage("classes", "Time to first token by class", figure)
 
 
-def _fairness(parts: Mapping[str, Figures]) -> Picture:
+def _fairness(parts: Mapping[str, Figures]) -> ChartImage:
     figure, axes = _figure("Served tokens by tenant while all of them ask", "", "share of the served tokens")
     tenants = list(dict.fromkeys(name for figures in parts.values() for name in figures["tenants"]))
     bottom = np.zeros(len(parts))
@@ -74,7 +74,7 @@ def _fairness(parts: Mapping[str, Figures]) -> Picture:
     return _finished("fairness", figure, axes, is_logarithmic=False)
 
 
-def _queue(series: Mapping[str, Sequence[Result]]) -> Picture:
+def _queue(series: Mapping[str, Sequence[ScenarioResult]]) -> ChartImage:
     figure, axes = _figure("Queue length against load", "load, as a share of the capacity", "mean waiting requests")
     for index, (name, results) in enumerate(series.items()):
         points = [(r.load, max(r.figures["mean_waiting"], 1e-3)) for r in results if r.load is not None]
@@ -98,8 +98,8 @@ def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finished(name: str, figure: Figure, axes: Axes, *, is_logarithmic: bool = True) -> Picture:
+def _finished(name: str, figure: Figure, axes: Axes, *, is_logarithmic: bool = True) -> ChartImage:
     if is_logarithmic:
         logarithmic(axes)
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
-    return Picture(name, axes.get_title(loc="left"), figure)
+    return ChartImage(name, axes.get_title(loc="left"), figure)

@@ -19,7 +19,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.coarse_replica import CoarseLimits, CoarseReplica
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import EndedRequest, Figures, Outcomes, Told, summarise
+from tidewheel.simulate.outcomes import Figures, SimulatedRequest, SimulationOutcomes, Told, summarise
 from tidewheel.simulate.simulated_fleet import ScalingPlan, SimulatedFleet, SimulatedReplica
 from tidewheel.simulate.trace_requests import TraceRequests
 from tidewheel.stats import EngineStats
@@ -31,7 +31,7 @@ MOST_WAIT_S = 86_400.0  # for a first replica, after the last arrival
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
 
 
-class Replica:
+class EngineReplica:
     """One engine: the loop of `EngineCore.step` with a cost model as its device.
 
     A turn applies the finished batch as of its end, then schedules the next. Requests that arrived by either moment
@@ -208,12 +208,12 @@ class Simulator:
         self._next_turns: dict[int, float] = {}  # by replica
         self._now = 0.0
         self._held: deque[int] = deque()  # requests that arrived while no replica was ready
-        self.outcomes = Outcomes(trace)
+        self.outcomes = SimulationOutcomes(trace)
 
         def make_replica(number: int) -> SimulatedReplica:
             if coarse is not None:
                 return CoarseReplica(number, coarse, cost, self._requests, self._started, self._ended)
-            return Replica(
+            return EngineReplica(
                 number,
                 make_scheduler(number),
                 cost,
@@ -231,7 +231,7 @@ class Simulator:
     def replicas(self) -> list[SimulatedReplica]:
         return self.fleet.replicas
 
-    def run(self) -> Outcomes:
+    def run(self) -> SimulationOutcomes:
         for index, arrival in enumerate(self._trace.arrivals.tolist()):
             self._advance(arrival, index)
             self._arrive(index, arrival)
@@ -308,10 +308,10 @@ class Simulator:
             self._next_turns[number] = next_turn
             heapq.heappush(self._turns, (next_turn, number))
 
-    def _started(self, _: int, request: EndedRequest) -> None:
+    def _started(self, _: int, request: SimulatedRequest) -> None:
         self._router.started(self._flights[int(request.request_id)], request.num_cached_tokens)
 
-    def _ended(self, number: int, request: EndedRequest) -> None:
+    def _ended(self, number: int, request: SimulatedRequest) -> None:
         index = int(request.request_id)
         self.outcomes.record(index, number, request)
         self._router.ended(self._flights.pop(index))

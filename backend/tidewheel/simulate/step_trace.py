@@ -20,7 +20,7 @@ import msgspec
 from tidewheel.batch import ScheduledBatch, StepOutputs
 from tidewheel.record import recorded_events as record
 from tidewheel.request import Request, RequestState
-from tidewheel.simulate.replay import Player, Recording, Replayed, play, scheduler_of
+from tidewheel.simulate.replay import EventPlayer, Recording, ReplayResult, play, scheduler_of
 
 PID = 1
 SCHEDULER, STEPS = 1, 2  # threads
@@ -29,12 +29,12 @@ _CATEGORY = "request"
 Event = dict[str, Any]
 
 
-class _Step(NamedTuple):
+class _TracedStep(NamedTuple):
     planned: record.Scheduled
     args: Mapping[str, object]
 
 
-class _Track:
+class _RequestTrack:
     """Phases of one request, whose begins and ends balance."""
 
     def __init__(self, number: int, request: Request, name: str) -> None:
@@ -74,15 +74,15 @@ class _Track:
         return _event(kind, name, time, **track, **({"args": args} if args else {}))
 
 
-class TracingPlayer(Player):
+class TracingPlayer(EventPlayer):
     """Player that writes down events. Their times are seconds of the recording's clock."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.events: list[Event] = []
-        self._tracks: dict[str, _Track] = {}  # of live requests
+        self._tracks: dict[str, _RequestTrack] = {}  # of live requests
         self._num_tracks = 0
-        self._steps: deque[_Step] = deque()  # in flight
+        self._steps: deque[_TracedStep] = deque()  # in flight
         self._applied_until: float | None = None  # since when answers are sent; None: they are
         self._last_tokens = 0.0
         self._now = 0.0
@@ -108,7 +108,7 @@ class TracingPlayer(Player):
             return
         for request in requests:
             self._num_tracks += 1
-            track = _Track(self._num_tracks, request, f"request {request.request_id}")
+            track = _RequestTrack(self._num_tracks, request, f"request {request.request_id}")
             self._tracks[request.request_id] = track
             self.events += track.begin(min(request.arrival_time, event.now))
 
@@ -117,7 +117,7 @@ class TracingPlayer(Player):
         tokens = {"decode": batch.num_decodes, "prompt": batch.num_tokens - batch.num_decodes}
         args = {"step": event.step_id, "rows": len(batch.rows), "tokens": batch.num_tokens}
         args |= {f"{kind} tokens": count for kind, count in tokens.items()}
-        self._steps.append(_Step(event, args))
+        self._steps.append(_TracedStep(event, args))
         self.events.append(_slice("plan", SCHEDULER, event.now, end, {"step": event.step_id}))
         for track in self._tracks.values():
             self.events += self._follow(track, end)
@@ -143,7 +143,7 @@ class TracingPlayer(Player):
         self._now = max(self._now, end)
         self._count(end)
 
-    def _follow(self, track: _Track, time: float) -> list[Event]:
+    def _follow(self, track: _RequestTrack, time: float) -> list[Event]:
         state = track.request.state
         if state is RequestState.RUNNING:
             return track.enter("decode" if track.has_tokens else "prefill", time)
@@ -175,7 +175,7 @@ def _slice(name: str, thread: int, begin: float, end: float, args: dict[str, obj
     return _event("X", name, begin, tid=thread, dur=max(end - begin, 0.0), args=args or {})
 
 
-def trace(recording: Recording) -> tuple[dict[str, object], Replayed]:
+def trace(recording: Recording) -> tuple[dict[str, object], ReplayResult]:
     """Return the trace, up to the first decision that is not the recorded one, and what was replayed."""
     player = TracingPlayer(scheduler_of(recording.header))
     replayed = play(recording, player)
@@ -187,7 +187,7 @@ def trace(recording: Recording) -> tuple[dict[str, object], Replayed]:
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, replayed
 
 
-def write(recording: Recording, path: Path) -> Replayed:
+def write(recording: Recording, path: Path) -> ReplayResult:
     content, replayed = trace(recording)
     path.write_bytes(msgspec.json.encode(content))
     return replayed

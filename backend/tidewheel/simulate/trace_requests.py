@@ -10,7 +10,7 @@ from tidewheel.fleet.router import RouteRequest
 from tidewheel.record.recorded_events import STOP_TOKEN
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
-from tidewheel.workload.traces import Contents, Trace
+from tidewheel.workload.traces import TokenContents, Trace
 
 CHUNK_TOKENS = 256  # of a prompt, whose hash the router gets
 _SAMPLING = SamplingParams()
@@ -25,10 +25,10 @@ class TraceRequests:
         self._max_model_len = max_model_len
         self._session_ttl_s = session_ttl_s
         self._max_tokens = max_tokens or int(trace.output_tokens.max())
-        self._contents = Contents(trace) if has_contents else None
+        self._contents = TokenContents(trace) if has_contents else None
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> TokenContents:
         assert self._contents is not None
         return self._contents
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tidewheel.bench.text_tables import Table
+from tidewheel.bench.text_tables import TextTable
 from tidewheel.errors import printable
 from tidewheel.request import Priority
 from tidewheel.top.server_view import RequestLine, View
@@ -18,7 +18,7 @@ _INDENT = "  "
 
 class Section(NamedTuple):
     title: str
-    table: Table
+    table: TextTable
 
 
 class Order(NamedTuple):
@@ -104,17 +104,17 @@ def as_text(view: View) -> str:
     rows = [request_cells(one) for one in ordered(view, order)[:MAX_PLAIN_REQUESTS]]
     lines.append(requests_title(view, order))
     if rows:
-        lines += _lines(Table([*REQUEST_HEADER, "tenant", "id"], rows))
+        lines += _lines(TextTable([*REQUEST_HEADER, "tenant", "id"], rows))
     return "\n".join(lines)
 
 
-def _lines(table: Table) -> list[str]:
+def _lines(table: TextTable) -> list[str]:
     text = table.as_text().split("\n")
     return [f"{_INDENT}{line}" for line in (text if any(table.header) else text[1:])]
 
 
 def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> Section:
-    return Section(title, Table(["", ""], [list(row) for row in rows], num_labels=1))
+    return Section(title, TextTable(["", ""], [list(row) for row in rows], num_labels=1))
 
 
 def _traffic(view: View) -> Section:
@@ -182,7 +182,7 @@ def _classes(view: View) -> Section:
         ]
         for one in view.classes
     ]
-    return Section("classes", Table(header, rows, num_labels=1))
+    return Section("classes", TextTable(header, rows, num_labels=1))
 
 
 def _tenants(view: View) -> Section:
@@ -200,7 +200,7 @@ def _tenants(view: View) -> Section:
         for one in view.tenants[:MAX_TENANTS]
     ]
     more = len(view.tenants) - len(rows)
-    return Section(f"tenants, {more} more not shown" if more else "tenants", Table(header, rows, num_labels=1))
+    return Section(f"tenants, {more} more not shown" if more else "tenants", TextTable(header, rows, num_labels=1))
 
 
 def _errors(view: View) -> Section:
@@ -218,4 +218,4 @@ def _errors(view: View) -> Section:
     ]
     if view.gateway is None:
         header, rows = header[:-1], [row[:-1] for row in rows]
-    return Section("errors since the start (docs/errors.md)", Table(header, rows, num_labels=1))
+    return Section("errors since the start (docs/errors.md)", TextTable(header, rows, num_labels=1))

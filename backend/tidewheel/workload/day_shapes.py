@@ -75,7 +75,7 @@ CONVERSATION = DayShape(
 DAY_SHAPES = {shape.name: shape for shape in (CODING, CONVERSATION)}
 
 
-class Spell(NamedTuple):
+class TrafficBurst(NamedTuple):
     """Time in which more arrives than the curve says."""
 
     begin: float
@@ -83,7 +83,7 @@ class Spell(NamedTuple):
     factor: float
 
 
-class Unrest(NamedTuple):
+class DayVariation(NamedTuple):
     """Differences of days from the curve."""
 
     level_sigma: float = 0.05  # of the logarithm of a day's level
@@ -97,7 +97,7 @@ def day_arrivals(
     rate: float,
     num_days: int,
     rng: np.random.Generator,
-    unrest: Unrest = Unrest(),  # noqa: B008 - immutable
+    unrest: DayVariation = DayVariation(),  # noqa: B008 - immutable
 ) -> FloatArray:
     """Return the arrivals of days, at `rate` in the mean: gamma gaps, stretched by the rate over time."""
     grid = _grid(num_days)
@@ -130,9 +130,9 @@ def _passed(relative: FloatArray) -> FloatArray:
     return np.concatenate(([0.0], np.cumsum((relative[1:] + relative[:-1]) / 2 * _GRID_S)))
 
 
-def _spells(num_days: int, unrest: Unrest, rng: np.random.Generator) -> list[Spell]:
+def _spells(num_days: int, unrest: DayVariation, rng: np.random.Generator) -> list[TrafficBurst]:
     count = rng.poisson(unrest.spells_per_day * num_days)
     begins = rng.uniform(0, num_days * DAY_S, count)
     seconds = rng.exponential(unrest.mean_spell_s, count)
     factors = rng.uniform(1.25, unrest.most_factor, count)
-    return [Spell(*values) for values in zip(begins.tolist(), seconds.tolist(), factors.tolist(), strict=True)]
+    return [TrafficBurst(*values) for values in zip(begins.tolist(), seconds.tolist(), factors.tolist(), strict=True)]

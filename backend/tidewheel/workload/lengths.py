@@ -18,7 +18,7 @@ _DEFAULT_SHAPE = {"lognormal": 1.0, "pareto": 2.5}
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class LengthRange:
     """Lengths from `low` to `high`, inclusive."""
 
     low: int

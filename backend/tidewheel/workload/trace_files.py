@@ -40,7 +40,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e300)]
 _Name = str | int | float
 
 
-class _Request(msgspec.Struct):
+class _TraceRow(msgspec.Struct):
     arrival: _Seconds
     prompt_tokens: _Prompt
     output_tokens: _Prompt
@@ -52,34 +52,34 @@ class _Request(msgspec.Struct):
     deadline_s: _Seconds = math.inf
 
 
-class _Azure(msgspec.Struct):
+class _AzureRow(msgspec.Struct):
     arrival: datetime = msgspec.field(name="TIMESTAMP")
     prompt_tokens: _Prompt = msgspec.field(name="ContextTokens")
     output_tokens: _Tokens = msgspec.field(name="GeneratedTokens")
 
-    def request(self) -> _Request:
-        return _Request(self.arrival.timestamp(), self.prompt_tokens, max(1, self.output_tokens))
+    def request(self) -> _TraceRow:
+        return _TraceRow(self.arrival.timestamp(), self.prompt_tokens, max(1, self.output_tokens))
 
 
-class _BurstGpt(msgspec.Struct):
+class _BurstGptRow(msgspec.Struct):
     arrival: _Seconds = msgspec.field(name="Timestamp")
     prompt_tokens: _Prompt = msgspec.field(name="Request tokens")
     output_tokens: _Tokens = msgspec.field(name="Response tokens")
 
-    def request(self) -> _Request | None:
-        return _Request(self.arrival, self.prompt_tokens, self.output_tokens) if self.output_tokens else None
+    def request(self) -> _TraceRow | None:
+        return _TraceRow(self.arrival, self.prompt_tokens, self.output_tokens) if self.output_tokens else None
 
 
-FIELDS = _Request.__struct_fields__
+FIELDS = _TraceRow.__struct_fields__
 REQUIRED = FIELDS[:3]
 
 
-class _Line(NamedTuple):
+class _TraceLine(NamedTuple):
     where: str
     values: Mapping[str, object]
-    kind: type[_Request | _Azure | _BurstGpt] = _Request
+    kind: type[_TraceRow | _AzureRow | _BurstGptRow] = _TraceRow
 
-    def request(self) -> _Request | None:
+    def request(self) -> _TraceRow | None:
         """Return None for a failed request; raise `ConfigError`."""
         values = {name: value for name, value in self.values.items() if value is not None and value != ""}
         try:
@@ -89,7 +89,7 @@ class _Line(NamedTuple):
             name = name.removesuffix("`")
             found = f"{name} is {values[name]!r}: " if name else ""
             raise ConfigError(f"{self.where}: {found}{reason}") from None
-        if not isinstance(request, _Request):
+        if not isinstance(request, _TraceRow):
             return request.request()
         for name in self.values.keys() - set(FIELDS):
             raise ConfigError(f"{self.where}: {unknown_setting(name, FIELDS).replace('setting', 'field')}")
@@ -113,7 +113,7 @@ def read_trace(path: Path) -> Trace:
     return _trace(requests)
 
 
-def _trace(requests: list[_Request]) -> Trace:
+def _trace(requests: list[_TraceRow]) -> Trace:
     tenants: dict[str, int] = {"": 0}
     sessions: dict[str, int] = {}
     groups: dict[str, int] = {}
@@ -143,7 +143,7 @@ def _index(names: dict[str, int], name: _Name) -> int:
     return names.setdefault(text, len(names)) if text or text in names else NOBODY
 
 
-def _json_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
+def _json_lines(lines: Iterable[str], path: Path) -> Iterator[_TraceLine]:
     for number, content in enumerate(lines, 1):
         if not content.strip():
             continue
@@ -154,13 +154,15 @@ def _json_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: it must be an object with {', '.join(REQUIRED)}")
-        yield _Line(where, values)
+        yield _TraceLine(where, values)
 
 
-def _csv_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
+def _csv_lines(lines: Iterable[str], path: Path) -> Iterator[_TraceLine]:
     reader = csv.DictReader(lines)
     header = reader.fieldnames or ()
-    published = next((kind for kind in (_Azure, _BurstGpt) if set(kind.__struct_encode_fields__) <= {*header}), None)
+    published = next(
+        (kind for kind in (_AzureRow, _BurstGptRow) if set(kind.__struct_encode_fields__) <= {*header}), None
+    )
     missing = [name for name in REQUIRED if name not in header]
     if missing and published is None:
         raise ConfigError(f"{path}: the header line has no {', '.join(missing)}")
@@ -171,4 +173,4 @@ def _csv_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
         if published is not None and None in values.values():
             found = len(header) - list(values.values()).count(None)
             raise ConfigError(f"{where}: {found} values, the header names {len(header)}")
-        yield _Line(where, values, published or _Request)
+        yield _TraceLine(where, values, published or _TraceRow)

@@ -94,14 +94,14 @@ def _column(name: str, value: Any) -> Any:
     return np.asarray(value, dtype=np.float64 if name in ("arrivals", "deadlines") else np.int32)
 
 
-class Prefixes(NamedTuple):
+class PrefixMix(NamedTuple):
     """System prompts, used by Zipf's law."""
 
     num_groups: int
     num_tokens: int
 
 
-class Tenants(NamedTuple):
+class TenantMix(NamedTuple):
     names: tuple[str, ...] = ("",)
     shares: tuple[float, ...] = (1.0,)
     priorities: tuple[Priority, ...] = (Priority.NORMAL,)
@@ -113,8 +113,8 @@ def synthesise(
     output: Lengths,
     rng: np.random.Generator,
     *,
-    tenants: Tenants = Tenants(),  # noqa: B008 - immutable
-    prefixes: Prefixes | None = None,
+    tenants: TenantMix = TenantMix(),  # noqa: B008 - immutable
+    prefixes: PrefixMix | None = None,
 ) -> Trace:
     count, shares = len(arrivals), np.array(tenants.shares) / sum(tenants.shares)
     tenant_index = rng.choice(len(shares), size=count, p=shares)
@@ -141,7 +141,7 @@ _POOL_SIZE = 1 << 22
 _STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 
 
-class Contents:
+class TokenContents:
     """Token ids above 0, as views of one random pool, so prompts take no memory.
 
     A request reads prompt and output from one offset; so do all turns of a session.

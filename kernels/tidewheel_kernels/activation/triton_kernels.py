@@ -6,7 +6,7 @@ import triton.language as tl
 
 from tidewheel_kernels.launch_config import LaunchConfig, cdiv, elementwise_config, starts_early
 from tidewheel_kernels.triton_early import wait_for_inputs
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 
 @triton.jit
@@ -31,9 +31,9 @@ def silu_and_mul_kernel(
 
 
 @lru_cache(MAX_LAUNCHES)
-def _launch(config: LaunchConfig, stride: int, size: int, early: bool) -> Launch:
+def _launch(config: LaunchConfig, stride: int, size: int, early: bool) -> KernelLauncher:
     constants = {"gate_up_stride": stride, "size": size, "STARTS_EARLY": early, "BLOCK": config.block}
-    return Launch(silu_and_mul_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
+    return KernelLauncher(silu_and_mul_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tidewheel_kernels.attention.cpu_plan import Group, Plan, PlanKey, make_plan
+from tidewheel_kernels.attention.cpu_plan import AttentionGroup, AttentionPlan, PlanKey, make_plan
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel
 
 _decode_attention = NativeKernel("decode_attention", *[POINTER] * 6, *[LONG] * 11, FLOAT, FLOAT, THREADS)
 _prompt_attention = NativeKernel("prompt_attention", *[POINTER] * 7, *[LONG] * 13, FLOAT, FLOAT, THREADS)
 MAX_GROUP = 256  # MAX_ROWS of native/prompt_attention.c
-_plans: WeakKeyDictionary[AttentionMetadata, dict[PlanKey, Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[AttentionMetadata, dict[PlanKey, AttentionPlan]] = WeakKeyDictionary()
 
 
 def paged_attention_cpu(
@@ -45,7 +45,7 @@ def paged_attention_cpu(
         out.mul_(by_head[1])
 
 
-def _planned(meta: AttentionMetadata, key: PlanKey) -> Plan:
+def _planned(meta: AttentionMetadata, key: PlanKey) -> AttentionPlan:
     plans = _plans.setdefault(meta, {})
     if key not in plans:
         plans[key] = make_plan(meta, key)
@@ -56,7 +56,7 @@ def _attend_decodes(
     queries: torch.Tensor,  # [num_seqs, num_q_heads, head_dim]
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    group: Group,
+    group: AttentionGroup,
     scale: float,
     soft_cap: float,
 ) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _attend_chunks(
     queries: torch.Tensor,  # [num_seqs * query_len, num_q_heads, head_dim]
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    group: Group,
+    group: AttentionGroup,
     scale: float,
     soft_cap: float,
 ) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _attend_chunks(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, soft_cap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: AttentionGroup, scale: float, soft_cap: float
 ) -> torch.Tensor:
     if soft_cap == 0:
         mask = None if group.is_causal else group.mask

@@ -36,7 +36,7 @@ class PlanKey(NamedTuple):
     dtype: torch.dtype
 
 
-class Group(NamedTuple):
+class AttentionGroup(NamedTuple):
     """Pieces with equal query length, for one attention call.
 
     With one query each, keys are gathered with all heads, as few long rows are faster; else once per query head.
@@ -50,13 +50,13 @@ class Group(NamedTuple):
     is_causal: bool  # replaces the mask
 
 
-class Plan(NamedTuple):
-    groups: list[Group]
+class AttentionPlan(NamedTuple):
+    groups: list[AttentionGroup]
     empty_rows: torch.Tensor  # [n] int64 rows of sequences without keys
 
 
 @dataclass(frozen=True)
-class Pieces:
+class QueryPieces:
     """Columns: piece i has query_len[i] queries of a sequence and the keys [key_start, key_end)."""
 
     seq: Ints
@@ -69,13 +69,13 @@ class Pieces:
     def num_keys(self) -> Ints:
         return self.key_end - self.key_start
 
-    def take(self, index: Ints | slice) -> Pieces:
-        return Pieces(
+    def take(self, index: Ints | slice) -> QueryPieces:
+        return QueryPieces(
             self.seq[index], self.first_row[index], self.query_len[index], self.key_start[index], self.key_end[index]
         )
 
 
-def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
+def make_plan(meta: AttentionMetadata, key: PlanKey) -> AttentionPlan:
     starts = meta.host_cu_seqlens_q().astype(np.int64)
     seq_lens = meta.host_seq_lens().astype(np.int64)
     block_tables = meta.block_tables.numpy()
@@ -83,10 +83,10 @@ def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
     bytes_per_key = key.num_kv_heads * key.head_dim * key.dtype.itemsize
     groups = [_group(part, block_tables, key) for part in grouped(pieces, MAX_GATHERED_BYTES // bytes_per_key)]
     empty = starts[0] + np.flatnonzero(np.repeat(seq_lens == 0, np.diff(starts)))
-    return Plan(groups, torch.from_numpy(empty))
+    return AttentionPlan(groups, torch.from_numpy(empty))
 
 
-def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
+def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> QueryPieces:
     query_lens = np.where(seq_lens > 0, np.diff(starts), 0)
     num_pieces = -(-query_lens // MAX_QUERY_LEN)
     seq = np.repeat(np.arange(len(seq_lens)), num_pieces)
@@ -97,10 +97,10 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
     key_start = (
         np.maximum(first_position - sliding_window + 1, 0) if sliding_window else np.zeros_like(first_position)
     )
-    return Pieces(seq, starts[seq] + offset, query_len, key_start, first_position + query_len)
+    return QueryPieces(seq, starts[seq] + offset, query_len, key_start, first_position + query_len)
 
 
-def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
+def grouped(pieces: QueryPieces, max_keys: int) -> Iterator[QueryPieces]:
     """Yield parts with little padding; if of several pieces, with at most `max_keys` padded keys."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
@@ -117,7 +117,7 @@ def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
         yield ordered.take(slice(begin, len(num_keys)))
 
 
-def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) -> Group:
+def _group(pieces: QueryPieces, block_tables: npt.NDArray[np.int32], key: PlanKey) -> AttentionGroup:
     query_len, num_keys = int(pieces.query_len[0]), int(pieces.num_keys.max())
     positions = pieces.key_start[:, None] + np.arange(num_keys)
     exists = positions < pieces.key_end[:, None]
@@ -128,7 +128,7 @@ def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) ->
     kv_head = np.arange(key.num_q_heads) * key.num_kv_heads // key.num_q_heads
     gather = slots if query_len == 1 else slots[:, None, :] * key.num_kv_heads + kv_head[:, None]
     rows = pieces.first_row[:, None] + np.arange(query_len)
-    return Group(
+    return AttentionGroup(
         num_seqs=len(pieces.seq),
         query_len=query_len,
         rows=torch.from_numpy(rows.reshape(-1)),
@@ -138,7 +138,7 @@ def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) ->
     )
 
 
-def _mask(pieces: Pieces, query_len: int, exists: npt.NDArray[np.bool_], key: PlanKey) -> torch.Tensor | None:
+def _mask(pieces: QueryPieces, query_len: int, exists: npt.NDArray[np.bool_], key: PlanKey) -> torch.Tensor | None:
     if exists.all() and query_len == 1:
         return None
     if exists.all() and not key.sliding_window:

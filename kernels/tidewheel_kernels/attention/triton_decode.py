@@ -11,7 +11,7 @@ from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.triton_splits import FIELDS, split_plan, visible_tiles
 from tidewheel_kernels.attention.triton_tiles import attend_tiles, empty_softmax, for_cache, store_rows
 from tidewheel_kernels.launch_config import AttentionConfig, decode_splits, multiprocessors, next_power_of_2
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 _INDEX_TENSORS = ["plan_ptr", "block_tables_ptr", "seq_lens_ptr"]
 _SMALL_TENSORS = [*_INDEX_TENSORS, "scales_ptr"]
@@ -155,16 +155,16 @@ def merge_splits_kernel(
 
 
 @lru_cache(MAX_LAUNCHES)
-def _decode(shape: CallShape, config: AttentionConfig, is_split: bool) -> Launch:
+def _decode(shape: CallShape, config: AttentionConfig, is_split: bool) -> KernelLauncher:
     constants = {"SPLIT": is_split, **shape.constants(config)}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    return Launch(decode_attention_kernel, constants, **options)
+    return KernelLauncher(decode_attention_kernel, constants, **options)
 
 
 @lru_cache(MAX_LAUNCHES)
-def _merge(shape: CallShape) -> Launch:
+def _merge(shape: CallShape) -> KernelLauncher:
     constants = {
         "out_token_stride": shape.out_stride[0],
         "out_head_stride": shape.out_stride[1],
@@ -172,7 +172,7 @@ def _merge(shape: CallShape) -> Launch:
         "BLOCK_SPLITS": MERGE_BLOCK_SPLITS,
         "BLOCK_D": next_power_of_2(shape.head_dim),
     }
-    return Launch(merge_splits_kernel, constants, num_warps=4)
+    return KernelLauncher(merge_splits_kernel, constants, num_warps=4)
 
 
 def launch_decode(

@@ -30,7 +30,7 @@ from tidewheel_kernels.launch_config import (
     decode_config,
     prefill_config,
 )
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 # These change with every batch.
 _VARYING = ["first_seq", "num_seqs"]
@@ -217,9 +217,11 @@ def prefill_attention_kernel(
 
 
 @lru_cache(MAX_LAUNCHES)
-def _prefill(shape: CallShape, config: AttentionConfig, one_loop: bool) -> Launch:
+def _prefill(shape: CallShape, config: AttentionConfig, one_loop: bool) -> KernelLauncher:
     constants = {"TMA": config.tma, "ONE_LOOP": one_loop, **shape.constants(config)}
-    return Launch(prefill_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    return KernelLauncher(
+        prefill_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages
+    )
 
 
 def launch_prefill(

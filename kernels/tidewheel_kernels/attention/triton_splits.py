@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.launch_config import DecodeSplits, cdiv, splits_none
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 FIELDS = tl.constexpr(4)  # 16 bytes
 BLOCK_SEQS, BLOCK_OTHERS = 128, 32
@@ -145,7 +145,7 @@ _plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[object, ...], SplitPlan 
 
 
 @lru_cache(MAX_LAUNCHES)
-def _planner(block_n: int, sliding_window: int) -> Launch:
+def _planner(block_n: int, sliding_window: int) -> KernelLauncher:
     constants = {
         "sliding_window": sliding_window,
         "HAS_WINDOW": sliding_window > 0,
@@ -153,7 +153,7 @@ def _planner(block_n: int, sliding_window: int) -> Launch:
         "BLOCK_SEQS": BLOCK_SEQS,
         "BLOCK_OTHERS": BLOCK_OTHERS,
     }
-    return Launch(plan_splits_kernel, constants, num_warps=4)
+    return KernelLauncher(plan_splits_kernel, constants, num_warps=4)
 
 
 def split_plan(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan | None:

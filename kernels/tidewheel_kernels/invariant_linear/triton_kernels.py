@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tidewheel_kernels.launch_config import LinearConfig, cdiv, elementwise_config, linear_config
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 MOST_SPLIT_TILES = 64  # of outputs: more fill half of a large device without splits
 
@@ -114,7 +114,9 @@ def add_splits_kernel(
 
 
 @lru_cache(MAX_LAUNCHES)
-def _product(config: LinearConfig, x_stride: int, out_features: int, in_features: int, has_bias: bool) -> Launch:
+def _product(
+    config: LinearConfig, x_stride: int, out_features: int, in_features: int, has_bias: bool
+) -> KernelLauncher:
     constants = {
         "x_stride": x_stride,
         "out_features": out_features,
@@ -126,14 +128,16 @@ def _product(config: LinearConfig, x_stride: int, out_features: int, in_features
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
     }
-    return Launch(invariant_linear_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    return KernelLauncher(
+        invariant_linear_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages
+    )
 
 
 @lru_cache(MAX_LAUNCHES)
-def _sum(num_splits: int, out_features: int, has_bias: bool) -> Launch:
+def _sum(num_splits: int, out_features: int, has_bias: bool) -> KernelLauncher:
     block, num_warps, _ = elementwise_config(out_features)
     constants = {"out_features": out_features, "HAS_BIAS": has_bias, "NUM_SPLITS": num_splits, "BLOCK": block}
-    return Launch(add_splits_kernel, constants, num_warps=num_warps)
+    return KernelLauncher(add_splits_kernel, constants, num_warps=num_warps)
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

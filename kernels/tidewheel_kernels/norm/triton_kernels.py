@@ -9,7 +9,7 @@ import triton.language as tl
 from tidewheel_kernels.launch_config import LaunchConfig, row_config, starts_early
 from tidewheel_kernels.norm.reference import NormResult
 from tidewheel_kernels.triton_early import wait_for_inputs
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _launch(
     weight_offset: float,
     has_residual: bool,
     early: bool,
-) -> Launch:
+) -> KernelLauncher:
     constants = {
         "x_stride": x_stride,
         "residual_stride": residual_stride,
@@ -68,7 +68,7 @@ def _launch(
         "STARTS_EARLY": early,
         "BLOCK": config.block,
     }
-    return Launch(rms_norm_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
+    return KernelLauncher(rms_norm_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
 
 
 def rms_norm(

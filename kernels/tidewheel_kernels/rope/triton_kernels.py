@@ -9,7 +9,7 @@ import triton.language as tl
 from tidewheel_kernels.kv_cache.triton_kernels import scaled, slot_ptr
 from tidewheel_kernels.launch_config import LaunchConfig, cdiv, next_power_of_2, rope_config, starts_early
 from tidewheel_kernels.triton_early import wait_for_inputs
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _launch(
     eps: float,
     has_norm: bool,
     early: bool,
-) -> Launch:
+) -> KernelLauncher:
     constants = {
         "eps": eps,
         "q_token_stride": q_stride[0],
@@ -217,7 +217,7 @@ def _launch(
         "BLOCK_REST": next_power_of_2(max(head_dim - 2 * half, 1)),
         "BLOCK_D": next_power_of_2(head_dim),
     }
-    return Launch(rope_and_cache_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
+    return KernelLauncher(rope_and_cache_kernel, constants, num_warps=config.num_warps, launch_pdl=early)
 
 
 def rope_and_cache(

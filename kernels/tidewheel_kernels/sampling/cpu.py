@@ -10,7 +10,7 @@ import torch
 
 from tidewheel_kernels.sampling.reference import (
     GREEDY_TEMPERATURE,
-    Greedy,
+    GreedyTokens,
     SamplingTensors,
     draw,
     filtered_weights,
@@ -36,7 +36,7 @@ def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Ten
     return torch.where(sampled, drawn, greedy.token_ids)
 
 
-def greedy_tokens_cpu(logits: torch.Tensor) -> Greedy:
+def greedy_tokens_cpu(logits: torch.Tensor) -> GreedyTokens:
     """Do as `greedy_tokens`, but find the index in the part with the maximum only.
 
     Torch does not vectorise the index ([40, 32000], float32: 1.08 -> 0.17 ms).
@@ -52,7 +52,7 @@ def greedy_tokens_cpu(logits: torch.Tensor) -> Greedy:
     max_logit, part = whole.max(dim=-1, keepdim=True)
     columns = (part * PART + torch.arange(PART + size % PART)).clamp_(max=size - 1)
     token_ids = columns.gather(1, logits.gather(1, columns).max(dim=-1, keepdim=True).indices).squeeze(-1)
-    return Greedy(max_logit, token_ids.masked_fill(~max_logit.squeeze(-1).isfinite(), -1))
+    return GreedyTokens(max_logit, token_ids.masked_fill(~max_logit.squeeze(-1).isfinite(), -1))
 
 
 class _Thresholds(NamedTuple):

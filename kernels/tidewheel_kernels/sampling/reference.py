@@ -24,15 +24,15 @@ class SamplingTensors:
     any_min_p: bool
 
 
-class Greedy(NamedTuple):
+class GreedyTokens(NamedTuple):
     max_logit: torch.Tensor  # [B, 1] float32
     token_ids: torch.Tensor  # [B] int64, -1 for unusable rows
 
 
-def greedy_tokens(logits: torch.Tensor) -> Greedy:
+def greedy_tokens(logits: torch.Tensor) -> GreedyTokens:
     # torch's max propagates NaN.
     max_logit, token_ids = logits.max(dim=-1)
-    return Greedy(max_logit.float().unsqueeze(-1), token_ids.masked_fill(~max_logit.isfinite(), -1))
+    return GreedyTokens(max_logit.float().unsqueeze(-1), token_ids.masked_fill(~max_logit.isfinite(), -1))
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tidewheel_kernels.kv_cache.triton_kernels import LARGEST
 from tidewheel_kernels.launch_config import LaunchConfig, row_config
 from tidewheel_kernels.scaled_linear.reference import LEAST_SCALE
 from tidewheel_kernels.switches import is_on
-from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def quantize_rows_kernel(
 
 
 @lru_cache(MAX_LAUNCHES)
-def _launch(config: LaunchConfig, x_stride: int, width: int) -> Launch:
+def _launch(config: LaunchConfig, x_stride: int, width: int) -> KernelLauncher:
     constants = {"x_stride": x_stride, "width": width, "least_scale": LEAST_SCALE, "BLOCK": config.block}
-    return Launch(quantize_rows_kernel, constants, num_warps=config.num_warps)
+    return KernelLauncher(quantize_rows_kernel, constants, num_warps=config.num_warps)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

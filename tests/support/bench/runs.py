@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidewheel.bench.arrivals import Load
-from tidewheel.bench.outcome import Offered, Outcome, Slo
-from tidewheel.bench.results import Recorder, RunResult, StageResult
-from tidewheel.bench.run_plan import Run, Stage
-from tidewheel.bench.targets import Target
+from tidewheel.bench.arrivals import LoadPattern
+from tidewheel.bench.outcome import OfferedRequest, RequestOutcome, Slo
+from tidewheel.bench.results import ResultRecorder, RunResult, StageResult
+from tidewheel.bench.run_plan import PlannedRun, PlannedStage
+from tidewheel.bench.targets import BenchTarget
 from tidewheel.bench.workloads import WORKLOADS
 
 ENVIRONMENT: dict[str, Any] = {
@@ -33,9 +33,11 @@ def outcome(
     code: str = "",
     streamed: bool = True,
     **parameters: Any,
-) -> Outcome:
+) -> RequestOutcome:
     """Make an answered request with evenly spaced tokens, or with a `code` one that failed after `ttft`."""
-    one = Outcome(Offered(sent, [5, 6], wanted or tokens, parameters), sent, streamed=streamed, num_prompt_tokens=2)
+    one = RequestOutcome(
+        OfferedRequest(sent, [5, 6], wanted or tokens, parameters), sent, streamed=streamed, num_prompt_tokens=2
+    )
     if code:
         one.error, one.code, one.ended = "refused", code, ttft
         return one
@@ -51,7 +53,7 @@ class FakeTransport:
 
     can_cancel = True
 
-    def __init__(self, answer: Callable[[Outcome], Any] | None = None) -> None:
+    def __init__(self, answer: Callable[[RequestOutcome], Any] | None = None) -> None:
         self._answer = answer
         self.prompts: list[list[int]] = []
         self.running = 0
@@ -64,7 +66,7 @@ class FakeTransport:
     async def close(self) -> None:
         self.is_open = False
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         self.prompts.append(list(input_ids))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -82,23 +84,23 @@ class FakeTransport:
 
 
 def stage(
-    names: Sequence[str] = ("continuous", "baseline_dynamic"), loads: Sequence[Load] = (), **changes: Any
-) -> Stage:
+    names: Sequence[str] = ("continuous", "baseline_dynamic"), loads: Sequence[LoadPattern] = (), **changes: Any
+) -> PlannedStage:
     kinds = {"baseline_dynamic": "baseline", "transformers": "transformers"}
     settings: dict[str, Any] = {
         "name": "run",
         "title": "A <test>",
-        "targets": tuple(Target(name, kinds.get(name, "ours")) for name in names),
-        "loads": tuple(loads) or (Load("poisson", 2.0), Load("closed", 4)),
+        "targets": tuple(BenchTarget(name, kinds.get(name, "ours")) for name in names),
+        "loads": tuple(loads) or (LoadPattern("poisson", 2.0), LoadPattern("closed", 4)),
         "workload": WORKLOADS["mixed"],
         "seconds": 10.0,
         "repeats": 2,
         "slo": Slo(1.0, 0.1),
     }
-    return Stage(**{**settings, **changes})
+    return PlannedStage(**{**settings, **changes})
 
 
-def measured(of: Stage, make: Callable[[Run], list[Outcome]]) -> StageResult:
+def measured(of: PlannedStage, make: Callable[[PlannedRun], list[RequestOutcome]]) -> StageResult:
     """Build a stage whose every run gave the outcomes of `make`."""
     result = StageResult(of)
     for run in of.runs():
@@ -106,8 +108,8 @@ def measured(of: Stage, make: Callable[[Run], list[Outcome]]) -> StageResult:
     return result
 
 
-def recorder(folder: Path, *stages: StageResult) -> Recorder:
-    one = Recorder(folder, ENVIRONMENT)
+def recorder(folder: Path, *stages: StageResult) -> ResultRecorder:
+    one = ResultRecorder(folder, ENVIRONMENT)
     for result in stages:
         recorded = one.begin(result.stage)
         for run in result.runs:

@@ -21,7 +21,7 @@ from support.faults.raw_streams import RawStream
 from support.marathon.ledger import RECOVERY_LIMIT_S, Fault
 from support.marathon.traffic import Canaries, Reference
 from support.triton.serving import Server
-from tidewheel.bench.driver import Progress
+from tidewheel.bench.driver import RunProgress
 
 HOLD_S = (1.0, 8.0)  # of a pause, a full disk and a small /dev/shm
 GAP_S = (6.0, 14.0)  # from a recovery to the next fault
@@ -185,7 +185,7 @@ def order(names: list[str], seed: int) -> Iterator[tuple[str, float, float]]:
 
 
 class Disturber:
-    def __init__(self, target: Target, canaries: Canaries, progress: Progress) -> None:
+    def __init__(self, target: Target, canaries: Canaries, progress: RunProgress) -> None:
         self._target = target
         self._canaries = canaries
         self._now = progress.now

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 
 from support.marathon.judgement import MIB, Verdict, hourly_slope
 from support.marathon.ledger import Call, Run
-from tidewheel.bench.charts import COLOURS, GREYS, Picture, legend_below, logarithmic, panels, style
+from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, logarithmic, panels, style
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.html_page import document, facts, figure, wide
-from tidewheel.bench.text_tables import Table, number
+from tidewheel.bench.text_tables import TextTable, number
 
 RATE_BUCKET_S = 5.0
 _WINDOW, _OTHER = COLOURS[3], GREYS[1]
@@ -29,12 +29,12 @@ _HOW = (
 )
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> Table:
+def verdict_table(verdicts: Sequence[Verdict]) -> TextTable:
     rows = [["pass" if one.passed else "FAIL", one.criterion, one.limit, one.found] for one in verdicts]
-    return Table(["", "criterion", "limit", "found"], rows, num_labels=4)
+    return TextTable(["", "criterion", "limit", "found"], rows, num_labels=4)
 
 
-def fault_table(run: Run) -> Table:
+def fault_table(run: Run) -> TextTable:
     """Show each kind's count, recoveries, and the canaries in its windows."""
     rows = []
     for kind in sorted({fault.kind for fault in run.faults}):
@@ -54,7 +54,7 @@ def fault_table(run: Run) -> Table:
         "first attempt failed",
         "failed",
     ]
-    return Table(header, rows)
+    return TextTable(header, rows)
 
 
 def _meets(call: Call, window: tuple[float, float]) -> bool:
@@ -89,7 +89,7 @@ def _windows(run: Run) -> list[tuple[float, float]]:
     return [fault.window for fault in run.faults if fault.opens_window]
 
 
-def render(title: str, run: Run, verdicts: Sequence[Verdict], picture: Picture, about: Mapping[str, Any]) -> str:
+def render(title: str, run: Run, verdicts: Sequence[Verdict], picture: ChartImage, about: Mapping[str, Any]) -> str:
     result = "passed" if all(one.passed for one in verdicts) else "FAILED"
     found = figures(run)
     headline = (
@@ -108,7 +108,7 @@ def render(title: str, run: Run, verdicts: Sequence[Verdict], picture: Picture, 
     return document(title, headline, parts)
 
 
-def recoveries(faults: Sequence[Mapping[str, Any]]) -> Picture:
+def recoveries(faults: Sequence[Mapping[str, Any]]) -> ChartImage:
     """Draw how long each recorded fault took to its recovery, the slowest kind on top."""
     by_kind: dict[str, list[float]] = {}
     for fault in faults:
@@ -124,10 +124,10 @@ def recoveries(faults: Sequence[Mapping[str, Any]]) -> Picture:
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     style(axes, "Seconds from the end of a fault to the recovery", "a dot for each fault; number: the median")
-    return Picture("recoveries", f"Recovery from {len(faults)} faults.", chart)
+    return ChartImage("recoveries", f"Recovery from {len(faults)} faults.", chart)
 
 
-def timeline(run: Run) -> Picture:
+def timeline(run: Run) -> ChartImage:
     kinds = sorted({fault.kind for fault in run.faults})
     draws: list[Callable[[Axes, Run], None]] = [_canaries, _throughput, _memory, _handles, _blocks]
     chart, all_axes = panels(rows=len(draws) + bool(kinds), height=2.2 * len(draws) + 0.4 * len(kinds), sharex=True)
@@ -140,7 +140,7 @@ def timeline(run: Run) -> Picture:
     all_axes[-1].set_xlabel("minutes")
     all_axes[-1].set_xlim(0, run.seconds / 60)
     legend_below(chart, all_axes[bool(kinds)])
-    return Picture(
+    return ChartImage(
         "timeline", "Faults, canaries, throughput and what the server holds. Shaded: windows of faults.", chart
     )
 

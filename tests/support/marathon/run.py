@@ -54,7 +54,7 @@ from support.triton.serving import (
     token_ids,
     wait_ready,
 )
-from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.driver import LoadDriver, RunLimits, RunProgress
 from tidewheel.bench.environment import command_line, environment
 from tidewheel.private_dir import RUN_DIR
 from tidewheel.server import model_control
@@ -127,14 +127,14 @@ async def _measure(target: Target, options: argparse.Namespace) -> Run:
     rate = options.rate or options.load * capacity - CANARIES_PER_S * CANARY_TOKENS / MEAN_TOKENS
     before = await asyncio.to_thread(at_rest, server, target.disk)
     print(f"capacity {capacity:.1f} requests/s; offered: {rate:.1f}, and {CANARIES_PER_S:g} canaries", flush=True)
-    progress = Progress(start=time.perf_counter())
+    progress = RunProgress(start=time.perf_counter())
     watch = Watch(server, progress)
     async with _opened(server) as traffic:
         canaries = Canaries(server, traffic, target.reference, progress)
         disturber = Disturber(target, canaries, progress)
         watching = asyncio.create_task(watch.run())
         async with asyncio.TaskGroup() as tasks:
-            driver = Driver(traffic, Limits(seconds, timeout_s=REQUEST_LIMIT_S), progress)
+            driver = LoadDriver(traffic, RunLimits(seconds, timeout_s=REQUEST_LIMIT_S), progress)
             tasks.create_task(driver.open_loop((ask,) for ask in asks(prompt_ids, rate, seconds, options.seed)))
             tasks.create_task(canaries.run(seconds))
             tasks.create_task(disturber.run(options.faults, seconds, options.seed))
@@ -147,10 +147,10 @@ async def _measure(target: Target, options: argparse.Namespace) -> Run:
 
 async def _capacity(server: Server, prompt_ids: Mapping[str, list[int]]) -> float:
     """Return the answers a second with many requests in flight. This warms the server too."""
-    progress = Progress()
+    progress = RunProgress()
     load = (replace(ask, cancel_after_s=None) for ask in asks(prompt_ids, 1000.0, CAPACITY_S, seed=0))
     async with _opened(server) as traffic:
-        driver = Driver(traffic, Limits(CAPACITY_S, timeout_s=REQUEST_LIMIT_S), progress)
+        driver = LoadDriver(traffic, RunLimits(CAPACITY_S, timeout_s=REQUEST_LIMIT_S), progress)
         await driver.closed_loop(((ask,) for ask in load), CAPACITY_USERS)
     begin = CAPACITY_S / 4
     ends = [outcome.sent + outcome.ended for outcome in progress.outcomes if outcome.ended and not outcome.error]

@@ -17,9 +17,9 @@ from support.faults.nothing_lost import CANARIES
 from support.marathon.ledger import Call
 from support.triton.burst import GREEDY
 from support.triton.serving import Server
-from tidewheel.bench.driver import Progress
-from tidewheel.bench.outcome import Offered, Outcome, RequestFailed
-from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.bench.driver import RunProgress
+from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcome
+from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 from tidewheel.workload.arrival_times import poisson_until
 from tidewheel_client import Client, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.request_errors import from_text
@@ -41,7 +41,7 @@ Reference = Mapping[str, Sequence[int]]  # greedy tokens by prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Offered):
+class Ask(OfferedRequest):
     prompt: str = ""
     way: str = "grpc"
     cancel_after_s: float | None = None
@@ -79,7 +79,7 @@ class Traffic:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._grpc = TritonGrpc(server.grpc, "demo", with_ids=True)
+        self._grpc = TritonGrpcTransport(server.grpc, "demo", with_ids=True)
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -92,7 +92,7 @@ class Traffic:
         if self._session is not None:
             await self._session.close()
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         assert isinstance(offered, Ask)
         try:
             async with asyncio.timeout(offered.cancel_after_s):
@@ -105,7 +105,7 @@ class Traffic:
         if not outcome.finish_reason:
             raise RequestFailed("TRUNCATED", "the answer ended without a finish reason")
 
-    async def _send_text(self, ask: Ask, outcome: Outcome) -> None:
+    async def _send_text(self, ask: Ask, outcome: RequestOutcome) -> None:
         assert self._session is not None
         is_stream = ask.way != "twin"
         path = "demo/generate_stream" if is_stream else "demo_infer/generate"
@@ -122,7 +122,7 @@ class Traffic:
             raise RequestFailed("CONNECTION", str(error) or type(error).__name__) from None
 
 
-def _note(answer: Mapping[str, Any], outcome: Outcome) -> None:
+def _note(answer: Mapping[str, Any], outcome: RequestOutcome) -> None:
     if "error" in answer:
         raise RequestFailed("ERROR", str(answer["error"]))
     found = answer.get("token_ids", [])
@@ -133,7 +133,7 @@ def _note(answer: Mapping[str, Any], outcome: Outcome) -> None:
     outcome.finish_reason = "" if reason == "None" else str(reason)
 
 
-def call_of(outcome: Outcome, reference: Reference) -> Call:
+def call_of(outcome: RequestOutcome, reference: Reference) -> Call:
     ask = outcome.offered
     assert isinstance(ask, Ask) and outcome.ended is not None
     is_cut = bool(outcome.error) or outcome.finish_reason == CANCELLED
@@ -157,7 +157,7 @@ def _begins(reference: Sequence[int], tokens: Sequence[int]) -> bool:
 class Canaries:
     """Greedy requests of the highest class at a steady rate, by each way in turn."""
 
-    def __init__(self, server: Server, traffic: Traffic, reference: Reference, progress: Progress) -> None:
+    def __init__(self, server: Server, traffic: Traffic, reference: Reference, progress: RunProgress) -> None:
         self._client = Client(server.grpc, "demo")
         self._pool = ThreadPoolExecutor(int(2 * PATIENCE_S * CANARIES_PER_S))
         self._traffic = traffic
@@ -212,7 +212,7 @@ class Canaries:
             return list(answer.token_ids or ())
         parameters = {"repetition_penalty": 1.0, "priority": 1}
         ask = Ask(0.0, [], CANARY_TOKENS, parameters, prompt=prompt, way=way)
-        outcome = Outcome(ask, 0.0)
+        outcome = RequestOutcome(ask, 0.0)
         try:
             async with asyncio.timeout(limit_s):
                 await self._traffic.send(ask, [], outcome)

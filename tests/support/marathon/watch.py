@@ -16,7 +16,7 @@ from support.faults.nothing_lost import Footprint
 from support.faults.own_mounts import OwnMount
 from support.marathon.ledger import Rest, Sample
 from support.triton.serving import Server
-from tidewheel.bench.driver import Progress
+from tidewheel.bench.driver import RunProgress
 
 INTERVAL_S = 2.0
 REST_LIMIT_S = 30.0
@@ -36,7 +36,7 @@ def loaded(server: Server) -> list[float]:
 
 
 class Watch:
-    def __init__(self, server: Server, progress: Progress) -> None:
+    def __init__(self, server: Server, progress: RunProgress) -> None:
         self._server = server
         self._now = progress.now
         self.samples: list[Sample] = []

@@ -19,7 +19,7 @@ from tidewheel.request import Request
 from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import Cache
+from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels import AttentionMetadata
 
@@ -86,7 +86,7 @@ class Engine:
             weights_bytes=0, activation_bytes=0, kv_cache_bytes=0, load_seconds=0.0,
         )  # fmt: skip
         kv = KVTensors(CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32), num_blocks, CPU)
-        cache = Cache(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
+        cache = RunnerCache(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
         self.runner = ModelRunner(LookUp(fails_at), cache, info, CPU, RecordingAccelerator() if is_staged else None)
         loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, **scheduling)
         self.scheduler = loop.scheduler

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tidewheel.runner import graph_capture
-from tidewheel.runner.accelerator import Captured
+from tidewheel.runner.accelerator import CapturedGraph
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ class RecordingPool:
         self._holding: list[RecordedGraph] = []  # that nobody has spoiled since they ran
         self.num_bytes = 0
 
-    def capture(self, function: Callable[[], T]) -> Captured[T]:
+    def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
         function()  # the warm-up
         graph = RecordedGraph(self)
         with self.allocator.installed():
@@ -189,7 +189,7 @@ class RecordingPool:
         self.graphs.append(graph)
         self.num_bytes += sum(tensor.nbytes for tensor in graph.made)
         graph.replay()
-        return Captured(graph, output)
+        return CapturedGraph(graph, output)
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -11,7 +11,7 @@ from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.outcomes import SimulationOutcomes
 from tidewheel.simulate.simulated_fleet import ScalingPlan
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import poisson_arrivals
@@ -89,5 +89,5 @@ def simulator(
     )
 
 
-def simulate(trace: Trace, **settings: Any) -> Outcomes:
+def simulate(trace: Trace, **settings: Any) -> SimulationOutcomes:
     return simulator(trace, **settings).run()

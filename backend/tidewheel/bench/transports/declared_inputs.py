@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Offered, words
+from tidewheel.bench.outcome import OfferedRequest, words
 
 _FLAGS = ("return_num_output_tokens", "return_finish_reason", "exclude_input_in_output")
 
 
-class Declared(NamedTuple):
+class DeclaredInputs(NamedTuple):
     inputs: frozenset[str]
     is_batched: bool  # leading batch dimension
     is_decoupled: bool
 
     @classmethod
-    def of(cls, name: str, inputs: Iterable[str], max_batch_size: int, *, is_decoupled: bool) -> Declared:
+    def of(cls, name: str, inputs: Iterable[str], max_batch_size: int, *, is_decoupled: bool) -> DeclaredInputs:
         """Raise `BenchError` without an input for prompts."""
         declared = cls(frozenset(inputs), max_batch_size > 0, is_decoupled)
         if not declared.inputs & {"input_ids", "text_input"}:
@@ -29,7 +29,7 @@ class Declared(NamedTuple):
         return ("input_ids", list(input_ids)) if "input_ids" in self.inputs else ("text_input", words(input_ids))
 
     def tensors(
-        self, offered: Offered, input_ids: Sequence[int], *, with_ids: bool = False
+        self, offered: OfferedRequest, input_ids: Sequence[int], *, with_ids: bool = False
     ) -> Iterator[tuple[str, str, Sequence[Any]]]:
         """Yield name, type and values of a greedy, full-length request; parameters without an input go."""
         name, prompt = self.prompt(input_ids)

@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Offered, Outcome, RequestFailed, words
-from tidewheel.bench.transports.declared_inputs import Declared
+from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcome, words
+from tidewheel.bench.transports.declared_inputs import DeclaredInputs
 
 PROBE_S = 5.0
 _READ_BUFFER = 1 << 20  # for an SSE line
 
 
-class _Http:
+class _HttpTransport:
     """Kept-alive connections, one per request in flight."""
 
     can_cancel = False  # Triton's HTTP endpoints do not notice a client that leaves
@@ -73,7 +73,7 @@ class _Http:
                 yield json.loads(data)
 
 
-class _TritonModel(_Http):
+class _TritonHttpTransport(_HttpTransport):
     """Triton model; `url` ends with /v2/models/NAME/VERB."""
 
     async def _probe(self) -> None:
@@ -87,13 +87,13 @@ class _TritonModel(_Http):
                 )
         config = json.loads(text)
         inputs = (tensor["name"] for tensor in config.get("input", ()))
-        self._declared = Declared.of(name, inputs, config.get("max_batch_size", 0), is_decoupled=False)
+        self._declared = DeclaredInputs.of(name, inputs, config.get("max_batch_size", 0), is_decoupled=False)
 
 
-class GenerateStream(_TritonModel):
+class GenerateStreamTransport(_TritonHttpTransport):
     """Triton's /generate_stream, of Tidewheel's or vLLM's backend."""
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         body: dict[str, Any] = {"stream": True, **offered.sampling, **dict([self._declared.prompt(input_ids)])}
         flags = ("return_num_output_tokens", "return_finish_reason")
         body |= {flag: True for flag in flags if flag in self._declared.inputs}
@@ -106,10 +106,10 @@ class GenerateStream(_TritonModel):
             outcome.finish_reason = outcome.finish_reason if reason == "None" else reason
 
 
-class Infer(_TritonModel):
+class InferTransport(_TritonHttpTransport):
     """Triton's /infer: the whole answer at once."""
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         outcome.streamed = False
         inputs = [
             {"name": name, "datatype": datatype, "shape": self._declared.sizes(values), "data": values}
@@ -120,7 +120,7 @@ class Infer(_TritonModel):
         outcome.add_tokens(int(outputs.get("num_output_tokens", [offered.num_output_tokens])[0]))
 
 
-class OpenAi(_Http):
+class OpenAiTransport(_HttpTransport):
     """`…/v1/completions` with ids, or `…/v1/chat/completions` with words."""
 
     def __init__(self, url: str, model: str) -> None:
@@ -128,7 +128,7 @@ class OpenAi(_Http):
         self._model = model
         self._is_chat = url.endswith("/chat/completions")
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
         body |= {"max_tokens": offered.num_output_tokens, "temperature": 0, "ignore_eos": True}
         if self._is_chat:

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tidewheel.bench import BenchError, peer_engines
-from tidewheel.bench.outcome import Offered, Outcome, RequestFailed
+from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcome
 from tidewheel.bench.worker_process import WorkerFailed, WorkerProcess
 
 PROGRAM = Path(peer_engines.__file__)
 START_S = 600.0
 
 
-class _Pending(NamedTuple):
-    outcome: Outcome
+class _PendingRequest(NamedTuple):
+    outcome: RequestOutcome
     done: asyncio.Future[None]
 
 
-class Peer:
+class PeerTransport:
     """Process from `open` to `close`; its output goes to `log`."""
 
     can_cancel = False
@@ -34,7 +34,7 @@ class Peer:
         self._log = log
         self._process: WorkerProcess | None = None
         self._reader: threading.Thread | None = None
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._num_sent = 0
         self._failure = ""
         self.versions: dict[str, str] = {}
@@ -53,13 +53,13 @@ class Peer:
         self._reader = threading.Thread(target=self._read, args=(self._process, loop), daemon=True)
         self._reader.start()
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         assert self._process is not None
         if self._failure:
             raise RequestFailed("PEER-DIED", self._failure)
         self._num_sent += 1
         number = self._num_sent
-        pending = _Pending(outcome, asyncio.get_running_loop().create_future())
+        pending = _PendingRequest(outcome, asyncio.get_running_loop().create_future())
         self._pending[number] = pending
         try:
             self._process.send({"id": number, "input_ids": list(input_ids), "max_tokens": offered.num_output_tokens})

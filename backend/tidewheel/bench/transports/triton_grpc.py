@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Offered, Outcome, RequestFailed
-from tidewheel.bench.transports.declared_inputs import Declared
+from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcome
+from tidewheel.bench.transports.declared_inputs import DeclaredInputs
 
 NUM_CHANNELS = 4
 PROBE_S = 5.0
@@ -27,7 +27,7 @@ _OPTIONS = (
 )
 
 
-class TritonGrpc:
+class TritonGrpcTransport:
     """Ask for token ids `with_ids`, for later turns of conversations."""
 
     can_cancel = True
@@ -39,7 +39,7 @@ class TritonGrpc:
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[Any] = []
         self._sent = 0
-        self._shape: Declared | None = None
+        self._shape: DeclaredInputs | None = None
 
     async def open(self) -> None:
         self._channels = [grpc.aio.insecure_channel(self._address, options=_OPTIONS) for _ in range(NUM_CHANNELS)]
@@ -50,7 +50,7 @@ class TritonGrpc:
             await self.close()
             raise
 
-    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+    async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         shape = self._shape
         assert shape is not None
         self._sent += 1
@@ -86,10 +86,14 @@ class TritonGrpc:
         if not ready.ready:
             raise BenchError(f"{where} is not ready: wait until it is loaded")
         inputs, policy = (tensor.name for tensor in config.config.input), config.config.model_transaction_policy
-        self._shape = Declared.of(self._model, inputs, config.config.max_batch_size, is_decoupled=policy.decoupled)
+        self._shape = DeclaredInputs.of(
+            self._model, inputs, config.config.max_batch_size, is_decoupled=policy.decoupled
+        )
 
     @staticmethod
-    async def _stream(stub: Any, message: pb.ModelInferRequest, shape: Declared, outcome: Outcome) -> None:
+    async def _stream(
+        stub: Any, message: pb.ModelInferRequest, shape: DeclaredInputs, outcome: RequestOutcome
+    ) -> None:
         async def requests() -> Any:
             yield message
 
@@ -99,7 +103,7 @@ class TritonGrpc:
             note_response(shape, answer.infer_response, outcome)
 
 
-def note_response(shape: Declared, response: Any, outcome: Outcome) -> None:
+def note_response(shape: DeclaredInputs, response: Any, outcome: RequestOutcome) -> None:
     """Note tokens; one a response of an uncounted stream, else all."""
     tensors = zip(response.outputs, response.raw_output_contents, strict=True)
     raw = {tensor.name: data for tensor, data in tensors}

@@ -109,25 +109,6 @@ def test_requests_wait_for_the_only_replica(folder: Path) -> None:
         assert late.ok, late.text
 
 
-def test_greedy_streams_go_on_at_another_replica(folder: Path) -> None:
-    fields = {"max_tokens": 800, "ignore_eos": True, "temperature": 0}
-    prompts = [f"{number} is" for number in range(4)]
-    two = ("--replicas", "2", "--replica-cpus", "0.5", "--models", "demo", "--continue-greedy")
-    with up(folder, *two) as cluster, ThreadPoolExecutor(len(prompts)) as pool:
-        cluster.wait_ready(2)
-        each = [Streamed() for _ in prompts]
-        pairs = zip(each, prompts, strict=True)
-        futures = [pool.submit(one.read, cluster, prompt, **fields) for one, prompt in pairs]
-        wait_for(lambda: all(one.text for one in each), 60, "first tokens of all streams")
-        cluster.tritons()[0].kill()
-        ends = [future.result() for future in futures]
-        assert all(one.is_done and not one.errors for one in ends), [one.errors for one in ends]
-        assert "tidewheel_gateway_continued_total 0" not in cluster.session.get(f"{cluster.url}/metrics").text
-        assert [one.text for one in ends] == [
-            cluster.chat(prompt, **fields).json()["choices"][0]["message"]["content"] for prompt in prompts
-        ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.cli.gateway import MAX_BODY_MB, add_continue_greedy, add_shared_options
+from tidewheel.cli.gateway import MAX_BODY_MB, add_shared_options
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 
@@ -42,7 +42,6 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--openai-port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
     )
     add_shared_options(parser)
-    add_continue_greedy(parser)
     routers = (
         "how a replica is chosen: prefix-aware, session-affinity, least-loaded or round-robin (default: %(default)s)"
     )
@@ -180,7 +179,6 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         max_body_mb=args.max_body_mb or MAX_BODY_MB,
         open_metrics=args.open_metrics,
         playground=args.playground,
-        continue_greedy=args.continue_greedy,
         patience_s=args.patience_s,
         drain_s=args.drain_s,
     )

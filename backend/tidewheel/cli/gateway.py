@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
     add_shared_options(parser)
-    add_continue_greedy(parser)
     parser.add_argument(
         "--drain-s",
         type=float,
@@ -75,19 +74,9 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_continue_greedy(group: argparse._ActionsContainer) -> None:
-    """Add an option of gateways to several servers."""
-    group.add_argument(
-        "--continue-greedy",
-        action="store_true",
-        help="a stream with temperature 0 whose server is lost goes on at another one, unless a parameter forbids it "
-        "(docs/openai.md); otherwise it ends with an error",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cli.usage import UsageError
-    from tidewheel.gateway.gateway_options import GatewayOptions
+    from tidewheel.gateway.gateway_options import StandaloneOptions
     from tidewheel.gateway.run_gateway import serve_gateway
     from tidewheel.gateway.upstream import Address
 
@@ -98,17 +87,16 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"--url {error}") from None
     return serve_gateway(
-        GatewayOptions(
-            upstreams=upstreams,
+        StandaloneOptions(
+            upstreams=tuple(upstreams),
             host=args.host,
             port=args.port,
-            api_keys=args.api_keys,
+            api_keys=str(args.api_keys or ""),
             max_body_mb=args.max_body_mb or MAX_BODY_MB,
             drain_s=args.drain_s,
             reasoning=args.reasoning or "tagged",
             workers=args.workers,
             open_metrics=args.open_metrics,
             playground=args.playground,
-            continue_greedy=args.continue_greedy,
         )
     )

@@ -45,7 +45,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_body_mb: int = 4
     open_metrics: bool = False
     playground: bool = False
-    continue_greedy: bool = False  # streams whose replica is lost go on at another one, where that is possible
     router: str = "prefix-aware"
     patience_s: float = 30.0  # that a request without an answer waits for a replica
     stream_limit_s: float = 600.0  # that a replica which is to go waits for its streams

@@ -17,6 +17,7 @@ from tidewheel.confidential import protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
+from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.run_gateway import listen
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
@@ -58,15 +59,13 @@ class GatewayActor:
 def _gateway(settings: ClusterSettings, handle: Any, board: ReplicaBoard, keys: Path | None) -> Gateway:
     # `options` starts Ray's router, so that replicas are known before the first request.
     upstreams = ReplicaUpstreams(handle.options(), board, settings.patience_s, may_be_empty=settings.replicas == 0)
-    return Gateway(
-        upstreams,
-        ApiKeys(keys),
-        max_body_bytes=settings.max_body_mb << 20,
+    options = GatewayOptions(
+        max_body_mb=settings.max_body_mb,
         reasoning=settings.reasoning,
         open_metrics=settings.open_metrics,
         playground=settings.playground,
-        continue_greedy=settings.continue_greedy,
     )
+    return Gateway(upstreams, ApiKeys(keys), options)
 
 
 async def _started(gateway: Gateway, settings: ClusterSettings) -> HttpListener:

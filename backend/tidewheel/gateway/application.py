@@ -14,17 +14,16 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.router import RouteRequest
-from tidewheel.gateway import bodies, continuing, embeddings, openai_errors, passing, playground_pages, tokenizing
+from tidewheel.gateway import bodies, embeddings, openai_errors, passing, playground_pages, tokenizing
 from tidewheel.gateway.answering import Answer
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
-from tidewheel.gateway.continuing import GreedyOrder
 from tidewheel.gateway.counters import CONTENT_TYPE, add, merge
+from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.http_messages import id_of, json_answer, of_http, read_body, refusal, traceparent
 from tidewheel.gateway.merging import merged
 from tidewheel.gateway.order import GrpcOrder, HttpOrder
 from tidewheel.gateway.routing import route_request
-from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel_client import Chunk
@@ -64,21 +63,15 @@ class Gateway:
         self,
         upstreams: Upstreams,
         keys: ApiKeys,
-        *,
-        max_body_bytes: int,
-        reasoning: Reasoning = "tagged",
+        options: GatewayOptions = GatewayOptions(),  # noqa: B008 - frozen
         place: WorkerPlace | None = None,
-        open_metrics: bool = False,
-        playground: bool = False,
-        continue_greedy: bool = False,
     ) -> None:
         self._upstreams = upstreams
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
-        self._reasoning = reasoning
-        self._playground = playground
-        self._continue_greedy = continue_greedy
-        self._open_paths = (*_OPEN_PATHS, "/metrics") if open_metrics else _OPEN_PATHS
+        self._max_body_bytes = options.max_body_bytes
+        self._reasoning = options.reasoning
+        self._playground = options.playground
+        self._open_paths = (*_OPEN_PATHS, "/metrics") if options.open_metrics else _OPEN_PATHS
         self._place = place or WorkerPlace()
         self._counters = self._place.before()
         self._num_wrong_told = self._counters.errors.get(WrongKey.tag, 0)
@@ -298,8 +291,7 @@ class Gateway:
     async def _ask(self, ask: Ask, request_id: str) -> AsyncGenerator[tuple[int, list[Chunk]]]:
         """Yield the news of all prompts, each with the number of its prompt."""
         ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
-        kind = GreedyOrder if self._continue_greedy and continuing.may_go_on(ask) else GrpcOrder
-        orders = [kind(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
+        orders = [GrpcOrder(ask, one_id, prompt) for one_id, prompt in zip(ids, ask.prompts, strict=True)]
 
         def prepare() -> list[tuple[RouteRequest, pb.ModelInferRequest]]:
             return [(route_request(ask, order.prompt), order.encode()) for order in orders]

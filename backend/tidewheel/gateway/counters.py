@@ -22,7 +22,6 @@ class Counters(msgspec.Struct):
     num_open: int = 0
     num_hang_ups: int = 0  # requests whose client went away
     num_moved: int = 0  # requests that a server refused and another one got
-    num_continued: int = 0  # those of them that had begun
     open_upstream: dict[str, int] = {}  # requests that a server works on
 
     def count(self, path: str, status: int) -> None:
@@ -41,7 +40,6 @@ class Counters(msgspec.Struct):
             ("open_requests", "gauge", "requests without a whole answer", {"": self.num_open}),
             ("hang_ups_total", "counter", "requests whose client went away", {"": self.num_hang_ups}),
             ("moved_total", "counter", "requests that went on to another server", {"": self.num_moved}),
-            ("continued_total", "counter", "streams that went on at another server", {"": self.num_continued}),
             ("upstream_ready", "gauge", "1 for a server that takes requests", ready),
             ("upstream_open_requests", "gauge", "requests that a server works on", self.open_upstream),
         )
@@ -50,8 +48,7 @@ class Counters(msgspec.Struct):
     def with_upstreams(self, upstreams: Upstreams) -> Counters:
         open_upstream = {_of_upstream(one): one.num_open for one in upstreams.each}
         moved = self.num_moved + upstreams.num_moved
-        continued = self.num_continued + upstreams.num_continued
-        return msgspec.structs.replace(self, num_moved=moved, num_continued=continued, open_upstream=open_upstream)
+        return msgspec.structs.replace(self, num_moved=moved, open_upstream=open_upstream)
 
 
 def add(each: Iterable[Counters]) -> Counters:
@@ -62,7 +59,6 @@ def add(each: Iterable[Counters]) -> Counters:
         num_open=sum(one.num_open for one in parts),
         num_hang_ups=sum(one.num_hang_ups for one in parts),
         num_moved=sum(one.num_moved for one in parts),
-        num_continued=sum(one.num_continued for one in parts),
         open_upstream=_sum(one.open_upstream for one in parts),
     )
 

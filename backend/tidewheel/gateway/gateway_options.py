@@ -1,26 +1,43 @@
+"""Options of a gateway, as its commands, its worker processes and a cluster give them."""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstream import Address
 
+MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
-    upstreams: Sequence[Address]
-    max_body_mb: int
+
+class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of every gateway, whatever its servers are."""
+
     host: str = "127.0.0.1"
-    port: int = 0
-    api_keys: Path | None = None
-    drain_s: float = 30.0
+    port: int = 8080  # 0: a free one
+    api_keys: str = ""  # TOML file; empty: every request is let in
+    max_body_mb: int = MAX_BODY_MB
     reasoning: Reasoning = "tagged"
-    workers: int = 1
     open_metrics: bool = False  # /metrics needs no key, for scrapers that cannot send one
-    continue_greedy: bool = False  # streams whose server is lost go on at another one, where that is possible
     playground: bool = False  # a page for people, which an API for programs does not need
+    drain_s: float = 30.0  # for open requests, at the end
+
+    @property
+    def key_file(self) -> Path | None:
+        return Path(self.api_keys) if self.api_keys else None
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_body_mb << 20
+
+
+class StandaloneOptions(GatewayOptions, frozen=True, kw_only=True):
+    """Options of `tidewheel gateway`, which has a list of servers, and may have several processes."""
+
+    upstreams: tuple[Address, ...]
+    workers: int = 1
 
 
 def announce(host: str, port: int) -> None:

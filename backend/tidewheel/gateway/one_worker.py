@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tidewheel.gateway.gateway_options import GatewayOptions
+from tidewheel.gateway.gateway_options import StandaloneOptions
 from tidewheel.gateway.run_gateway import serve_alone
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.server import ServeError
@@ -20,7 +20,7 @@ def _read(text: str, kind: type[T]) -> T:
 
 
 def main() -> int:
-    options, place = _read(sys.argv[1], GatewayOptions), _read(sys.argv[2], WorkerPlace)
+    options, place = _read(sys.argv[1], StandaloneOptions), _read(sys.argv[2], WorkerPlace)
     try:
         return serve_alone(options, place)
     except ServeError as error:

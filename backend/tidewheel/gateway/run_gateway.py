@@ -14,7 +14,7 @@ from tidewheel.confidential import TracebackFormatter, protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
-from tidewheel.gateway.gateway_options import GatewayOptions, announce
+from tidewheel.gateway.gateway_options import GatewayOptions, StandaloneOptions, announce
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.gateway.workers import serve_workers
@@ -26,32 +26,24 @@ logger = logging.getLogger(__name__)
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def serve_gateway(options: GatewayOptions) -> int:
+def serve_gateway(options: StandaloneOptions) -> int:
     """Return the exit code. Raise `ServeError` or `ConfigError` if it cannot start."""
-    check_keys(options.host, options.api_keys)
+    check_keys(options.host, options.key_file)
     if options.workers > 1:
-        ApiKeys(options.api_keys)  # its errors are told once
+        ApiKeys(options.key_file)  # its errors are told once
         return serve_workers(options)
     return serve_alone(options, WorkerPlace())
 
 
-def serve_alone(options: GatewayOptions, place: WorkerPlace) -> int:
+def serve_alone(options: StandaloneOptions, place: WorkerPlace) -> int:
     """Serve in this process. Raise `ServeError` or `ConfigError` if it cannot start."""
     protect_texts()
     handler = logging.StreamHandler()
     handler.setFormatter(TracebackFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
-    gateway = Gateway(
-        Upstreams(options.upstreams),
-        ApiKeys(options.api_keys, place.ledger()),
-        max_body_bytes=options.max_body_mb << 20,
-        reasoning=options.reasoning,
-        place=place,
-        open_metrics=options.open_metrics,
-        playground=options.playground,
-        continue_greedy=options.continue_greedy,
-    )
+    keys = ApiKeys(options.key_file, place.ledger())
+    gateway = Gateway(Upstreams(options.upstreams), keys, options, place)
     asyncio.run(_serve(gateway, options, shares_port=place.folder is not None))
     return 0
 

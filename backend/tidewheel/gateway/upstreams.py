@@ -13,7 +13,6 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.prefix_router import PrefixAware
 from tidewheel.fleet.router import Flight, Router, RouteRequest
-from tidewheel.gateway.continuing import GreedyCourse, GreedyOrder
 from tidewheel.gateway.course import Course
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import cached_tokens
@@ -42,7 +41,6 @@ class Upstreams:
         self._router: Router[str] = PrefixAware()
         self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
         self.num_moved = 0  # requests that a server refused and another one got
-        self.num_continued = 0  # those of them that had begun
 
     async def __aenter__(self) -> Upstreams:
         for address in self._addresses:
@@ -96,12 +94,7 @@ class Upstreams:
         self, order: Order[pb.ModelInferRequest], route: RouteRequest, request: pb.ModelInferRequest
     ) -> AsyncGenerator[list[Chunk]]:
         """Return the news of each response. See `_deliver`."""
-        course = (
-            GreedyCourse(order, request)
-            if isinstance(order, GreedyOrder)
-            else Course(order, request, Upstream.stream)
-        )
-        return self._deliver(route, course, cached_tokens)
+        return self._deliver(route, Course(order, request, Upstream.stream), cached_tokens)
 
     def generate(self, order: Order[Passed], route: RouteRequest, request: Passed) -> AsyncGenerator[bytes]:
         """Return what Triton answers by HTTP. See `_deliver`."""
@@ -124,8 +117,6 @@ class Upstreams:
             except RequestError as error:
                 if not self._moves(course, refused, error):
                     raise (_cut(error) if course.has_begun else error) from None
-            if course.has_begun:
-                self.num_continued += 1
             self.num_moved += 1
             course.move()
 

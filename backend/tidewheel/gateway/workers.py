@@ -7,7 +7,6 @@ wake would take a whole burst. Limits of keys hold for all together, and `/metri
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import select
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidewheel.gateway.gateway_options import GatewayOptions, announce
+from tidewheel.gateway.gateway_options import StandaloneOptions, announce
 from tidewheel.gateway.ledger import Ledger
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.private_dir import run_dir
@@ -35,7 +34,7 @@ _PREFIX = "gateway-"
 _MODULE = "tidewheel.gateway.one_worker"
 
 
-def serve_workers(options: GatewayOptions) -> int:
+def serve_workers(options: StandaloneOptions) -> int:
     """Return the exit code. Raise `ServeError` if they cannot start, or die again and again."""
     with (
         processes.StopSignals() as signals,
@@ -43,7 +42,7 @@ def serve_workers(options: GatewayOptions) -> int:
         _folder(run_dir()) as folder,
     ):
         Ledger.create(folder / "ledger")
-        options = dataclasses.replace(options, port=port)
+        options = msgspec.structs.replace(options, port=port)
         places = [WorkerPlace(folder, index, options.workers) for index in range(options.workers)]
         with _running([_Worker(options, place) for place in places], signals) as workers:
             _wait_listening(workers, signals)
@@ -56,7 +55,7 @@ def serve_workers(options: GatewayOptions) -> int:
 
 
 class _Worker:
-    def __init__(self, options: GatewayOptions, place: WorkerPlace) -> None:
+    def __init__(self, options: StandaloneOptions, place: WorkerPlace) -> None:
         order = [msgspec.json.encode(one, enc_hook=str).decode() for one in (options, place)]
         self._command = [sys.executable, "-P", "-m", _MODULE, *order]
         self._place = place

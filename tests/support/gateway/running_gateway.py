@@ -18,6 +18,7 @@ from support.triton.grpc_triton import Answer, Asked, response
 from support.triton.serving import wait_for
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.run_gateway import listen
 from tidewheel.gateway.upstream import Address
 from tidewheel.gateway.upstreams import Upstreams
@@ -45,6 +46,14 @@ class RunningGateway:
         return self.post("chat/completions", {"model": "demo", "messages": messages, **fields})
 
 
+class _Options(GatewayOptions, frozen=True, kw_only=True):
+    max_bytes: int
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_bytes
+
+
 @contextmanager
 def gateway_to(
     *ports: int,
@@ -53,20 +62,13 @@ def gateway_to(
     addresses: Sequence[Address] = (),
     playground: bool = False,
     open_metrics: bool = False,
-    continue_greedy: bool = False,
     upstreams: Upstreams | None = None,
 ) -> Iterator[RunningGateway]:
     """Run it until the block ends. It has looked at every server once; `upstreams` take the place of addresses."""
     if upstreams is None:
         upstreams = Upstreams([*(Address(f"127.0.0.1:{port}") for port in ports), *addresses])
-    gateway = Gateway(
-        upstreams,
-        ApiKeys(keys),
-        max_body_bytes=max_body_bytes,
-        playground=playground,
-        open_metrics=open_metrics,
-        continue_greedy=continue_greedy,
-    )
+    options = _Options(playground=playground, open_metrics=open_metrics, max_bytes=max_body_bytes)
+    gateway = Gateway(upstreams, ApiKeys(keys), options)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -14,7 +14,7 @@ from layers.test_layers import LAYERS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("backend", "kernels", "client", "tests", "benchmarks", "demo_model")
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 README_LINES = 150
@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -44,7 +44,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_are_there(page: Path) -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")))
     assert not {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)}
@@ -81,7 +81,7 @@ def test_the_layers_are_those_of_the_layer_test() -> None:
     assert {name: int(level) for level, names in rows for name in re.findall(r"`([\w.]+)`", names)} == LAYERS
 
 
-@pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/faults.md", 60)])
+@pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/evidence/faults.md", 60)])
 def test_the_tests_that_a_page_names_are_there(page: str, least: int) -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / page).read_text(encoding="utf-8"))
     assert len(named) > least
@@ -105,7 +105,7 @@ def test_dependencies_have_bounds_and_reasons() -> None:
 
 
 def test_every_case_of_the_faults_has_a_test() -> None:
-    numbers = re.findall(r"^\| ([FM]\d+)(?:,| \|)", (ROOT / "docs" / "faults.md").read_text("utf-8"), re.MULTILINE)
+    numbers = re.findall(r"^\| ([FM]\d+)(?:,| \|)", (ROOT / "docs/evidence/faults.md").read_text("utf-8"), re.MULTILINE)
     gaps = {f"F{number}" for number in (10, 16, 24, 34, 38, 42)}
     cases = {f"F{number}" for number in range(1, 48)} - gaps | {f"M{number}" for number in range(1, 10)}
     assert set(numbers) == cases

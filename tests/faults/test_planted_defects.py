@@ -123,7 +123,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 def test_every_defect_has_a_case_and_is_documented() -> None:
     assert FINDS.keys() == defects.DEFECTS.keys()
-    page = (ROOT / "docs" / "faults.md").read_text()
+    page = (ROOT / "docs/evidence/faults.md").read_text()
     assert [name for name, find in FINDS.items() if f"| `{name}` | {find.check} |" not in page] == []
 
 

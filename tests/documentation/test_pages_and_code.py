@@ -105,7 +105,8 @@ def test_dependencies_have_bounds_and_reasons() -> None:
 
 
 def test_every_case_of_the_faults_has_a_test() -> None:
-    numbers = re.findall(r"^\| ([FM]\d+)(?:,| \|)", (ROOT / "docs/evidence/faults.md").read_text("utf-8"), re.MULTILINE)
+    page = (ROOT / "docs/evidence/faults.md").read_text("utf-8")
+    numbers = re.findall(r"^\| ([FM]\d+) \|", page, re.MULTILINE)
     gaps = {f"F{number}" for number in (10, 16, 24, 34, 38, 42)}
     cases = {f"F{number}" for number in range(1, 48)} - gaps | {f"M{number}" for number in range(1, 10)}
     assert set(numbers) == cases

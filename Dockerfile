@@ -10,6 +10,7 @@ COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY backend backend
 COPY kernels kernels
 COPY client client
+COPY process process
 RUN pip install --no-cache-dir .
 
 COPY model_repository model_repository

@@ -142,6 +142,7 @@ lines:
 	$(call count,serve,backend $(MEASURE:%=':!%'))
 	$(call count,kernels,kernels)
 	$(call count,client,client)
+	$(call count,process,process)
 	$(call count,measure,$(MEASURE:%='%') benchmarks)
 	$(call count,demo,demo_model)
 	$(call count,tests,tests)
@@ -172,7 +173,7 @@ bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/
 # Whether all is right on a GPU and how far its goals are, within eight minutes; benchmarks/gpu/README.md. PYTHON_GPU, a
 # Python with CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.
 bench-gpu: $(if $(PYTHON_GPU),,venv)
-	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client process))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
 		$(or $(PYTHON_GPU),$(BIN)/python) -P -m gpu $(if $(PEERS),--peers $(PEERS)) $(GPU_ARGS)
 
 # A folder of at most 40 MiB that does the same on a machine without a network. KERNELS: compiled ones of an earlier run.

@@ -63,7 +63,7 @@ def in_turns(
 
 def run_in(checkout: Path, command: Sequence[str]) -> Any:
     """Run a program of this folder with another checkout's packages, and return the JSON that it prints."""
-    folders = [*(checkout / name for name in ("backend", "kernels", "client")), ROOT / "benchmarks"]
+    folders = [*(checkout / name for name in ("backend", "kernels", "client", "process")), ROOT / "benchmarks"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     done = subprocess.run([sys.executable, *command], env=variables, stdout=subprocess.PIPE, text=True)
     if done.returncode:

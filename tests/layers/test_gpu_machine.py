@@ -16,8 +16,8 @@ from gpu.smoke import TESTS
 from gpu.suite import FIRST
 
 MACHINE = WHEELS.with_name("machine.txt")
-FOLDERS = ("benchmarks", "backend", "kernels", "client", "tests", "tests/support/gpu")
-ABSENT = ("hypothesis", "jsonschema", "tritonclient", "psutil", "locust", "pytest_timeout", "ray", "redis")
+FOLDERS = ("benchmarks", "backend", "kernels", "client", "process", "tests", "tests/support/gpu")
+ABSENT = ("hypothesis", "jsonschema", "tritonclient", "locust", "pytest_timeout", "ray", "redis")
 
 
 def on_the_machine(*arguments: str) -> str:

@@ -4,7 +4,8 @@ Imports inside functions and under TYPE_CHECKING count like any other.
 
 L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 the server, L7 what measures and
 shows, L8 commands. So serving never imports what measures.
-L1 and L2 know nothing of each other; `tidewheel_kernels` and `tidewheel_client` know nothing of `tidewheel`.
+L1 and L2 know nothing of each other; `tidewheel_kernels`, `tidewheel_client` and `tidewheel_process` know nothing of
+`tidewheel`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {"tidewheel": ROOT / "backend", "tidewheel_kernels": ROOT / "kernels", "tidewheel_client": ROOT / "client"}
+SOURCES = {
+    "tidewheel": ROOT / "backend",
+    "tidewheel_kernels": ROOT / "kernels",
+    "tidewheel_client": ROOT / "client",
+    "tidewheel_process": ROOT / "process",
+}
 BENCHMARKS = ROOT / "benchmarks"
 
 # Longest prefix wins.
@@ -69,6 +75,7 @@ LAYERS = {
     "tidewheel.top": 7,
     "tidewheel.cli": 8,
     "tidewheel_client": 0,
+    "tidewheel_process": 0,
 }
 # What stands in a layer by itself and may not be reached from some that lie above it.
 FORBIDDEN = [
@@ -78,6 +85,9 @@ FORBIDDEN = [
     ("tidewheel.workload", "tidewheel.bench"),
     ("tidewheel.workload", "tidewheel.simulate"),
     ("tidewheel_kernels", "tidewheel"),
+    ("tidewheel_process", "tidewheel"),
+    ("tidewheel_process", "tidewheel_client"),
+    ("tidewheel_process", "tidewheel_kernels"),
     ("tidewheel_client", "tidewheel"),
     ("tidewheel_client", "tidewheel_kernels"),
 ]
@@ -94,6 +104,7 @@ WITHOUT_TORCH = [
     "tidewheel.workload.trace_files",
     "tidewheel.top.watching",
     "tidewheel_client",
+    "tidewheel_process.child",
 ]
 
 
@@ -239,6 +250,7 @@ def test_durations_are_monotonic() -> None:
     assert readers == {
         "tidewheel.server.repository",
         "tidewheel.server.workdir",
+        "tidewheel_process.locked_folder",
         "tidewheel.frontend.chat_template",
         "tidewheel.frontend.request_log",
         "tidewheel.gateway.answering",

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for folder in ("backend", "kernels", "client") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("backend", "kernels", "client", "process")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 FRAGMENTS = re.compile(r"(Of|As|By|What|Whether|Who|Whoever|Whose|Unlike|Unless|For|Those|Nobody|Why|How)\b")
 RIDDLES = re.compile(r"\b(whoever|nobody|anybody|everybody|of ours|none of our)\b", re.IGNORECASE)
 

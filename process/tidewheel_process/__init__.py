@@ -1,0 +1,1 @@
+"""Processes that are started and watched, and the folders that they hold."""

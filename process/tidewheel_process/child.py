@@ -1,0 +1,115 @@
+"""Processes that this one starts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from tidewheel_process.current_process import end_with_parent
+
+_POLL_S = 0.02
+
+
+class StartError(Exception):
+    """A child that ended before it was ready, or was not ready in time. The message lacks the child's name."""
+
+
+class Child:
+    """Child in a session of its own: Ctrl-C reaches only the parent, which ends its children in order."""
+
+    def __init__(self, command: Sequence[str], *, ends_with_parent: bool = False, **options: Any) -> None:
+        """Start the command with options of `subprocess.Popen`; standard input is empty unless given. Raise OSError.
+
+        `ends_with_parent`: the kernel sends SIGTERM when the starting thread ends.
+        """
+        if ends_with_parent:
+            options["preexec_fn"] = end_with_parent
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - commands of this project
+            list(command), **{"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+        )
+        self.pid = self._process.pid
+        self.started_at = time.monotonic()
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """Pipe to the child, with option `stdin=subprocess.PIPE`."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Pipe from the child, with option `stdout=subprocess.PIPE`."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, or the negative number of the signal that ended the child; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def exit(self) -> str:
+        """Text such as `exit code 3` or `signal 9, Killed`."""
+        return describe_exit(self._process.poll())
+
+    def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
+        """Wait until `is_ready()`. Raise `StartError` if the child ends before, or after the limit."""
+        if not wait_until(lambda: self.has_ended or is_ready(), limit_s):
+            raise StartError(f"is not ready after {limit_s:g} s")
+        if self.has_ended:
+            raise StartError(f"ended at its start with {self.exit}")
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Return whether the child ended within the limit (None: wait without one)."""
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the signal, unless the child has ended."""
+        self._process.send_signal(number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill the child and reap it."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the child to end, and kill it after the grace."""
+        self._process.send_signal(first)
+        if not self.wait(grace_s):
+            self.kill()
+
+    def reap_on_thread(self) -> None:
+        """Reap the child when it ends, for a parent that does not look."""
+        threading.Thread(target=self._process.wait, name=f"reaper-{self.pid}", daemon=True).start()
+
+
+def describe_exit(code: int | None) -> str:
+    """Return `code`, as of `Popen.returncode`, in words."""
+    if code is None:
+        return "no exit code"
+    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Return whether the condition held within the limit."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_S)
+    return True

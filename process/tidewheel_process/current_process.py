@@ -1,0 +1,101 @@
+"""This process as a parent: signals to stop, orphans, and the limit of open files that children inherit."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+MAX_DESCRIPTORS = 1 << 16
+_libc = ctypes.CDLL(None, use_errno=True)
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class StopSignals:
+    """Counter of SIGINT, SIGTERM, SIGHUP and SIGQUIT, which make `fileno` readable. Main thread only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._reader, self._writer = socket.socketpair()
+        self._before: dict[signal.Signals, object] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> StopSignals:
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in _STOP:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def stop(self) -> None:
+        """Ask to stop, as the first signal does. Later calls, from any thread, change nothing."""
+        if not self.count:
+            self.count = 1
+            with contextlib.suppress(OSError):  # full, or closed: it is stopping anyway
+                self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Make `fileno` wait for the next signal."""
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(64):
+                pass
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.count += 1
+
+
+def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
+    """Call `stop` on a thread once the other end of a pipe is closed, which the kernel does however its owner ends.
+
+    A parent-death signal would come for every thread of the parent that ends.
+    """
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 4096):
+                pass
+        stop()
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Ask, in a child before exec, for SIGTERM when the parent ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the limit of open files, which children inherit, as far as allowed; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_DESCRIPTORS
+    limit = max(soft, MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit

@@ -1,0 +1,61 @@
+"""Guard of a process: another one that cleans up after it, however it ends.
+
+The guarded process holds one end of a pipe, which the kernel closes at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from tidewheel_process.child import Child
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_END_TIMEOUT_S = 5.0
+
+
+class Guard:
+    """Guard that cleans up after this process, also at the end of the `with` block."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `command`, a program that calls `guard`."""
+        self._command = command
+        self._environment = dict(environment)
+        self._reader, self._writer = os.pipe()
+        self._child = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def keep(self) -> None:
+        """Start another guard if this one has ended, or leave that to the next call if the start fails."""
+        if self._child.has_ended:
+            with contextlib.suppress(OSError):
+                self._child = self._start()
+
+    def _start(self) -> Child:
+        return Child(self._command, stdin=self._reader, env=self._environment)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+        if not self._child.wait(_END_TIMEOUT_S):
+            self._child.kill()
+
+
+def guard(clean_up: Callable[[], object]) -> None:
+    """Wait, in the process of a `Guard`, for the end of the guarded process; then clean up."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(0, 1):
+        pass
+    clean_up()

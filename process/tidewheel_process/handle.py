@@ -1,0 +1,86 @@
+"""Processes of this machine by pid and start time, so that a later process with the same pid is never meant."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+_POLL_S = 0.02
+
+
+def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
+    """Return the start in ticks since boot (field 22 in proc_pid_stat(5)), or None if the process has ended.
+
+    Not psutil's `create_time`, which moves with the system clock and so cannot be stored.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # any user chose the name
+    except (FileNotFoundError, ProcessLookupError):  # any other error says nothing about the process
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" and not or_zombie else int(fields[18])
+
+
+class ProcessHandle:
+    """Handle of a process, which need not be a child. `fileno`, a pidfd, is readable once the process has ended."""
+
+    def __init__(self, pid: int, started: int | None = None) -> None:
+        """Take the `start_ticks` of the process (None: of the process that has the pid now)."""
+        self.pid = pid
+        self._started = start_ticks(pid) if started is None else started
+        self.fileno: int | None = None  # None without pidfds
+        self._ending = select.poll()
+        with contextlib.suppress(AttributeError, OSError):
+            self.fileno = os.pidfd_open(pid)
+            self._ending.register(self.fileno, select.POLLIN)
+        if not self.is_alive:  # the pidfd may be of a later process with this pid
+            self.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return `not is_alive`, in one system call."""
+        return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._started is not None and start_ticks(self.pid) == self._started
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the process ended in time."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self.fileno is not None:
+                self._ending.poll(left_s * 1000)
+            else:
+                time.sleep(min(left_s, _POLL_S))
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the signal, unless the process has ended."""
+        if not self.is_alive:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self.fileno is not None:
+                signal.pidfd_send_signal(self.fileno, number)
+            else:
+                os.kill(self.pid, number)
+
+    def end(self, first: signal.Signals, grace_s: float) -> None:
+        """Send the signal, and SIGKILL after the grace."""
+        self.send_signal(first)
+        if not self.wait(grace_s):
+            self.send_signal(signal.SIGKILL)
+            self.wait(grace_s)
+
+    def close(self) -> None:
+        if self.fileno is not None:
+            self._ending.unregister(self.fileno)
+            os.close(self.fileno)
+            self.fileno = None

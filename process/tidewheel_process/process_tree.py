@@ -1,0 +1,97 @@
+"""Processes below another one, and those that were started with an environment variable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from signal import SIGKILL, SIGTERM, Signals
+
+import psutil
+
+from tidewheel_process.child import wait_until
+
+_GONE = (psutil.NoSuchProcess, psutil.AccessDenied)  # ZombieProcess is a NoSuchProcess
+
+
+def children(pid: int) -> list[psutil.Process]:
+    """Return the children, also those that are not reaped yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children())
+    return []
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the living processes below `pid`."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process for process in psutil.Process(pid).children(recursive=True) if is_alive(process)]
+    return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether the process runs: neither gone, nor a zombie, nor another one with its pid."""
+    return status(process) not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and bool(process.is_running())
+
+
+def status(process: psutil.Process) -> str:
+    """Return psutil's status, such as `zombie` or `stopped`; empty if the process is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return str(process.status())
+    return ""
+
+
+def name(process: psutil.Process) -> str:
+    """Return the name, of a zombie its first 15 bytes; empty if the process is gone."""
+    with contextlib.suppress(*_GONE):
+        return str(process.name())
+    return ""
+
+
+def arguments(pid: int) -> list[str]:
+    """Return the command line; empty if it cannot be read."""
+    with contextlib.suppress(*_GONE):
+        return list(psutil.Process(pid).cmdline())
+    return []
+
+
+def started_with(variable: str, folder: str) -> list[psutil.Process]:
+    """Return the living processes of this user whose variable named the folder or one below it, without this one."""
+
+    def names_it(process: psutil.Process) -> bool:
+        with contextlib.suppress(*_GONE):
+            value: str = process.environ().get(variable, "")
+            return value == folder or value.startswith(f"{folder}/")
+        return False
+
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and names_it(process)]
+
+
+def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(*_GONE):
+            process.send_signal(number)
+
+
+def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
+    """End the processes that `find` returns: SIGTERM, then SIGKILL twice, each after the grace at the latest.
+
+    The second SIGKILL reaches children that were forked just before the first.
+    """
+    for number in (SIGTERM, SIGKILL, SIGKILL):
+        found = find()
+        signal_all(found, number)
+        wait_until(lambda these=found: not any(map(is_alive, these)), grace_s)  # type: ignore[misc]
+
+
+def reap(*, keep: Iterable[int]) -> None:
+    """Reap ended children, orphans that were adopted among them, except those to `keep`."""
+    kept = set(keep)
+    for process in children(os.getpid()):
+        if process.pid not in kept and status(process) == psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def is_running(program: str) -> bool:
+    """Return whether a process of any user runs the program of this name."""
+    return any(name(process) == program and is_alive(process) for process in psutil.process_iter())

@@ -1,0 +1,109 @@
+"""Private folders: their owner, their mode, and the lock that one process holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidewheel_process import locked_folder
+from tidewheel_process.locked_folder import (
+    LOCK,
+    FolderError,
+    LockedFolder,
+    is_free,
+    is_left_over,
+    is_locked,
+    make_private,
+    new_folder,
+    try_lock,
+)
+
+HOLD = """
+import sys
+from pathlib import Path
+from tidewheel_process.locked_folder import LockedFolder
+
+folder = LockedFolder(Path(sys.argv[1]))
+print(folder.try_lock(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_that_is_open_or_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_private(tmp_path / "a" / "b", "set DIR")
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    made.chmod(0o750)
+    with pytest.raises(FolderError, match=r"b is open to other users: run chmod 700 on it, or set DIR$"):
+        make_private(made, "set DIR")
+    (tmp_path / "link").symlink_to(made)
+    with pytest.raises(FolderError, match=r"link must be a folder that belongs to user \d+: set DIR$"):
+        make_private(tmp_path / "link", "set DIR")
+    monkeypatch.setattr(locked_folder.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(FolderError, match="belongs to user"):
+        make_private(made, "set DIR")
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"True\n"
+        folder = LockedFolder(tmp_path)
+        assert is_locked(tmp_path / LOCK) and not folder.try_lock() and not folder.is_held
+        assert not is_free(tmp_path / LOCK) and not is_left_over(tmp_path)
+        holder.kill()
+        holder.wait()
+        assert is_left_over(tmp_path) and not is_locked(tmp_path / LOCK)
+        assert folder.try_lock() and folder.try_lock() and folder.is_held
+        folder.release()
+        assert not folder.is_held and is_free(tmp_path / LOCK)
+
+
+def test_a_lock_file_that_was_made_again_is_another_one(tmp_path: Path) -> None:
+    first, second = LockedFolder(tmp_path), LockedFolder(tmp_path)
+    assert first.try_lock() and not second.try_lock()
+    (tmp_path / LOCK).unlink()
+    assert second.try_lock()
+    assert not first.try_lock() and not first.is_held
+    second.release()
+    assert first.try_lock()
+
+
+def test_a_child_does_not_inherit_a_lock(tmp_path: Path) -> None:
+    lock = try_lock(tmp_path / LOCK)
+    assert lock is not None
+    with subprocess.Popen(["/bin/sleep", "60"], close_fds=False) as child:
+        lock.release()
+        assert is_free(tmp_path / LOCK)
+        child.kill()
+
+
+def test_a_lock_of_another_user_and_a_link_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "theirs").touch()
+    assert not is_free(tmp_path / "link") and not (tmp_path / "target").exists()
+    monkeypatch.setattr(locked_folder.os, "getuid", lambda: os.geteuid() + 1)
+    assert not is_free(tmp_path / "theirs") and not is_left_over(tmp_path)
+
+
+def test_a_new_folder_is_held_and_removed(tmp_path: Path) -> None:
+    with new_folder(tmp_path, "x-") as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert is_locked(folder / LOCK) and not is_left_over(folder)
+    assert not folder.exists()
+
+
+def test_a_young_folder_without_a_lock_is_in_the_making(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    assert not is_left_over(tmp_path / "new")
+    os.utime(tmp_path / "new", (1, 1))
+    assert is_left_over(tmp_path / "new")
+    shutil.rmtree(tmp_path / "new")
+    assert not is_left_over(tmp_path / "new")

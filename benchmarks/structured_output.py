@@ -25,7 +25,7 @@ from tidewheel.grammar import Grammar
 from tidewheel.llm import LLM
 from tidewheel.sampling import SamplingParams
 from tidewheel_client import Client
-from tidewheel_client.request_errors import RequestError
+from tidewheel_client.errors import RequestError
 
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 SETTINGS = {"dtype": "float32", "num_threads": 1}

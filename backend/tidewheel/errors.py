@@ -1,196 +1,62 @@
-"""Errors, one class per cause.
-
-The docstring of a class with a tag has two paragraphs: the cause, and what to do. `docs/errors.md` is made of them.
-
-    TidewheelError
-    ├── InvalidRequest      TW-INPUT
-    │   └── PromptTooLarge  TW-TOO-LARGE
-    ├── Unsupported         TW-UNSUPPORTED
-    ├── NotFound            TW-NOT-FOUND
-    ├── Busy                TW-BUSY
-    │   └── WaitingSetFull
-    │       └── KvCacheFull TW-KV-FULL
-    ├── Draining            TW-DRAINING
-    ├── DeadlineExceeded    TW-DEADLINE
-    ├── Cancelled           TW-CANCELLED
-    ├── EngineDead          TW-ENGINE-DEAD
-    ├── NumericError        TW-NUMERIC
-    ├── WrongKey            TW-KEY          of the gateway
-    └── InternalError       TW-INTERNAL
-    ConfigError             never on the wire
-    └── PermanentError
-
-Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``
+"""Errors of requests, from `tidewheel_client.errors`, whose base class is named `TidewheelError` here, and
+`ConfigError` with `PermanentError`, which are never sent to a client.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
-import re
-from typing import ClassVar
+
+from tidewheel_client.errors import (
+    BY_TAG,
+    Busy,
+    Cancelled,
+    Code,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    InternalError,
+    InvalidRequest,
+    KvCacheFull,
+    NotFound,
+    NumericError,
+    PromptTooLarge,
+    Unsupported,
+    WaitingSetFull,
+    WrongKey,
+    from_wire,
+)
+from tidewheel_client.errors import RequestError as TidewheelError
+
+__all__ = [
+    "BY_TAG",
+    "MAX_MESSAGE_CHARS",
+    "TAGS",
+    "Busy",
+    "Cancelled",
+    "Code",
+    "ConfigError",
+    "DeadlineExceeded",
+    "Draining",
+    "EngineDead",
+    "InternalError",
+    "InvalidRequest",
+    "KvCacheFull",
+    "NotFound",
+    "NumericError",
+    "PermanentError",
+    "PromptTooLarge",
+    "TidewheelError",
+    "Unsupported",
+    "WaitingSetFull",
+    "WrongKey",
+    "cause_and_remedy",
+    "from_wire",
+    "printable",
+    "require",
+]
 
 MAX_MESSAGE_CHARS = 2000
-
-
-class Code(enum.StrEnum):
-    """Status codes in Triton's names (`TRITONSERVER_ERROR_*`)."""
-
-    INVALID_ARG = "INVALID_ARG"
-    NOT_FOUND = "NOT_FOUND"
-    UNAVAILABLE = "UNAVAILABLE"
-    CANCELLED = "CANCELLED"
-    UNSUPPORTED = "UNSUPPORTED"
-    INTERNAL = "INTERNAL"
-
-
-class TidewheelError(Exception):
-    tag: ClassVar[str] = "TW-INTERNAL"
-    code: ClassVar[Code] = Code.INTERNAL
-
-    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.retry_after_ms = retry_after_ms
-
-    def __str__(self) -> str:
-        hint = "" if self.retry_after_ms is None else f" retry_after_ms={self.retry_after_ms}"
-        return f"[{self.tag}{hint}] {self.message}"
-
-
-class InvalidRequest(TidewheelError):
-    """The request can never work: a field is missing, malformed, out of range, contradictory or unknown.
-
-    Change what the message names. The same request fails again.
-    """
-
-    tag = "TW-INPUT"
-    code = Code.INVALID_ARG
-
-
-class PromptTooLarge(InvalidRequest):
-    """The prompt is longer than `max_prompt_bytes`, the context, the KV cache or `max_waiting_tokens` allows.
-
-    Send a shorter prompt, or raise the limit that the message names.
-    """
-
-    tag = "TW-TOO-LARGE"
-
-
-class Unsupported(TidewheelError):
-    """The request asks for a known feature that is not offered, such as beam search or a grammar with look-around.
-
-    Leave the field out, or set it to a value that asks for nothing.
-    """
-
-    tag = "TW-UNSUPPORTED"
-    code = Code.UNSUPPORTED
-
-
-class NotFound(TidewheelError):
-    """`close_session` names a session that was never kept, has expired, was closed or was evicted.
-
-    Nothing has to be done: the session keeps no memory.
-    """
-
-    tag = "TW-NOT-FOUND"
-    code = Code.NOT_FOUND
-
-
-class Busy(TidewheelError):
-    """Too much to do: the waiting set or a queue is full, a tenant's rate is used up, or the breaker is open.
-
-    Nothing was computed. Send the request again after `retry_after_ms`, or to another server.
-    """
-
-    tag = "TW-BUSY"
-    code = Code.UNAVAILABLE
-
-
-class WaitingSetFull(Busy):
-    """The waiting set is full. Room is made as soon as another request starts."""
-
-
-class KvCacheFull(WaitingSetFull):
-    """The waiting set is full, and its first request waits for blocks of the KV cache, not for a row.
-
-    Nothing was computed. Send the request again after `retry_after_ms`. If it happens often, raise
-    `gpu_memory_utilization` or `kv_cache_memory_mb`, use `kv_cache_dtype`, or allow shorter prompts and outputs.
-    """
-
-    tag = "TW-KV-FULL"
-
-
-class Draining(TidewheelError):
-    """The server is shutting down and takes no new requests.
-
-    Nothing was computed, or the request was cut off at the end of the drain time. Send it to another server.
-    """
-
-    tag = "TW-DRAINING"
-    code = Code.UNAVAILABLE
-
-
-class DeadlineExceeded(TidewheelError):
-    """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or would before the first token.
-
-    Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
-    """
-
-    tag = "TW-DEADLINE"
-    code = Code.UNAVAILABLE
-
-
-class Cancelled(TidewheelError):
-    """A response could not be sent, because the client was gone, or `LLM.generate` was interrupted.
-
-    Send the request again if its answer is still wanted.
-    """
-
-    tag = "TW-CANCELLED"
-    code = Code.CANCELLED
-
-
-class EngineDead(TidewheelError):
-    """The engine process ended, hung or is not back in time. The front end starts it again, until it dies in a loop.
-
-    Send the request again after `retry_after_ms`. The engine's log says why it ended.
-    """
-
-    tag = "TW-ENGINE-DEAD"
-    code = Code.UNAVAILABLE
-
-
-class NumericError(TidewheelError):
-    """The model's logits were not finite (NaN or infinite) for this request. No other request is affected.
-
-    Check the weights and `dtype`: float16 overflows in some models, bfloat16 and float32 do not.
-    """
-
-    tag = "TW-NUMERIC"
-
-
-class WrongKey(TidewheelError):
-    """The gateway has API keys, and the request brings none or an unknown one. HTTP status 401.
-
-    Send `Authorization: Bearer KEY` with a key of the gateway's file.
-    """
-
-    tag = "TW-KEY"
-    code = Code.INVALID_ARG
-
-
-class InternalError(TidewheelError):
-    """A bug of the server, or the device ran out of memory for one step.
-
-    Do what the message says if it names a setting; otherwise report it with the server's log.
-    """
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `InternalError` unless the condition holds, also under ``python -O``."""
-    if not condition:
-        raise InternalError(f"invariant broken: {message}")
+TAGS: frozenset[str] = frozenset(BY_TAG)
 
 
 class ConfigError(Exception):
@@ -198,6 +64,16 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+class PermanentError(ConfigError):
+    """A cause that stays when the engine starts again; more files, room or memory may remove any other cause."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `InternalError` unless the condition holds, also under ``python -O``."""
+    if not condition:
+        raise InternalError(f"invariant broken: {message}")
 
 
 def printable(message: str) -> str:
@@ -208,44 +84,9 @@ def printable(message: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)
 
 
-class PermanentError(ConfigError):
-    """A cause that no later start of the engine can remove; other files, room or memory may remove any other."""
-
-
-BY_TAG: dict[str, type[TidewheelError]] = {
-    cls.tag: cls
-    for cls in (
-        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, KvCacheFull, Draining,
-        DeadlineExceeded, Cancelled, EngineDead, NumericError, WrongKey, InternalError,
-    )
-}  # fmt: skip
-
-TAGS: frozenset[str] = frozenset(BY_TAG)
-
-
 def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
-    """Raise `ConfigError` unless the docstring of the class has two paragraphs."""
+    """Return the two paragraphs of the class's docstring. Raise `ConfigError` unless there are two."""
     paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
     if len(paragraphs) != 2:
         raise ConfigError(f"{cls.__name__} has {len(paragraphs)} paragraphs: write a cause and what to do")
     return paragraphs[0], paragraphs[1]
-
-
-_TAGGED = re.compile(r"^\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)$", re.DOTALL)
-
-
-def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> TidewheelError:
-    """Return the error of a tag; an `InternalError` for an unknown one."""
-    cls = BY_TAG.get(tag)
-    if cls is None:
-        return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
-    return cls(message, retry_after_ms=retry_after_ms)
-
-
-def parse(text: str) -> TidewheelError | None:
-    """Invert ``str(error)``; return None if there is no tag."""
-    match = _TAGGED.match(text)
-    if match is None:
-        return None
-    retry = match["retry"]
-    return from_wire(match["tag"], match["message"], int(retry) if retry else None)

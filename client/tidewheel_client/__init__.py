@@ -9,13 +9,11 @@ with Client("127.0.0.1:8001", model="demo") as client:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tidewheel_client.answers import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
-from tidewheel_client.async_client import AsyncClient, AsyncSession
-from tidewheel_client.client import Client, Session
-from tidewheel_client.mock_transport import AsyncMockTransport, MockTransport
-from tidewheel_client.request_errors import (
+from tidewheel_client.errors import (
     Busy,
     Cancelled,
     DeadlineExceeded,
@@ -33,12 +31,15 @@ from tidewheel_client.request_errors import (
     Unsupported,
     WrongKey,
 )
-from tidewheel_client.server_pages import Figures, Health, Sample
-from tidewheel_client.stream import AsyncStream, Stream
-from tidewheel_client.transport import Ask
 
 if TYPE_CHECKING:
+    from tidewheel_client.async_client import AsyncClient, AsyncSession
+    from tidewheel_client.client import Client, Session
+    from tidewheel_client.mock_transport import AsyncMockTransport, MockTransport
     from tidewheel_client.queue import AsyncQueue, Queue
+    from tidewheel_client.server_pages import Figures, Health, Sample
+    from tidewheel_client.stream import AsyncStream, Stream
+    from tidewheel_client.transport import Ask
 
 __all__ = [
     "Ask",
@@ -79,10 +80,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import the queue, which needs an extra, when it is asked for."""
-    if name not in ("AsyncQueue", "Queue"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tidewheel_client import queue
+# Imported on first use: the engine uses the errors alone, and its machine may have no gRPC.
+_MODULES = {
+    "async_client": ("AsyncClient", "AsyncSession"),
+    "client": ("Client", "Session"),
+    "mock_transport": ("AsyncMockTransport", "MockTransport"),
+    "queue": ("AsyncQueue", "Queue"),
+    "server_pages": ("Figures", "Health", "Sample"),
+    "stream": ("AsyncStream", "Stream"),
+    "transport": ("Ask",),
+}
 
-    return getattr(queue, name)
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"tidewheel_client.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

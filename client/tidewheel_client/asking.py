@@ -8,7 +8,7 @@ from typing import Any
 
 from tidewheel_client import codec
 from tidewheel_client.answers import Metadata
-from tidewheel_client.request_errors import InternalError, InvalidRequest
+from tidewheel_client.errors import InternalError, InvalidRequest
 from tidewheel_client.transport import Ask
 
 Item = str | Sequence[codec.Message] | Mapping[str, Any]  # of `map`: a prompt, messages, or arguments of `generate`

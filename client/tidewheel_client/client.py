@@ -13,9 +13,9 @@ from tritonclient.grpc import service_pb2
 from tidewheel_client import asking, codec
 from tidewheel_client.answers import Completion, Metadata
 from tidewheel_client.concurrent_map import in_threads
+from tidewheel_client.errors import NotFound, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.grpc_transport import GrpcTransport
 from tidewheel_client.http_transport import HttpTransport
-from tidewheel_client.request_errors import NotFound, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.retries import Retries
 from tidewheel_client.server_pages import Figures, Health, ServerPages
 from tidewheel_client.stream import Limits, Stream

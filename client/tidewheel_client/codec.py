@@ -10,7 +10,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client.request_errors import InvalidRequest
+from tidewheel_client.errors import InvalidRequest
 
 Message = str | Mapping[str, object]
 

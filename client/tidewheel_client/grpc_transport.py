@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
-from tidewheel_client.request_errors import from_rpc, from_text
+from tidewheel_client.error_translation import from_rpc, from_text
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 
 CHANNEL_OPTIONS = (

@@ -15,7 +15,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from tidewheel_client.answers import Chunk
-from tidewheel_client.request_errors import RequestError, Unsupported
+from tidewheel_client.errors import RequestError, Unsupported
 from tidewheel_client.transport import Ask
 
 Answer = str | Iterable[str | Chunk] | RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tidewheel_client.request_errors import RequestError
+from tidewheel_client.errors import RequestError
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable, WrongKey
+from tidewheel_client.errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable, WrongKey
 
 METRICS_PORT = 8002
 HEALTH_PORT = 8003

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from tidewheel_client.answers import Chunk, Completion
-from tidewheel_client.request_errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
+from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
 from tidewheel_client.retries import Retries
 from tidewheel_client.transport import Ask, AsyncTransport, Transport
 

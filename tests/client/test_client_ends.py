@@ -12,9 +12,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 import tidewheel_client as tc
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
-from tidewheel import errors as server_errors
 from tidewheel_client import Client
-from tidewheel_client.request_errors import BY_TAG
+from tidewheel_client.errors import BY_TAG
 
 
 def refuse(code: grpc.StatusCode, text: str) -> Callable[[Asked], Answer]:
@@ -38,15 +37,6 @@ def hold(release: threading.Event) -> Callable[[Asked], Answer]:
         yield response(asked.message, text_output="last", finish_reason="stop")
 
     return answer
-
-
-def test_tags_are_those_of_the_server() -> None:
-    assert set(BY_TAG) == set(server_errors.TAGS)
-    for tag, cls in BY_TAG.items():
-        twin = server_errors.from_wire(tag, "text", 5)
-        assert cls.__name__ == type(twin).__name__
-        assert str(cls("text", retry_after_ms=5)) == str(twin)
-        assert issubclass(cls, tc.InvalidRequest) == isinstance(twin, server_errors.InvalidRequest)
 
 
 def test_a_restricted_protocol(client: Client, triton: FakeTriton) -> None:

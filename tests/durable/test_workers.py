@@ -15,13 +15,13 @@ from support.durable.patience import until
 from support.durable.worker_program import EchoTransport
 from tidewheel_client import AsyncClient, AsyncMockTransport, Busy, InvalidRequest, ServerUnavailable
 from tidewheel_client.answers import Chunk
+from tidewheel_client.errors import Draining, EngineDead
 from tidewheel_client.mock_transport import Answer
 from tidewheel_client.queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
 from tidewheel_client.queue.batcher import Batcher
 from tidewheel_client.queue.queue_calls import QueueNames
 from tidewheel_client.queue.redis_place import RedisPlace
 from tidewheel_client.queue.worker_store import Part, WorkerStore, ending
-from tidewheel_client.request_errors import Draining, EngineDead
 from tidewheel_client.transport import Ask
 
 FAST = WorkerOptions(concurrency=4, lease_s=60, max_attempts=3, drain_s=60, until_empty=True)

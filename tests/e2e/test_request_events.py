@@ -26,7 +26,8 @@ from support.triton.serving import (
     token_ids,
     wait_for,
 )
-from tidewheel_client.request_errors import Busy, KvCacheFull, from_text
+from tidewheel_client.error_translation import from_text
+from tidewheel_client.errors import Busy, KvCacheFull
 
 pytestmark = pytest.mark.e2e
 

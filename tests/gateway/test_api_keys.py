@@ -18,7 +18,7 @@ from tidewheel.gateway.api_keys import MAX_FILE_BYTES, Account, ApiKey, ApiKeys
 from tidewheel.gateway.ledger import Ledger
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
-from tidewheel_client.request_errors import Busy
+from tidewheel_client.errors import Busy
 
 
 def bearer(secret: str) -> dict[str, str]:

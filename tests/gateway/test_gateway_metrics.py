@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidewheel.gateway.counters import Counters, add, merge
 from tidewheel.gateway.worker_place import WorkerPlace
-from tidewheel_client.request_errors import KvCacheFull, ServerUnavailable, WrongKey
+from tidewheel_client.errors import KvCacheFull, ServerUnavailable, WrongKey
 
 TEXT = """\
 # HELP f a family

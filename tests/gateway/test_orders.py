@@ -12,7 +12,7 @@ from support.gateway.running_gateway import gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.order import GrpcOrder, HttpOrder
-from tidewheel_client.request_errors import DeadlineExceeded
+from tidewheel_client.errors import DeadlineExceeded
 
 
 def order(deadline_ms: object, age_s: float) -> HttpOrder:

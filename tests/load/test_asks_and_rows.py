@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tidewheel_client.errors import Busy, RequestTimeout
 from tidewheel_client.load import locust_rows
 from tidewheel_client.load.load_options import Ask, LoadOptions, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
-from tidewheel_client.request_errors import Busy, RequestTimeout
 
 ASK = Ask(prompt="a b", qos="high", max_tokens=8, ignore_eos=True, tenant=None)
 

@@ -11,7 +11,7 @@ from tidewheel.top.requests_here import ELSEWHERE, NOT_OURS, list_engines, list_
 from tidewheel.top.sections import ORDERS, as_text, ordered
 from tidewheel.top.verdict import verdict
 from tidewheel.top.watching import WINDOW_S
-from tidewheel_client.request_errors import ServerUnavailable
+from tidewheel_client.errors import ServerUnavailable
 from tidewheel_client.server_pages import Health
 
 IDS = 'engine="0",model="demo",model_name="demo",version="1"'

@@ -82,8 +82,8 @@ def _jobs_of_file(name: str) -> list[dict[str, object]]:
     from pathlib import Path
 
     from tidewheel.regular_files import open_regular
+    from tidewheel_client.errors import InvalidRequest
     from tidewheel_client.queue.job_files import read_jobs
-    from tidewheel_client.request_errors import InvalidRequest
 
     try:
         if name == "-":
@@ -104,7 +104,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[Enqueued]:
     """Raise `UsageError` at the bound unless it is to be waited for."""
-    from tidewheel_client.request_errors import Busy
+    from tidewheel_client.errors import Busy
 
     for start in range(0, len(jobs), _PIECE):
         piece: list[Enqueued] | None = None

@@ -83,7 +83,7 @@ def _exit_code(error: Exception) -> int | None:
         ("tidewheel.errors", "ConfigError", 1),
         ("tidewheel.cluster", "ClusterError", 2),
         ("tidewheel.cli.usage", "UsageError", 2),
-        ("tidewheel_client.request_errors", "RequestError", 2),
+        ("tidewheel_client.errors", "RequestError", 2),
     ):
         cls = getattr(sys.modules.get(module), name, None)
         if cls is not None and isinstance(error, cls):

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.top import TopError
-    from tidewheel_client.request_errors import RequestError
+    from tidewheel_client.errors import RequestError
 
     try:
         if args.once or args.json:

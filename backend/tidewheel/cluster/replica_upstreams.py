@@ -16,7 +16,7 @@ from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.upstream import Upstream
 from tidewheel.gateway.upstreams import Place, Upstreams
-from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable
+from tidewheel_client.errors import Busy, RequestError, ServerUnavailable
 
 MAX_HELD = 1024  # requests that wait for a replica
 

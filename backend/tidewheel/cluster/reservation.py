@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tidewheel.gateway.upstreams import NoServer
-from tidewheel_client.request_errors import ServerUnavailable
+from tidewheel_client.errors import ServerUnavailable
 
 _LOOK_S = 0.1
 

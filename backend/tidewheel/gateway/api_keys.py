@@ -19,7 +19,7 @@ from tidewheel.gateway.ledger import Ledger
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
 from tidewheel.tenants import control_character
-from tidewheel_client.request_errors import Busy, InvalidRequest, WrongKey
+from tidewheel_client.errors import Busy, InvalidRequest, WrongKey
 
 MAX_FILE_BYTES = 1 << 22
 _RETRY_MS = 1000  # after one too many at once

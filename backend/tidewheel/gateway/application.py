@@ -27,11 +27,7 @@ from tidewheel.gateway.routing import route_request
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel_client import Chunk
-from tidewheel_client.request_errors import (
-    InternalError,
-    RequestError,
-    WrongKey,
-)
+from tidewheel_client.errors import InternalError, RequestError, WrongKey
 
 _LARGE = 1 << 16  # bytes, whose work is noticed by streams
 _REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers

@@ -18,7 +18,7 @@ from tidewheel.gateway.forced_calls import (
 )
 from tidewheel.gateway.openai_errors import FieldMissing
 from tidewheel_client.codec import OUTPUT_FLAGS
-from tidewheel_client.request_errors import InvalidRequest, Unsupported
+from tidewheel_client.errors import InvalidRequest, Unsupported
 
 MAX_PROMPTS = 64  # of one request
 MAX_FIELDS = 256

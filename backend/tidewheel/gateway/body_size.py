@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tidewheel_client.request_errors import InvalidRequest
+from tidewheel_client.errors import InvalidRequest
 
 # Together some 50 ms of parsing.
 MAX_CONTAINERS = 1 << 15  # lists, objects and keys

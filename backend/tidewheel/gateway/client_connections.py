@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from tidewheel.gateway import openai_errors
-from tidewheel_client.request_errors import Busy
+from tidewheel_client.errors import Busy
 
 HEADERS_S = 10.0  # for the headers of a request to arrive
 _KEEPALIVE_S = 75.0  # for an idle connection

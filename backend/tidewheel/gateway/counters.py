@@ -9,7 +9,7 @@ import msgspec
 
 from tidewheel.gateway.upstream import Upstream
 from tidewheel.gateway.upstreams import Upstreams
-from tidewheel_client.request_errors import RequestError, WrongKey
+from tidewheel_client.errors import RequestError, WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tidewheel.gateway.bodies import Ask, WithoutEffect, prompts_of, read_fields
 from tidewheel_client import Chunk
-from tidewheel_client.request_errors import InternalError, InvalidRequest
+from tidewheel_client.errors import InternalError, InvalidRequest
 
 MAX_INPUTS = 2048  # as OpenAI's
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidewheel_client.request_errors import InvalidRequest
+from tidewheel_client.errors import InvalidRequest
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")

@@ -11,7 +11,7 @@ from aiohttp import web
 from tidewheel.gateway import bodies, openai_errors, passing
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.openai_errors import BodyTooLarge, MethodNotAllowed, UnknownUrl
-from tidewheel_client.request_errors import InvalidRequest, RequestError, RequestTimeout, Unsupported
+from tidewheel_client.errors import InvalidRequest, RequestError, RequestTimeout, Unsupported
 
 BODY_S = 60.0  # for a body to arrive
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from tidewheel_client import Chunk
-from tidewheel_client.request_errors import RequestError
+from tidewheel_client.errors import RequestError
 
 AT_ONCE = 64  # streams that are read
 ALIKE_S = 1.0  # for the others, when one has failed

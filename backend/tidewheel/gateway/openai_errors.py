@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tidewheel_client import request_errors as errors
+from tidewheel_client import errors
 
 _RETRY_AFTER_MS = 1000  # where the server names no time
 

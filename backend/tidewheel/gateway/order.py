@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.upstream import Passed
 from tidewheel_client import codec
-from tidewheel_client.request_errors import DeadlineExceeded
+from tidewheel_client.errors import DeadlineExceeded
 
 R_co = TypeVar("R_co", covariant=True)
 

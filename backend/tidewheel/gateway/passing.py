@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tidewheel.gateway.bodies import MAX_PARAMETER_BYTES, Ask
-from tidewheel_client.request_errors import InvalidRequest, RequestError
+from tidewheel_client.errors import InvalidRequest, RequestError
 
 PATH = "/v2/"
 _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tidewheel.gateway.bodies import Ask, conversation, read_fields
-from tidewheel_client.request_errors import InvalidRequest
+from tidewheel_client.errors import InvalidRequest
 
 
 class _TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

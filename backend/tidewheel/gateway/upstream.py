@@ -13,8 +13,9 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel_client import Chunk
+from tidewheel_client.error_translation import from_http
+from tidewheel_client.errors import RequestError, ServerUnavailable, Unsupported
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
-from tidewheel_client.request_errors import RequestError, ServerUnavailable, Unsupported, from_http
 from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between two looks at a server

@@ -18,7 +18,7 @@ from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import cached_tokens
 from tidewheel.gateway.upstream import LOOK_S, Address, Passed, Upstream, watch
 from tidewheel_client import Chunk
-from tidewheel_client.request_errors import EngineDead, NotFound, RequestError, ServerUnavailable
+from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable
 
 R = TypeVar("R")  # a request as it is sent
 N = TypeVar("N")  # news of its answer

@@ -36,7 +36,7 @@ ClosedApi = Literal["shared-memory", "trace", "logging", "model-repository"]  # 
 _IMPOSSIBLE_HEADER = "No header opens it: tidewheel serve --open-api does"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"
-_PACKAGES = ("tidewheel", "tidewheel_kernels")
+_PACKAGES = ("tidewheel", "tidewheel_kernels", "tidewheel_client")
 
 
 def command(

@@ -30,7 +30,7 @@ from tidewheel.top.sections import (
 )
 from tidewheel.top.server_view import RequestLine, View
 from tidewheel.top.watching import Watch
-from tidewheel_client.request_errors import RequestError
+from tidewheel_client.errors import RequestError
 
 _GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING", "SLOW")
 _HELP = """\

@@ -22,7 +22,7 @@ from tidewheel.top.metric_changes import Change, Page
 from tidewheel.top.requests_here import Listing, list_here
 from tidewheel.top.server_view import View
 from tidewheel.top.verdict import verdict
-from tidewheel_client.request_errors import InvalidRequest, RequestError
+from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.server_pages import Figures, Health, ServerPages, read_figures
 
 WINDOW_S = 10.0  # of rates

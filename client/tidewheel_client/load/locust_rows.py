@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tidewheel_client.errors import RequestError
 from tidewheel_client.load.load_options import Ask
-from tidewheel_client.request_errors import RequestError
 
 logger = logging.getLogger(__name__)
 

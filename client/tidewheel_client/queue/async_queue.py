@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tidewheel_client.errors import RequestTimeout
 from tidewheel_client.queue import queue_calls as calls
 from tidewheel_client.queue.job_queue import BOUND, RESULT_TTL_S
 from tidewheel_client.queue.jobs import MAX_JOB_BYTES, Chunked, Counts, DeadJob, Enqueued, Job, Result, pack
 from tidewheel_client.queue.redis_place import RedisPlace, patiently_async
-from tidewheel_client.request_errors import RequestTimeout
 
 
 class AsyncQueue:

@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from tidewheel_client.errors import RequestError, ServerUnavailable
 from tidewheel_client.queue import redis_guard
-from tidewheel_client.request_errors import RequestError, ServerUnavailable
 
 _START_S = 30.0
 _SPAWN_EVERY_S = 1.0

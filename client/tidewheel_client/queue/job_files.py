@@ -3,8 +3,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.queue.jobs import MAX_JOB_BYTES, Packed, check_id, pack, read_json
-from tidewheel_client.request_errors import InvalidRequest, RequestError
 
 MAX_FILE_BYTES = 1 << 30
 

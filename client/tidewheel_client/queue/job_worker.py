@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient
+from tidewheel_client.errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 from tidewheel_client.queue.batcher import Batcher
 from tidewheel_client.queue.jobs import Job, unpack
 from tidewheel_client.queue.queue_calls import QueueNames
@@ -21,7 +22,6 @@ from tidewheel_client.queue.redis_place import RedisPlace
 from tidewheel_client.queue.server_gate import ServerGate
 from tidewheel_client.queue.silence_watch import SilenceWatch
 from tidewheel_client.queue.worker_store import Ending, Part, Taken, WorkerStore, ending
-from tidewheel_client.request_errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 
 MAX_RESULT_BYTES = 16 << 20
 _LOOK_EVERY_S = 1.0  # for jobs without a ring of the bell

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from tidewheel_client import codec
-from tidewheel_client.request_errors import InvalidRequest, PromptTooLarge
+from tidewheel_client.errors import InvalidRequest, PromptTooLarge
 
 CLASSES = ("CRITICAL", "HIGH", "NORMAL", "LOW")
 MAX_JOB_BYTES = 1 << 20

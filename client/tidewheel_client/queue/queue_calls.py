@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from tidewheel_client.errors import Busy, InvalidRequest, NotFound
 from tidewheel_client.queue import lua_scripts
 from tidewheel_client.queue.jobs import (
     CLASSES,
@@ -19,7 +20,6 @@ from tidewheel_client.queue.jobs import (
     check_id,
     unpack,
 )
-from tidewheel_client.request_errors import Busy, InvalidRequest, NotFound
 
 BLOCK_MS = 1000  # of a read that waits for news
 READ_COUNT = 1000

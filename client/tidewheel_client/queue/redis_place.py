@@ -16,8 +16,8 @@ from redis.backoff import NoBackoff
 from redis.client import Redis
 from redis.retry import Retry
 
+from tidewheel_client.errors import Busy, RequestError, ServerUnavailable, Unsupported
 from tidewheel_client.queue.embedded_redis import EmbeddedRedis
-from tidewheel_client.request_errors import Busy, RequestError, ServerUnavailable, Unsupported
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from tidewheel_client.async_client import AsyncClient
-from tidewheel_client.request_errors import RequestError
+from tidewheel_client.errors import RequestError
 
 _FIRST_LOOK_S = 0.1
 _LONGEST_LOOK_S = 2.0

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from redis import exceptions
 
+from tidewheel_client.errors import RequestError
 from tidewheel_client.queue import queue_calls as calls
 from tidewheel_client.queue.redis_place import RedisPlace, heeding_cancels, is_lost
-from tidewheel_client.request_errors import RequestError
 
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0

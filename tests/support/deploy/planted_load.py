@@ -21,7 +21,7 @@ from support.faults.service import serving
 from support.triton.serving import WEIGHTS, Server, free_ports
 from tidewheel.request import FinishReason, Priority
 from tidewheel_client import Client, RequestError
-from tidewheel_client.request_errors import BY_TAG
+from tidewheel_client.errors import BY_TAG
 
 KEY = "a key for tests"
 # Few rows, blocks and places to wait: the requests of a round are an overload.

@@ -1,0 +1,88 @@
+"""Errors of gRPC, of HTTP and of Triton as `RequestError`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidewheel_client.errors import (
+    Busy,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    PromptTooLarge,
+    RequestError,
+    RequestTimeout,
+    ServerUnavailable,
+    Unsupported,
+    from_tagged,
+)
+
+if TYPE_CHECKING:
+    import grpc
+
+_BY_GRPC_STATUS: dict[str, type[RequestError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "NOT_FOUND": NotFound,
+    "UNIMPLEMENTED": Unsupported,
+    "UNAVAILABLE": ServerUnavailable,
+    "CANCELLED": Cancelled,
+    "RESOURCE_EXHAUSTED": PromptTooLarge,
+}
+
+_BY_HTTP_STATUS: dict[int, type[RequestError]] = {
+    401: Unsupported,
+    403: Unsupported,
+    404: NotFound,
+    413: PromptTooLarge,
+    502: ServerUnavailable,
+    503: ServerUnavailable,
+    504: ServerUnavailable,
+}
+
+# Triton's messages without a status, or with INTERNAL.
+_BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
+    ("has no available versions", ServerUnavailable),  # shutting down
+    ("unknown model", NotFound),
+    ("is not ready", NotFound),
+    ("Exceeds maximum queue size", Busy),
+    ("is not healthy", ServerUnavailable),
+)
+
+_LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # gRPC's messages
+_LOST_AS_SENT = "Internal error from Core"  # gRPC's message in asyncio if a request cannot be written
+_RESTRICTED = "is restricted, expecting header"
+
+
+def from_text(text: str) -> RequestError:
+    return from_tagged(text) or _class_of_text(text)(text)
+
+
+def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
+    text, status = error.details() or "", error.code().name
+    if _RESTRICTED in text:
+        return Unsupported(
+            f"{text}: ask the server's operator; tidewheel serve --open-api opens what serve itself closes"
+        )
+    if status == "DEADLINE_EXCEEDED":
+        return RequestTimeout("the time limit of the request has passed")
+    if text.startswith("failed to connect"):
+        return ServerUnavailable(f"no server answers at {url}")
+    if text.startswith(("errors resolving", "DNS resolution failed")):
+        return ServerUnavailable(f"no such host: {url}")
+    is_lost = status == "UNAVAILABLE" and any(words in text for words in _LOST)
+    if is_lost or (status == "INTERNAL" and text == _LOST_AS_SENT):
+        return ServerUnavailable(f"the connection to {url} was lost ({text})")
+    cls = _BY_GRPC_STATUS.get(status) or _class_of_text(text)
+    return from_tagged(text) or cls(text or f"the call failed with {status}")
+
+
+def from_http(status: int, text: str) -> RequestError:
+    """Prefer the text to the status, as Triton answers 400 for almost every error."""
+    found = from_text(text)
+    if type(found) is RequestError and status in _BY_HTTP_STATUS:
+        return _BY_HTTP_STATUS[status](text or f"the server answered with HTTP status {status}")
+    return found if text else RequestError(f"the server answered with HTTP status {status}")
+
+
+def _class_of_text(text: str) -> type[RequestError]:
+    return next((cls for part, cls in _BY_TEXT if part in text), RequestError)

@@ -1,0 +1,235 @@
+"""Errors of requests, one class per cause, for the engine, the gateway and the clients.
+
+    RequestError
+    ├── InvalidRequest        TW-INPUT
+    │   └── PromptTooLarge    TW-TOO-LARGE
+    ├── Unsupported           TW-UNSUPPORTED
+    ├── NotFound              TW-NOT-FOUND
+    ├── Busy                  TW-BUSY
+    │   └── WaitingSetFull
+    │       └── KvCacheFull   TW-KV-FULL
+    ├── Draining              TW-DRAINING
+    ├── DeadlineExceeded      TW-DEADLINE
+    ├── Cancelled             TW-CANCELLED
+    ├── EngineDead            TW-ENGINE-DEAD
+    ├── NumericError          TW-NUMERIC
+    ├── WrongKey              TW-KEY          raised by the gateway
+    ├── InternalError         TW-INTERNAL
+    ├── ServerUnavailable     no tag: raised by clients
+    └── RequestTimeout        no tag: raised by clients
+
+A server's message starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``. The docstring of a
+class with a tag has two paragraphs, the cause and the remedy, from which `docs/errors.md` is made.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import ClassVar
+
+
+class Code(enum.StrEnum):
+    """Status codes in Triton's names (`TRITONSERVER_ERROR_*`)."""
+
+    INVALID_ARG = "INVALID_ARG"
+    NOT_FOUND = "NOT_FOUND"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    UNSUPPORTED = "UNSUPPORTED"
+    INTERNAL = "INTERNAL"
+
+
+class RequestError(Exception):
+    """Base class; `message` excludes the tag."""
+
+    tag: ClassVar[str] = ""
+    code: ClassVar[Code] = Code.INTERNAL
+    retryable: ClassVar[bool] = False  # a retry may succeed and repeats no work
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+    @property
+    def label(self) -> str:
+        """Tag, or the name of a class without a tag."""
+        return self.tag or type(self).__name__
+
+    def __str__(self) -> str:
+        if not self.tag:
+            return self.message
+        hint = "" if self.retry_after_ms is None else f" retry_after_ms={self.retry_after_ms}"
+        return f"[{self.tag}{hint}] {self.message}"
+
+
+class InvalidRequest(RequestError):
+    """The request can never work: a field is missing, malformed, out of range, contradictory or unknown.
+
+    Change what the message names. The same request fails again.
+    """
+
+    tag = "TW-INPUT"
+    code = Code.INVALID_ARG
+
+
+class PromptTooLarge(InvalidRequest):
+    """The prompt is longer than `max_prompt_bytes`, the context, the KV cache or `max_waiting_tokens` allows.
+
+    Send a shorter prompt, or raise the limit that the message names.
+    """
+
+    tag = "TW-TOO-LARGE"
+
+
+class Unsupported(RequestError):
+    """The request asks for a known feature that is not offered, such as beam search or a grammar with look-around.
+
+    Leave the field out, or set it to a value that asks for nothing.
+    """
+
+    tag = "TW-UNSUPPORTED"
+    code = Code.UNSUPPORTED
+
+
+class NotFound(RequestError):
+    """`close_session` names a session that was never kept, has expired, was closed or was evicted.
+
+    Nothing has to be done: the session keeps no memory.
+    """
+
+    tag = "TW-NOT-FOUND"
+    code = Code.NOT_FOUND
+
+
+class Busy(RequestError):
+    """Too much to do: the waiting set or a queue is full, a tenant's rate is used up, or the breaker is open.
+
+    Nothing was computed. Send the request again after `retry_after_ms`, or to another server.
+    """
+
+    tag = "TW-BUSY"
+    code = Code.UNAVAILABLE
+    retryable = True
+
+
+class WaitingSetFull(Busy):
+    """The waiting set is full. Room is made as soon as another request starts."""
+
+
+class KvCacheFull(WaitingSetFull):
+    """The waiting set is full, and its first request waits for blocks of the KV cache, not for a row.
+
+    Nothing was computed. Send the request again after `retry_after_ms`. If it happens often, raise
+    `gpu_memory_utilization` or `kv_cache_memory_mb`, use `kv_cache_dtype`, or allow shorter prompts and outputs.
+    """
+
+    tag = "TW-KV-FULL"
+
+
+class Draining(RequestError):
+    """The server is shutting down and takes no new requests.
+
+    Nothing was computed, or the request was cut off at the end of the drain time. Send it to another server.
+    """
+
+    tag = "TW-DRAINING"
+    code = Code.UNAVAILABLE
+    retryable = True
+
+
+class DeadlineExceeded(RequestError):
+    """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or would before the first token.
+
+    Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
+    """
+
+    tag = "TW-DEADLINE"
+    code = Code.UNAVAILABLE
+
+
+class Cancelled(RequestError):
+    """A response could not be sent, because the client was gone, or `LLM.generate` was interrupted.
+
+    Send the request again if its answer is still wanted.
+    """
+
+    tag = "TW-CANCELLED"
+    code = Code.CANCELLED
+
+
+class EngineDead(RequestError):
+    """The engine process ended, hung or is not back in time. The front end starts it again, until it dies in a loop.
+
+    Send the request again after `retry_after_ms`. The engine's log says why it ended.
+    """
+
+    tag = "TW-ENGINE-DEAD"
+    code = Code.UNAVAILABLE
+    retryable = True
+
+
+class NumericError(RequestError):
+    """The model's logits were not finite (NaN or infinite) for this request. No other request is affected.
+
+    Check the weights and `dtype`: float16 overflows in some models, bfloat16 and float32 do not.
+    """
+
+    tag = "TW-NUMERIC"
+
+
+class WrongKey(RequestError):
+    """The gateway has API keys, and the request brings none or an unknown one. HTTP status 401.
+
+    Send `Authorization: Bearer KEY` with a key of the gateway's file.
+    """
+
+    tag = "TW-KEY"
+    code = Code.INVALID_ARG
+
+
+class InternalError(RequestError):
+    """A bug of the server, or the device ran out of memory for one step.
+
+    Do what the message says if it names a setting; otherwise report it with the server's log.
+    """
+
+    tag = "TW-INTERNAL"
+
+
+class ServerUnavailable(RequestError):
+    """The server is unreachable, or the connection was lost."""
+
+    retryable = True
+
+
+class RequestTimeout(RequestError):
+    """The client's `timeout_s` passed."""
+
+
+BY_TAG: dict[str, type[RequestError]] = {
+    cls.tag: cls
+    for cls in (
+        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, KvCacheFull, Draining,
+        DeadlineExceeded, Cancelled, EngineDead, NumericError, WrongKey, InternalError,
+    )
+}  # fmt: skip
+
+_TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
+
+
+def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> RequestError:
+    """Return the error of a tag; an `InternalError` for an unknown tag."""
+    cls = BY_TAG.get(tag)
+    if cls is None:
+        return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
+    return cls(message, retry_after_ms=retry_after_ms)
+
+
+def from_tagged(text: str) -> RequestError | None:
+    """Return the error of a text that contains a tag, or None."""
+    match = _TAGGED.search(text)
+    if match is None:
+        return None
+    return from_wire(match["tag"], match["message"], int(match["retry"]) if match["retry"] else None)

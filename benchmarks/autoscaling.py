@@ -23,7 +23,7 @@ from study import RESULTS, Study, show
 from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, panels, style
 from tidewheel.config import EngineConfig
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_rules import make_scaling
+from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.objective import Objective
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel

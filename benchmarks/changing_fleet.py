@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peer_routers import LeastBlocks
-from tidewheel.fleet.chunk_hashes import chunk_hashes
-from tidewheel.fleet.router import Router, RouteRequest
+from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
 from tidewheel.request import Request
 from tidewheel.simulate.outcomes import SimulationOutcomes
 from tidewheel.simulate.simulator import EngineReplica, Simulator

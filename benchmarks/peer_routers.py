@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from tidewheel.fleet.plain_routers import CountingRouter, least_open
-from tidewheel.fleet.router import Flight, RouteRequest
+from tidewheel.fleet.router import RoutedRequest, RouteRequest
+from tidewheel.fleet.routers import CountingRouter, least_open
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import H200_8B
 
@@ -84,7 +84,7 @@ class CacheAware(CountingRouter[int]):
             return least_open(self.loads, excluded)
         return found[0]
 
-    def chosen(self, request: RouteRequest, replica: int) -> Flight[int]:
+    def chosen(self, request: RouteRequest, replica: int) -> RoutedRequest[int]:
         self._sent.insert(request.chunks, replica)
         return super().chosen(request, replica)
 
@@ -103,7 +103,7 @@ class PrefixCacheAffinity(CountingRouter[int]):
             found = [replica for replica in self.loads if self._sent.num_chunks[replica] == least]
         return min(found, key=self.loads.open_of)
 
-    def chosen(self, request: RouteRequest, replica: int) -> Flight[int]:
+    def chosen(self, request: RouteRequest, replica: int) -> RoutedRequest[int]:
         self._sent.insert(request.chunks, replica)
         return super().chosen(request, replica)
 
@@ -132,18 +132,18 @@ class LeastBlocks(CountingRouter[int]):
         active = self._active[replica]
         return prefill + len(active) + self._private[replica] + sum(chunk not in active for chunk in request.chunks)
 
-    def chosen(self, request: RouteRequest, replica: int) -> Flight[int]:
+    def chosen(self, request: RouteRequest, replica: int) -> RoutedRequest[int]:
         self._active[replica].update(request.chunks)
         self._private[replica] += 1
         num_uncached = max(request.num_tokens - self.cached_tokens(replica), 0)
         return self.loads.add(request, replica, num_uncached)
 
-    def ended(self, flight: Flight[int], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        if not flight.has_ended:
-            active = self._active[flight.replica]
-            for chunk in flight.request.chunks:
+    def ended(self, routed: RoutedRequest[int], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+        if not routed.has_ended:
+            active = self._active[routed.replica]
+            for chunk in routed.request.chunks:
                 active[chunk] -= 1
                 if not active[chunk]:
                     del active[chunk]
-            self._private[flight.replica] -= 1
-        super().ended(flight)
+            self._private[routed.replica] -= 1
+        super().ended(routed)

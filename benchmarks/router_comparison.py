@@ -24,8 +24,8 @@ from session_traces import KINDS, make_trace
 from study import Study, show
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
-from tidewheel.fleet.named_routers import ROUTERS
 from tidewheel.fleet.router import Router
+from tidewheel.fleet.routers import ROUTERS
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.outcomes import SimulationOutcomes

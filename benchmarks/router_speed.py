@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from study import Study, show
-from tidewheel.fleet.prefix_router import PrefixAware
-from tidewheel.fleet.router import Flight, RouteRequest
+from tidewheel.fleet.router import RoutedRequest, RouteRequest
+from tidewheel.fleet.routers import PrefixAware
 from tidewheel.request import Priority
 
 CHUNK_TOKENS = 256
@@ -77,7 +77,7 @@ class LightFleet:
             router.join(replica)
         self._present = deque(range(num_replicas))
         self._num_joined = num_replicas
-        self._events: list[tuple[float, int, Flight[int]]] = []
+        self._events: list[tuple[float, int, RoutedRequest[int]]] = []
         self._num_sent = 0
         self.num_collections = 0  # of garbage
         gc.callbacks.append(self._collect)
@@ -96,12 +96,12 @@ class LightFleet:
     def run_until(self, now: float) -> None:
         events = self._events
         while events and events[0][0] <= now:
-            time_s, number, flight = heapq.heappop(events)
-            if flight.has_started:
-                self.router.ended(flight)
+            time_s, number, routed = heapq.heappop(events)
+            if routed.has_started:
+                self.router.ended(routed)
             else:
-                self.router.started(flight)
-                heapq.heappush(events, (time_s + DECODE_S * OUTPUT_TOKENS, number, flight))
+                self.router.started(routed)
+                heapq.heappush(events, (time_s + DECODE_S * OUTPUT_TOKENS, number, routed))
 
     def send(self, request: RouteRequest, now: float) -> tuple[int, int, int]:
         """Return the CPU time of the decision and of noting it, in ns, and the collections during the decision."""
@@ -111,10 +111,10 @@ class LightFleet:
         decided = time.thread_time_ns()
         collections = self.num_collections - before
         assert replica is not None
-        flight = self.router.chosen(request, replica)
+        routed = self.router.chosen(request, replica)
         noted = time.thread_time_ns()
         self._num_sent += 1
-        heapq.heappush(self._events, (now + PREFILL_S * flight.waiting_tokens, self._num_sent, flight))
+        heapq.heappush(self._events, (now + PREFILL_S * routed.waiting_tokens, self._num_sent, routed))
         return decided - start, noted - decided, collections
 
 
@@ -138,14 +138,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         present = router.loads.num_open[np.isfinite(router.loads.num_open)]
         ratios.append(float(present.max() / present.mean()))
     cpu = time.process_time() - cpu
-    router.knowledge.check_invariants()
+    router.prefixes.check_invariants()
     whole = times[:, :2].sum(axis=1) / 1e3
     decisions = times[:, 0] / 1e3
     has_collection = times[:, 2] > 0
     return {
         "requests": number,
         "replicas": options.replicas,
-        "chunks_known": len(router.knowledge),
+        "chunks_known": len(router.prefixes),
         "cpu_s": round(cpu, 1),
         **{f"decision_us_{name}": round(float(np.quantile(decisions, q)), 1) for name, q in QUANTILES},
         "decision_us_mean": round(float(decisions.mean()), 1),

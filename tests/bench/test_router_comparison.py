@@ -6,7 +6,7 @@ import pytest
 
 from changing_fleet import Change
 from router_comparison import make_fleet, means, turns
-from tidewheel.fleet.plain_routers import RoundRobin
+from tidewheel.fleet.routers import RoundRobin
 from tidewheel.workload.traces import Trace
 
 

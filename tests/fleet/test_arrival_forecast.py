@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
-from tidewheel.fleet.scaling_predictive import Predictive
-from tidewheel.fleet.scaling_reactive import Reactive
+from tidewheel.fleet.scaling_policies import Predictive, Reactive
 
 SETTINGS = ForecastSettings(bucket_s=300, season_s=86_400)
 BUCKETS = 288

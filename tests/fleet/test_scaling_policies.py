@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingPolicy, ScalingSettings
-from tidewheel.fleet.scaling_rules import SCALING_POLICIES, make_scaling
+from tidewheel.fleet.scaling_policies import SCALING_POLICIES, make_scaling
 from tidewheel.request import Priority
 
 NAMES = tuple(SCALING_POLICIES)

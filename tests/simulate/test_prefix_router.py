@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.fleet import prefix_knowledge
-from tidewheel.fleet.chunk_hashes import chunk_hashes
+from tidewheel.fleet import prefix_index
 from tidewheel.fleet.loads import load_bound
-from tidewheel.fleet.prefix_knowledge import PrefixKnowledge
-from tidewheel.fleet.prefix_router import PrefixAware
-from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest
+from tidewheel.fleet.prefix_index import PrefixIndex
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, chunk_hashes
+from tidewheel.fleet.routers import PrefixAware
 from tidewheel.request import Priority
 
 CHUNK = 100
@@ -31,26 +30,26 @@ def prompt(*chunks: int, **others: object) -> RouteRequest:
     return RouteRequest(num_tokens=CHUNK * len(chunks) + 1, chunks=chunks, chunk_tokens=CHUNK, **others)  # type: ignore[arg-type]
 
 
-def send(router: PrefixAware[int], request: RouteRequest) -> Flight[int]:
+def send(router: PrefixAware[int], request: RouteRequest) -> RoutedRequest[int]:
     replica = router.choose(request)
     assert replica is not None
     return router.chosen(request, replica)
 
 
 def serve(router: PrefixAware[int], request: RouteRequest, cached: int | None = None) -> int:
-    flight = send(router, request)
-    router.started(flight)
-    router.ended(flight, cached)
-    return flight.replica
+    routed = send(router, request)
+    router.started(routed)
+    router.ended(routed, cached)
+    return routed.replica
 
 
 def test_a_prompt_goes_where_the_most_of_it_is_cached() -> None:
     router = router_of(4)
     router.ended(router.chosen(prompt(1, 2), 1))  # never started: knows nothing
     for replica, chunks in ((2, (1, 2)), (3, (1, 2, 3)), (0, (9,))):
-        flight = router.chosen(prompt(*chunks), replica)
-        router.started(flight)
-        router.ended(flight)
+        routed = router.chosen(prompt(*chunks), replica)
+        router.started(routed)
+        router.ended(routed)
     assert router.choose(prompt(1, 2, 3, 4)) == 3
     assert router.choose(prompt(1, 2, 7)) == 2  # both have two chunks
     assert router.choose(prompt(9, 2)) == 0
@@ -103,21 +102,21 @@ def test_a_full_home_overflows_and_the_session_moves_there() -> None:
     busy = [router.chosen(prompt(), home) for _ in range(6)]
     away = send(router, RouteRequest(session="s"))
     assert away.replica == 1 - home
-    for flight in (*busy, away):
-        router.ended(flight)
+    for routed in (*busy, away):
+        router.ended(routed)
     assert serve(router, RouteRequest(session="s")) == 1 - home
 
 
 def test_requests_that_end_at_once_move_no_session() -> None:
     router = router_of(4)
     home = serve(router, RouteRequest(session="s"))
-    flights = [router.chosen(prompt(), replica) for _ in range(16) for replica in range(4)]
-    for flight in flights[:]:  # as many come as go
-        router.ended(flight)
-        flights.append(router.chosen(prompt(), flight.replica))
-    ending = [flight for flight in flights if not flight.has_ended and flight.replica != home]
-    for flight in ending[:30]:
-        router.ended(flight)
+    routed_requests = [router.chosen(prompt(), replica) for _ in range(16) for replica in range(4)]
+    for routed in routed_requests[:]:  # as many come as go
+        router.ended(routed)
+        routed_requests.append(router.chosen(prompt(), routed.replica))
+    ending = [routed for routed in routed_requests if not routed.has_ended and routed.replica != home]
+    for routed in ending[:30]:
+        router.ended(routed)
     assert router.loads.open_of(home) == 16 > load_bound(router.loads.total_open, 4)
     assert router.choose(RouteRequest(session="s")) == home
     for _ in range(100):
@@ -132,8 +131,8 @@ def test_a_critical_request_goes_where_it_starts_first() -> None:
     assert router.choose(prompt(1, 2, 3, session="s", priority=critical)) == home  # cached and idle
     queued = [router.chosen(prompt(*range(9), priority=critical), replica) for replica in (home, others[0])]
     assert router.choose(prompt(1, 2, 3, session="s", priority=critical)) == others[1]
-    for flight in queued:
-        router.ended(flight)
+    for routed in queued:
+        router.ended(routed)
     for _ in range(5):
         router.chosen(prompt(*range(9), priority=Priority.LOW), home)  # it does not wait for those
     assert router.choose(prompt(1, 2, 3, session="s", priority=critical)) == home
@@ -152,15 +151,15 @@ def test_a_replica_that_found_less_is_believed() -> None:
     """What was used before the chunk that it lost is lost too; what was used since is not."""
     router = router_of(2)
     for chunks in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)):
-        flight = router.chosen(prompt(*chunks), 0)
-        router.started(flight)
-        router.ended(flight)
-    assert len(router.knowledge) == 12
-    flight = router.chosen(prompt(5, 6, 7, 8), 0)
-    router.started(flight)
-    router.ended(flight, 0)
+        routed = router.chosen(prompt(*chunks), 0)
+        router.started(routed)
+        router.ended(routed)
+    assert len(router.prefixes) == 12
+    routed = router.chosen(prompt(5, 6, 7, 8), 0)
+    router.started(routed)
+    router.ended(routed, 0)
     slot = router.loads.slots[0]
-    known = [len(router.knowledge.known(slot, chunks)) for chunks in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))]
+    known = [len(router.prefixes.known(slot, chunks)) for chunks in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))]
     assert known == [0, 4, 4]
 
 
@@ -168,7 +167,7 @@ def test_what_was_used_together_is_lost_together() -> None:
     router = router_of(1)
     serve(router, prompt(5, 6, 7, 8))
     serve(router, prompt(5, 6), cached=0)
-    assert len(router.knowledge.known(0, (5, 6, 7, 8))) == 2  # those that were computed again
+    assert len(router.prefixes.known(0, (5, 6, 7, 8))) == 2  # those that were computed again
 
 
 @pytest.mark.parametrize("cached", [None, 300, 400, 1000])
@@ -177,7 +176,7 @@ def test_nearly_all_that_was_expected_is_no_sign_of_a_loss(cached: int | None) -
     serve(router, prompt(1))
     serve(router, prompt(5, 6, 7, 8))
     serve(router, prompt(5, 6, 7, 8), cached)
-    assert len(router.knowledge.known(0, (1,))) == 1
+    assert len(router.prefixes.known(0, (1,))) == 1
 
 
 def test_chunks_that_are_being_computed_are_no_loss() -> None:
@@ -186,14 +185,14 @@ def test_chunks_that_are_being_computed_are_no_loss() -> None:
     first = router.chosen(prompt(5, 6, 7, 8), 0)
     second = router.chosen(prompt(5, 6, 7, 8), 0)
     router.started(second, 0)
-    assert len(router.knowledge.known(0, (1,))) == 1
+    assert len(router.prefixes.known(0, (1,))) == 1
     router.started(first, 0)
 
 
 def test_a_request_that_never_started_cached_nothing() -> None:
     router = router_of(2)
     router.ended(router.chosen(prompt(1, 2, 3), 0))
-    assert len(router.knowledge) == 0
+    assert len(router.prefixes) == 0
 
 
 def test_reported_load_of_others_moves_requests() -> None:
@@ -206,7 +205,7 @@ def test_reported_load_of_others_moves_requests() -> None:
     assert router.choose(prompt()) == 1
 
 
-def depths_of(knowledge: PrefixKnowledge, chunks: Sequence[int], num_slots: int) -> list[int]:
+def depths_of(knowledge: PrefixIndex, chunks: Sequence[int], num_slots: int) -> list[int]:
     depths = knowledge.depths(chunks, num_slots)
     return [0] * num_slots if depths is None else [depths.of_level[level] for level in depths.levels]
 
@@ -214,7 +213,7 @@ def depths_of(knowledge: PrefixKnowledge, chunks: Sequence[int], num_slots: int)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 6)), max_size=60))
 def test_depths_are_those_of_each_replica(touches: list[tuple[int, int, int]]) -> None:
     """Against one set for each replica, with more replicas than bits in a byte."""
-    knowledge, sets = PrefixKnowledge(), [set[int]() for _ in range(10)]
+    knowledge, sets = PrefixIndex(), [set[int]() for _ in range(10)]
     for slot in range(10):
         knowledge.join(slot)
     for slot, family, length in touches:
@@ -225,13 +224,13 @@ def test_depths_are_those_of_each_replica(touches: list[tuple[int, int, int]]) -
         chunks = [10 * family + depth for depth in range(7)]
         expected = [next((d for d, chunk in enumerate(chunks) if chunk not in own), len(chunks)) for own in sets]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefix_knowledge, "_MAX_STAIRS", 10)
+            patch.setattr(prefix_index, "_MAX_STAIRS", 10)
             assert depths_of(knowledge, chunks, 10) == expected
 
 
 def test_of_many_depths_the_largest_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_knowledge, "_MAX_STAIRS", 2)
-    knowledge = PrefixKnowledge()
+    monkeypatch.setattr(prefix_index, "_MAX_STAIRS", 2)
+    knowledge = PrefixIndex()
     for slot in range(4):
         knowledge.join(slot)
         knowledge.touch(slot, range(slot + 1))
@@ -239,7 +238,7 @@ def test_of_many_depths_the_largest_are_told_apart(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_beginning_of_prompts_is_forgotten_last() -> None:
-    knowledge = PrefixKnowledge(max_known=6)
+    knowledge = PrefixIndex(max_known=6)
     knowledge.join(0)
     knowledge.touch(0, [1, 2, 3])
     knowledge.touch(0, [1, 7, 8])

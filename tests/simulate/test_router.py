@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.hash_ring import HashRing
 from tidewheel.fleet.loads import load_bound
-from tidewheel.fleet.named_routers import ROUTERS, make_router
-from tidewheel.fleet.router import Flight, ReplicaLoad, Router, RouteRequest
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest
+from tidewheel.fleet.routers import ROUTERS, HashRing, make_router
 
 NOTHING = RouteRequest(num_tokens=10)
 
@@ -29,7 +28,7 @@ def fleet(name: str, num_replicas: int, open_requests: dict[int, int] | None = N
     return router
 
 
-def send(router: Router[int], request: RouteRequest = NOTHING) -> Flight[int]:
+def send(router: Router[int], request: RouteRequest = NOTHING) -> RoutedRequest[int]:
     replica = router.choose(request)
     assert replica is not None
     return router.chosen(request, replica)
@@ -55,13 +54,13 @@ def test_only_replicas_that_are_there_are_chosen(name: str) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_flight_that_ends_after_its_replica_left_and_came_back_counts_nothing(name: str) -> None:
     router = fleet(name, 1)
-    flights = [send(router) for _ in range(3)]
-    router.started(flights[0], 0)
+    routed_requests = [send(router) for _ in range(3)]
+    router.started(routed_requests[0], 0)
     router.leave(0)
     router.join(0)
-    for flight in flights:
-        router.started(flight, 0)
-        router.ended(flight)
+    for routed in routed_requests:
+        router.started(routed, 0)
+        router.ended(routed)
     assert router.loads.open_of(0) == 0 and router.loads.total_open == 0  # type: ignore[attr-defined]
     assert not router.loads.running.any() and not router.loads.total_waiting.any()  # type: ignore[attr-defined]
 

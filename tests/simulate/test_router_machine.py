@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidewheel.fleet.loads import load_bound
-from tidewheel.fleet.prefix_router import PrefixAware
-from tidewheel.fleet.router import Flight, RouteRequest
+from tidewheel.fleet.router import RoutedRequest, RouteRequest
+from tidewheel.fleet.routers import PrefixAware
 from tidewheel.request import Priority
 
 MAX_KNOWN, MAX_SESSIONS, CHUNK = 24, 5, 10
@@ -23,32 +23,32 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.router = PrefixAware[str](MAX_KNOWN, MAX_SESSIONS)
         self.present: set[str] = set()
-        self.open: list[tuple[Flight[str], int]] = []  # with the replica's stay
+        self.open: list[tuple[RoutedRequest[str], int]] = []  # with the replica's stay
         self.stays: Counter[str] = Counter()
         self.most_open = 0.0
 
     def counts(self) -> Counter[str]:
         return Counter(
             dict.fromkeys(self.present, 0)
-            | Counter(flight.replica for flight, stay in self.open if self.is_there(flight, stay))
+            | Counter(routed.replica for routed, stay in self.open if self.is_there(routed, stay))
         )
 
-    def is_there(self, flight: Flight[str], stay: int) -> bool:
-        return flight.replica in self.present and self.stays[flight.replica] == stay
+    def is_there(self, routed: RoutedRequest[str], stay: int) -> bool:
+        return routed.replica in self.present and self.stays[routed.replica] == stay
 
     def ahead(self, name: str, priority: Priority) -> int:
         return sum(
-            flight.waiting_tokens
-            for flight, stay in self.open
-            if flight.replica == name
-            and self.is_there(flight, stay)
-            and not flight.has_started
-            and flight.request.priority <= priority
+            routed.waiting_tokens
+            for routed, stay in self.open
+            if routed.replica == name
+            and self.is_there(routed, stay)
+            and not routed.has_started
+            and routed.request.priority <= priority
         )
 
     def uncached(self, name: str, request: RouteRequest) -> int:
         slot = self.router.loads.slots[name]
-        return max(request.num_tokens - len(self.router.knowledge.known(slot, request.chunks)) * CHUNK, 1)
+        return max(request.num_tokens - len(self.router.prefixes.known(slot, request.chunks)) * CHUNK, 1)
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
@@ -121,7 +121,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_remembered_is_bounded(self) -> None:
-        self.router.knowledge.check_invariants()
+        self.router.prefixes.check_invariants()
         assert len(self.router._homes) <= MAX_SESSIONS
         assert all(len(stamps) <= len(self.open) for stamps in self.router._unstarted.values())
         assert np.isinf(self.router.loads.num_open).sum() == len(self.router.loads.names) - len(self.present)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.simulate.simulation import make_trace, simulator
 from tidewheel.errors import InternalError
 from tidewheel.fleet.scaling import Decision, FleetState, ScalingSettings
-from tidewheel.fleet.scaling_rules import make_scaling
+from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import FINISHED

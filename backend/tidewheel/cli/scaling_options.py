@@ -9,7 +9,7 @@ import msgspec
 
 from tidewheel.cli.usage import UsageError
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_rules import check_scaling
+from tidewheel.fleet.scaling_policies import check_scaling
 from tidewheel.settings import unknown_setting
 from tidewheel.workload.trace_files import read_trace
 

@@ -17,7 +17,7 @@ from tidewheel.bench.text_tables import TextTable
 from tidewheel.cli.scaling_options import scaling_options
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
-from tidewheel.fleet.named_routers import check_router
+from tidewheel.fleet.routers import check_router
 from tidewheel.request import Priority
 from tidewheel.server.repository import parse_settings
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel

@@ -11,7 +11,7 @@ import msgspec
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.ray_scaling import RayScaling
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.named_routers import ROUTERS
+from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ScalingSettings
 
 MAX_REPLICAS = 1024

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tidewheel.cluster.replica_figures import queue_s
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
-from tidewheel.fleet.scaling_rules import make_scaling
+from tidewheel.fleet.scaling_policies import make_scaling
 
 
 class _Seen(NamedTuple):

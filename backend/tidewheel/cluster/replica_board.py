@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from tidewheel.fleet.named_routers import make_router
-from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest
+from tidewheel.fleet.routers import make_router
 from tidewheel.gateway.upstream import Address
 
 REPORT_AGE_S = 5.0  # a report of a replica is not older
@@ -49,7 +49,7 @@ class Ticket:
         self.number = number
         self.route = route
         self.unfit = unfit  # authorities of replicas that cannot take it now
-        self.flight: Flight[str] | None = None
+        self.flight: RoutedRequest[str] | None = None
         self.counted: OwnRequests | None = None  # where the flight is
         self.num_cached: int | None = None  # of the prompt's tokens, as the replica says at the end
 
@@ -147,7 +147,7 @@ class ReplicaBoard:
                 del self._tickets[ticket.number]
                 self._leave(ticket)
 
-    def started(self, flight: Flight[str]) -> None:
+    def started(self, flight: RoutedRequest[str]) -> None:
         with self._lock:
             self._router.started(flight)
 

@@ -1,1 +1,1 @@
-"""Choice of a replica for each request."""
+"""Routing of requests to replicas, and the number of replicas."""

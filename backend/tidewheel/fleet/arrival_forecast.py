@@ -1,4 +1,4 @@
-"""Forecast of arrivals by the hour of the day, from the arrivals so far.
+"""Forecast of arrivals by the time of day.
 
 Holt's and Winters' exponential smoothing (Winters, Management Science 6(3), 1960), with a multiplicative season and a
 damped trend (Gardner and McKenzie, Management Science 31(10), 1985).
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from tidewheel.errors import ConfigError
 
-_LEAST = 1e-3  # of a seasonal factor and of a level, so that a night without requests stays finite
+_LEAST = 1e-3  # of a seasonal factor and a level, so that a night without requests stays finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastSettings:
-    """Smoothing; raise `ConfigError` naming the field."""
+    """Weights of the smoothing. Raise `ConfigError` naming the field."""
 
     bucket_s: float = 300.0
     season_s: float = 86_400.0
@@ -26,7 +26,7 @@ class ForecastSettings:
     trend_weight: float = 0.05
     season_weight: float = 0.3  # of the newest day
     damping: float = 0.9  # of the trend, per bucket
-    error_buckets: int = 6  # that the recent error looks back
+    error_buckets: int = 6  # of the recent error
     error_limit: float = 0.3  # share of the arrivals
 
     def __post_init__(self) -> None:
@@ -49,10 +49,10 @@ class ForecastSettings:
 
 
 class ArrivalForecast:
-    """Arrivals per bucket. The first season sets the seasonal profile; forecasts begin after it."""
+    """Forecast of arrivals per bucket. The first season sets the seasonal profile; forecasts begin after it."""
 
     def __init__(self, settings: ForecastSettings, *, lead: int = 1) -> None:
-        """Judge forecasts made `lead` buckets ahead."""
+        """`lead`: buckets ahead at which the error is measured."""
         self._settings = settings
         self._lead = lead
         self._first: list[float] = []
@@ -63,7 +63,7 @@ class ArrivalForecast:
         self._errors: deque[tuple[float, float]] = deque(maxlen=settings.error_buckets)  # (error, arrivals)
 
     def learn(self, counts: Iterable[float]) -> None:
-        """Take the arrivals of the next buckets."""
+        """Add the arrivals of the next buckets."""
         for count in counts:
             self._add(count)
 
@@ -73,7 +73,7 @@ class ArrivalForecast:
 
     @property
     def error(self) -> float:
-        """Sum of the recent errors over the sum of the arrivals; infinite before there is a forecast."""
+        """Recent absolute errors over the arrivals; infinite before there is a forecast."""
         if len(self._errors) < self._settings.error_buckets:
             return math.inf
         errors = sum(error for error, _ in self._errors)
@@ -84,7 +84,7 @@ class ArrivalForecast:
         return self.error <= self._settings.error_limit
 
     def ahead(self, buckets: int) -> float:
-        """Return the arrivals expected in a bucket, 1: the next. Raise `ValueError` before the first season ended."""
+        """Return the arrivals expected in a bucket (1: the next). Raise `ValueError` in the first season."""
         if not self.is_ready:
             raise ValueError("no forecast before the first season has passed")
         damping = self._settings.damping
@@ -126,7 +126,7 @@ class ArrivalForecast:
 
 
 class ArrivalBuckets:
-    """Counts of arrivals in buckets, from a counter that is read at any times."""
+    """Arrivals per bucket, from a counter read at irregular times."""
 
     def __init__(self, bucket_s: float) -> None:
         self._bucket_s = bucket_s
@@ -135,7 +135,7 @@ class ArrivalBuckets:
         self._count = 0.0
 
     def add(self, now: float, num_arrivals: int) -> list[float]:
-        """Return the buckets that ended by now; arrivals between two reads are spread evenly."""
+        """Return the counts of the buckets that ended since the last call, spreading new arrivals evenly."""
         if self._last is None:
             self._last, self._end = (now, num_arrivals), now + self._bucket_s
             return []
@@ -152,7 +152,7 @@ class ArrivalBuckets:
 
 
 def bucket_counts(arrivals: Sequence[float], settings: ForecastSettings) -> list[float]:
-    """Return the arrivals in each bucket of whole seasons; times are from the start of the first."""
+    """Return the arrivals per bucket of whole seasons. `arrivals`: seconds from the start of the first season."""
     if not len(arrivals):
         return []
     num_buckets = math.ceil((max(arrivals) + 1e-9) / settings.season_s) * settings.num_buckets

@@ -1,4 +1,4 @@
-"""Loads of replicas, in columns, so that a decision over a thousand of them is a few operations of numpy."""
+"""Loads of replicas in numpy columns, so that a decision over a thousand replicas takes a few operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic
 import numpy as np
 
 from tidewheel.batch import Float64Array
-from tidewheel.fleet.router import Flight, ReplicaLoad, RouteRequest, T
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, T
 from tidewheel.request import Priority
 
 LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
@@ -17,7 +17,7 @@ _FIRST_SLOTS = 8
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
-    """Return the most requests of a replica, the new one included; `num_requests` are there without it.
+    """Return the most requests a replica may have, when a new one joins `num_requests` in the fleet.
 
     Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
@@ -25,22 +25,22 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 
 
 class Loads(Generic[T]):
-    """Columns by slot. A replica has one slot from `join` to `leave`.
+    """Columns indexed by slot; a replica keeps its slot from `join` to `leave`.
 
-    In free slots `num_open` and `waiting` are infinite, so that a minimum is never there.
+    `num_open` and `waiting` are infinite in free slots, so that a minimum never selects one.
     """
 
     def __init__(self) -> None:
         self.slots: dict[T, int] = {}  # in the order of joining
         self.names: list[T | None] = []
-        self.num_open: Float64Array = np.zeros(0)  # requests without an end
-        self.waiting: Float64Array = np.zeros((len(Priority), 0))  # prompt tokens of a class and those above it
+        self.num_open: Float64Array = np.zeros(0)  # unfinished requests
+        self.waiting: Float64Array = np.zeros((len(Priority), 0))  # uncomputed prompt tokens, of a class and above
         self.running: Float64Array = np.zeros(0)  # tokens of started requests
         self.total_open = 0.0
         self.usual_open = 0.0  # mean of `total_open` over about as many requests as are open
         self.total_waiting: Float64Array = np.zeros(len(Priority))
         self._epochs: list[int] = []
-        self._reported: dict[int, ReplicaLoad] = {}  # slot → load of requests that others sent
+        self._reported: dict[int, ReplicaLoad] = {}  # slot → load from other clients
         self._num_joined = 0
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Loads(Generic[T]):
         return iter(self.slots)
 
     def join(self, replica: T) -> int:
-        """Return the slot of a new replica."""
+        """Add a replica and return its slot."""
         if None not in self.names:
             self._grow()
         slot = self.names.index(None)
@@ -63,7 +63,7 @@ class Loads(Generic[T]):
         return slot
 
     def leave(self, replica: T) -> int:
-        """Return the slot, which is free now."""
+        """Remove a replica and return its slot."""
         slot = self.slots.pop(replica)
         self.total_open -= float(self.num_open[slot])
         self.total_waiting -= self.waiting[:, slot]
@@ -77,7 +77,7 @@ class Loads(Generic[T]):
         return float(self.num_open[self.slots[replica]])
 
     def open_without(self, excluded: Collection[T]) -> Float64Array:
-        """Return the open requests by slot, infinite where a request must not go."""
+        """Return the open requests by slot, infinite at excluded replicas."""
         if not excluded:
             return self.num_open
         num_open = self.num_open.copy()
@@ -87,63 +87,62 @@ class Loads(Generic[T]):
         return num_open
 
     def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return the prompt tokens, by slot, that are computed before those of a new request of the class."""
+        """Return the prompt tokens, by slot, computed before a new request of the class."""
         ahead: Float64Array = self.waiting[priority - 1]
         return ahead
 
-    def add(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> Flight[T]:
+    def add(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> RoutedRequest[T]:
         slot = self.slots[replica]
         self.num_open[slot] += 1
         self._count(1)
         self._wait(slot, request.priority, num_uncached_tokens)
-        return Flight(replica, request, self._epochs[slot], num_uncached_tokens)
+        return RoutedRequest(replica, request, self._epochs[slot], num_uncached_tokens)
 
-    def slot_of(self, flight: Flight[T]) -> int | None:
-        """Return the slot of its replica. None: that has left, and may have come back."""
-        slot = self.slots.get(flight.replica)
-        return slot if slot is not None and self._epochs[slot] == flight.epoch else None
+    def slot_of(self, routed: RoutedRequest[T]) -> int | None:
+        """Return the slot of the request's replica, or None if the replica has left since."""
+        slot = self.slots.get(routed.replica)
+        return slot if slot is not None and self._epochs[slot] == routed.epoch else None
 
-    def start(self, flight: Flight[T]) -> None:
-        """Count the prompt as running from now on."""
-        if (slot := self.slot_of(flight)) is not None:
-            self._wait(slot, flight.request.priority, -flight.waiting_tokens)
-            self.running[slot] += flight.request.num_tokens
+    def start(self, routed: RoutedRequest[T]) -> None:
+        if (slot := self.slot_of(routed)) is not None:
+            self._wait(slot, routed.request.priority, -routed.waiting_tokens)
+            self.running[slot] += routed.request.num_tokens
 
-    def remove(self, flight: Flight[T]) -> None:
-        if (slot := self.slot_of(flight)) is None:
+    def remove(self, routed: RoutedRequest[T]) -> None:
+        if (slot := self.slot_of(routed)) is None:
             return
         self.num_open[slot] -= 1
         self._count(-1)
-        if flight.has_started:
-            self.running[slot] -= flight.request.num_tokens
+        if routed.has_started:
+            self.running[slot] -= routed.request.num_tokens
         else:
-            self._wait(slot, flight.request.priority, -flight.waiting_tokens)
+            self._wait(slot, routed.request.priority, -routed.waiting_tokens)
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Count what the replica has beyond the own requests, until its next report."""
+        """Count the load from other clients, until the next report."""
         if (slot := self.slots.get(replica)) is None:
             return
         before = self._reported.get(slot, ReplicaLoad())
-        own_open = self.num_open[slot] - before.num_requests
-        own_waiting = self.waiting[-1, slot] - before.waiting_tokens
-        own_running = self.running[slot] - before.running_tokens
+        local_open = self.num_open[slot] - before.num_requests
+        local_waiting = self.waiting[-1, slot] - before.waiting_tokens
+        local_running = self.running[slot] - before.running_tokens
         others = ReplicaLoad(
-            max(load.num_requests - int(own_open), 0),
-            max(load.waiting_tokens - int(own_waiting), 0),
-            max(load.running_tokens - int(own_running), 0),
+            max(load.num_requests - int(local_open), 0),
+            max(load.waiting_tokens - int(local_waiting), 0),
+            max(load.running_tokens - int(local_running), 0),
         )
         self._reported[slot] = others
-        self.num_open[slot] = own_open + others.num_requests
+        self.num_open[slot] = local_open + others.num_requests
         self.total_open += others.num_requests - before.num_requests
         self._wait(slot, Priority.NORMAL, others.waiting_tokens - before.waiting_tokens)
-        self.running[slot] = own_running + others.running_tokens
+        self.running[slot] = local_running + others.running_tokens
 
     def _count(self, change: int) -> None:
         self.total_open += change
         self.usual_open += (self.total_open - self.usual_open) / (1.0 + max(self.total_open, self.usual_open))
 
     def _wait(self, slot: int, priority: Priority, num_tokens: int) -> None:
-        """Add prompt tokens that requests of the class and those below wait for."""
+        """Add prompt tokens that this class and lower ones wait for."""
         self.waiting[priority - 1 :, slot] += num_tokens
         self.total_waiting[priority - 1 :] += num_tokens
 

@@ -1,76 +1,97 @@
 """Protocol of routers, which choose a replica for each request, while replicas come and go.
 
     join(replica) … leave(replica)
-    replica = choose(request)         a decision, which changes nothing
-    flight = chosen(request, replica) counts the request
-    started(flight, cached tokens)    its first token came
-    ended(flight, cached tokens)      it ended, well or not
+    replica = choose(request)          changes nothing
+    routed = chosen(request, replica)  counts the request
+    started(routed, cached tokens)     at its first token
+    ended(routed, cached tokens)       at its end or failure
 
-Names of replicas are values that can be hashed: numbers, or addresses.
+A replica's name is any hashable value, such as a number or an address.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tidewheel.request import Priority
 
 T = TypeVar("T", bound=Hashable)
+MAX_CHUNKS = 512  # hashed of one prompt
 
 
 class RouteRequest(NamedTuple):
-    """A request, as far as a decision may depend on it."""
+    """The properties of a request that a routing decision uses."""
 
-    session: str = ""  # unique for each tenant; empty: none
+    session: str = ""  # unique within a tenant; empty: none
     tenant: str = ""
     priority: Priority = Priority.NORMAL
     num_tokens: int = 0  # of the prompt, or an estimate
-    chunks: tuple[int, ...] = ()  # chained hashes of the prompt's chunks, see `chunk_hashes`
+    chunks: tuple[int, ...] = ()  # result of `chunk_hashes`
     chunk_tokens: int = 1  # of one chunk
 
 
 class ReplicaLoad(NamedTuple):
-    """All that a replica has to do, as it reports itself."""
+    """Load of a replica from all its clients, as the replica reports it."""
 
     num_requests: int = 0  # not answered
-    waiting_tokens: int = 0  # of prompts, to be computed
-    running_tokens: int = 0  # with keys and values in its cache, of running requests
+    waiting_tokens: int = 0  # of prompts that are not computed yet
+    running_tokens: int = 0  # in the KV cache, of running requests
 
 
 @dataclass(slots=True, eq=False)
-class Flight(Generic[T]):
-    """A request on its way through a replica, as its router counts it."""
+class RoutedRequest(Generic[T]):
+    """A request at a replica, as its router counts it."""
 
     replica: T
     request: RouteRequest
-    epoch: int = 0  # of the replica's stay in the fleet
+    epoch: int = 0  # number of the replica's stay in the fleet
     waiting_tokens: int = 0  # counted until the first token
     has_started: bool = False
     has_ended: bool = False
-    stamp: int = 0  # of the prompt's chunks in the knowledge of the replica's cache
-    known: tuple[int, ...] = ()  # former stamps of chunks that it seemed to have
+    stamp: int = 0  # of the prompt's chunks in the `PrefixIndex`
+    known: tuple[int, ...] = ()  # earlier stamps of the chunks that seemed cached
 
 
 class Router(Protocol[T]):
     def join(self, replica: T) -> None:
-        """Take in a replica. One that is there already stays as it is."""
+        """Add a replica. A present one stays as it is."""
 
     def leave(self, replica: T) -> None:
-        """Send it nothing more, and forget it. Its flights may end later."""
+        """Remove a replica. Its requests may end later."""
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        """Return the replica for a request. None: there is none, but for the excluded ones."""
+        """Return the replica for a request, or None if all are excluded."""
 
-    def chosen(self, request: RouteRequest, replica: T) -> Flight[T]:
-        """Count a request that goes to a replica, which must have joined."""
+    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
+        """Count a request at a replica that has joined."""
 
-    def started(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:
-        """Note the first token, and how much of the prompt the replica had in its cache. Later calls do nothing."""
+    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
+        """Record the first token, and the prompt tokens found in the replica's cache. Later calls do nothing."""
 
-    def ended(self, flight: Flight[T], num_cached_tokens: int | None = None) -> None:
-        """Count it no more. Tell what was cached here, if that was unknown before. Later calls do nothing."""
+    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
+        """Stop counting the request; pass `num_cached_tokens` if `started` did not. Later calls do nothing."""
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Correct the load of a replica, which others may send requests too. Unknown replicas are ignored."""
+        """Correct the load of a replica that has other clients too. Unknown replicas are ignored."""
+
+
+def chunk_hashes(data: bytes | memoryview, chunk_bytes: int, tenant: str = "", salt: str = "") -> tuple[int, ...]:
+    """Return chained hashes of the prompt's full chunks: equal first n hashes mean equal first n chunks.
+
+    Prompts of different tenants or salts share no hash, as they share no cache.
+    """
+    view = memoryview(data)
+    name = tenant.encode("utf-8", "surrogatepass")
+    parent = blake2b(
+        b"%d " % len(name) + name + salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"tw chunk"
+    ).digest()
+    hashes = []
+    for start in range(0, min(len(view) // chunk_bytes, MAX_CHUNKS) * chunk_bytes, chunk_bytes):
+        digest = blake2b(parent, digest_size=8)
+        digest.update(view[start : start + chunk_bytes])
+        parent = digest.digest()
+        hashes.append(int.from_bytes(parent, "little"))
+    return tuple(hashes)

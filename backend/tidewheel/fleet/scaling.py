@@ -1,4 +1,4 @@
-"""Number of replicas: what a policy sees, what it answers, and its settings.
+"""The number of replicas: a policy's input, settings and decision, and estimates of the work asked for.
 
 Policies are pure: the clock is an argument and a decision is a value. The simulator and the cluster fill the same
 `FleetState`.
@@ -7,7 +7,7 @@ Policies are pure: the clock is an argument and a decision is a value. The simul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,9 @@ from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 
 MAX_REPLICAS = 10_000
+FAST_S, SLOW_S = 60.0, 1800.0  # time constants of the averages of work
+FIRM_REPORTS = 5  # of full replicas, after which the capacity is trusted
+RISE_S, FALL_S = 60.0, 3600.0  # time constants of the capacity: a replica that did more can do more
 _QUEUE_LIMITS = {Priority.CRITICAL: 0.5, Priority.HIGH: 1.0, Priority.NORMAL: 2.0, Priority.LOW: 60.0}
 
 
@@ -25,20 +28,20 @@ class ReplicaReport:
     name: str
     waiting: int = 0  # requests that have not started
     running: int = 0
-    cache_usage: float = 0.0  # share of its cache's blocks that requests hold
+    cache_usage: float = 0.0  # share of its KV blocks held by requests
     tokens_per_s: float = 0.0  # computed tokens of prompts and outputs, since the last report
     queue_s: Mapping[Priority, float] = field(default_factory=dict)  # age of the oldest waiting request by class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetState:
-    """All replicas at a moment. Draining ones are left out: they take no request."""
+    """All replicas at a moment, without draining ones."""
 
     now: float  # seconds, never falls
     ready: tuple[ReplicaReport, ...] = ()
     num_starting: int = 0
     num_arrivals: int = 0  # requests since some start; never falls
-    num_held: int = 0  # requests that no replica has: all wait for the first one
+    num_held: int = 0  # requests at no replica, which wait for the first one
 
     @property
     def num_replicas(self) -> int:
@@ -64,18 +67,18 @@ class Decision(NamedTuple):
 
 class ScalingPolicy(Protocol):
     def decide(self, state: FleetState) -> Decision:
-        """Return the wanted number of replicas; called again and again, with a rising clock."""
+        """Return the wanted number of replicas. Called repeatedly, with a rising clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSettings:
-    """Bounds and thresholds; raise `ConfigError` naming the field."""
+    """Bounds and thresholds. Raise `ConfigError` naming the field."""
 
-    min_replicas: int = 1  # 0: none while nothing is asked
+    min_replicas: int = 1  # 0: none while there are no requests
     max_replicas: int = 4
     startup_s: float = 120.0  # from the decision to a ready replica
-    utilisation: float = 0.7  # share of a replica's capacity that is planned with
-    release_utilisation: float = 0.55  # share that fewer replicas may reach
+    utilisation: float = 0.7  # planned share of a replica's capacity
+    release_utilisation: float = 0.55  # share of the capacity that fewer replicas may reach
     scale_down_after_s: float = 600.0  # for so long fewer must have been enough
     cool_down_s: float = 60.0  # between a change and a scale-down
     idle_to_zero_s: float = 600.0  # without any request
@@ -118,3 +121,101 @@ class ScalingSettings:
 
     def clamp(self, num_replicas: int) -> int:
         return min(max(num_replicas, self.min_replicas), self.max_replicas)
+
+
+# --- work asked of a fleet, and the capacity of a replica, both in tokens per second ---------------------------
+
+
+class ExponentialAverage:
+    """Average whose weights fall exponentially with age. The first value counts in full."""
+
+    def __init__(self, time_constant_s: float, fall_s: float | None = None) -> None:
+        """`fall_s`: another time constant, for values below the average."""
+        self._rise_s = time_constant_s
+        self._fall_s = fall_s or time_constant_s
+        self.value: float | None = None
+
+    def add(self, value: float, seconds: float) -> float:
+        """Add the mean value of the last `seconds`, and return the average."""
+        if self.value is None:
+            self.value = value
+        else:
+            constant = self._rise_s if value > self.value else self._fall_s
+            self.value += -math.expm1(-seconds / constant) * (value - self.value)
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    tokens_per_s: float  # asked for now
+    tokens_per_request: float  # 0: unknown
+    replica_tokens_per_s: float  # capacity; 0: unknown
+    is_firm: bool  # known well enough to ask for replicas
+
+
+class WorkMeter:
+    """Estimates from successive states.
+
+    The computed tokens fall short of the work while requests wait. So the work is the larger of the computed tokens
+    and the arrivals times the tokens of a request, measured while nothing waits.
+    A replica's capacity is its rate while it is full.
+    """
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._last: FleetState | None = None
+        self._arrivals, self._slow_arrivals = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
+        self._tokens, self._slow_tokens = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
+        self._capacity = ExponentialAverage(RISE_S, FALL_S)
+        self._num_full = 0  # reports of full replicas
+
+    def observe(self, state: FleetState) -> Work:
+        """Return the estimates as of this state. Raise `ValueError` if the clock went back."""
+        last, self._last = self._last, state
+        seconds = 0.0 if last is None else state.now - last.now
+        if seconds < 0:
+            raise ValueError(f"the clock went back by {-seconds:g} s")
+        if last is None or seconds == 0:
+            return self._work(self._tokens_per_request)
+        arrivals = max(state.num_arrivals - last.num_arrivals, 0) / seconds
+        tokens = sum(replica.tokens_per_s for replica in state.ready)
+        tokens_per_request = self._tokens_per_request  # before this state, so that more arrivals never mean less work
+        self._arrivals.add(arrivals, seconds)
+        self._tokens.add(tokens, seconds)
+        if state.num_waiting == 0 or not tokens_per_request:
+            self._slow_arrivals.add(arrivals, seconds)
+            self._slow_tokens.add(tokens, seconds)
+        self._learn_capacity(last.ready, state.ready, seconds)
+        return self._work(tokens_per_request)
+
+    @property
+    def _tokens_per_request(self) -> float:
+        arrivals, tokens = self._slow_arrivals.value, self._slow_tokens.value
+        return tokens / arrivals if arrivals and tokens else 0.0
+
+    def _work(self, tokens_per_request: float) -> Work:
+        asked = max(self._tokens.value or 0.0, tokens_per_request * (self._arrivals.value or 0.0))
+        if self._settings.replica_tokens_per_s:
+            return Work(asked, tokens_per_request, self._settings.replica_tokens_per_s, is_firm=True)
+        return Work(asked, tokens_per_request, self._capacity.value or 0.0, is_firm=self._num_full >= FIRM_REPORTS)
+
+    def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
+        """Average the rates of full replicas. One that just became full may have been idle: a lower bound."""
+        were_full = {replica.name for replica in before if is_full(self._settings, replica)}
+        known = self._capacity.value
+        for replica in now:
+            full, rate = is_full(self._settings, replica), replica.tokens_per_s
+            self._num_full += full
+            is_more = known is not None and rate > known
+            if is_more or (full and (known is None or replica.name in were_full)):
+                self._capacity.add(rate, seconds)
+
+
+def is_full(settings: ScalingSettings, replica: ReplicaReport) -> bool:
+    return replica.waiting >= settings.waiting_per_replica or late_class(settings, replica) is not None
+
+
+def late_class(settings: ScalingSettings, replica: ReplicaReport) -> Priority | None:
+    """Return the highest class whose oldest request waits longer than `queue_limit_s`."""
+    limits = settings.queue_limit_s
+    return min((name for name, age in replica.queue_s.items() if age > limits.get(name, math.inf)), default=None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 
-from tidewheel.fleet.chunk_hashes import chunk_hashes
-from tidewheel.fleet.router import RouteRequest
+from tidewheel.fleet.router import RouteRequest, chunk_hashes
 from tidewheel.gateway.bodies import Ask
 from tidewheel.request import Priority
 from tidewheel_client import Chunk

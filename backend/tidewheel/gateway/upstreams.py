@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.fleet.prefix_router import PrefixAware
-from tidewheel.fleet.router import Flight, Router, RouteRequest
+from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest
+from tidewheel.fleet.routers import PrefixAware
 from tidewheel.gateway.course import Course
 from tidewheel.gateway.order import Order
 from tidewheel.gateway.routing import cached_tokens
@@ -226,7 +226,7 @@ class Place:
     """Place of a request at a server while it is answered."""
 
     upstream: Upstream
-    flight: Flight[str]
+    flight: RoutedRequest[str]
     num_cached: int | None = None  # of the prompt's tokens, as the server says
 
 

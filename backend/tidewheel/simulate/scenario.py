@@ -15,7 +15,7 @@ from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_rules import make_scaling
+from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Figures, throughput

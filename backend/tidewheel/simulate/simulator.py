@@ -11,8 +11,8 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.fleet.named_routers import make_router
-from tidewheel.fleet.router import Flight, Router
+from tidewheel.fleet.router import RoutedRequest, Router
+from tidewheel.fleet.routers import make_router
 from tidewheel.fleet.scaling import ReplicaReport
 from tidewheel.record.recorded_events import STOP_TOKEN, step_features
 from tidewheel.request import Priority, Request
@@ -203,7 +203,7 @@ class Simulator:
             has_contents=coarse is None,
         )
         self._router: Router[int] = make_router(router) if isinstance(router, str) else router
-        self._flights: dict[int, Flight[int]] = {}  # by request
+        self._routed: dict[int, RoutedRequest[int]] = {}  # by request
         self._turns: list[tuple[float, int]] = []  # heap of (time, replica), one of each replica is not stale
         self._next_turns: dict[int, float] = {}  # by replica
         self._now = 0.0
@@ -267,7 +267,7 @@ class Simulator:
     def _finish(self) -> None:
         """Go on until every request has ended."""
         count, last = len(self._trace), float(self._trace.arrivals[-1])
-        while self._flights or self._held:
+        while self._routed or self._held:
             until = self.fleet.next_event
             if self._held and until > last + MOST_WAIT_S:
                 raise InternalError(f"{len(self._held)} requests wait for a replica, and none comes")
@@ -301,7 +301,7 @@ class Simulator:
         number = self._router.choose(route)
         if number is None:
             raise InternalError(f"request {index} found no replica")
-        self._flights[index] = self._router.chosen(route, number)
+        self._routed[index] = self._router.chosen(route, number)
         self.fleet.sent(number)
         next_turn = self.replicas[number].submit(now, index)
         if next_turn is not None:
@@ -309,10 +309,10 @@ class Simulator:
             heapq.heappush(self._turns, (next_turn, number))
 
     def _started(self, _: int, request: SimulatedRequest) -> None:
-        self._router.started(self._flights[int(request.request_id)], request.num_cached_tokens)
+        self._router.started(self._routed[int(request.request_id)], request.num_cached_tokens)
 
     def _ended(self, number: int, request: SimulatedRequest) -> None:
         index = int(request.request_id)
         self.outcomes.record(index, number, request)
-        self._router.ended(self._flights.pop(index))
+        self._router.ended(self._routed.pop(index))
         self.fleet.ended(number, self._now)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from tidewheel.batch import Int32Array
-from tidewheel.fleet.chunk_hashes import chunk_hashes
-from tidewheel.fleet.router import RouteRequest
+from tidewheel.fleet.router import RouteRequest, chunk_hashes
 from tidewheel.record.recorded_events import STOP_TOKEN
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams

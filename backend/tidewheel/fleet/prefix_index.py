@@ -1,4 +1,4 @@
-"""Which chunks of prompts the replicas have in their caches, as far as the requests sent to them tell."""
+"""Estimate of the prompt chunks in each replica's cache, from the requests sent to it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MAX_KNOWN = 1 << 20  # chunks of all replicas together
+MAX_KNOWN = 1 << 20  # chunks in all replicas
 MAX_KNOWN_OF_ONE = 1 << 14
-_MAX_STAIRS = 4  # different depths that a look tells apart
+_MAX_STAIRS = 4  # different depths that one lookup distinguishes
 
 
 class Depths(NamedTuple):
-    """Number of first chunks that each slot has: `of_level[levels[slot]]`."""
+    """Number of leading chunks cached by each slot: `of_level[levels[slot]]`."""
 
     of_level: tuple[int, ...]
     levels: npt.NDArray[np.uint8]
 
 
-class PrefixKnowledge:
-    """Chunks by slot of a replica, least recently used first, and slots by chunk.
+class PrefixIndex:
+    """Chunks by slot, least recently used first, and slots by chunk.
 
-    The slots of a chunk are the bits of a number, so a prompt that a thousand replicas share is no slower to find.
+    The slots of a chunk are the bits of an integer, so a prompt shared by a thousand replicas is found as fast.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
@@ -45,7 +45,7 @@ class PrefixKnowledge:
             self._drop_holder(chunk, slot)
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return the stamps of the first chunks, as far as the replica has them."""
+        """Return the stamps of the leading chunks that the slot has."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
             stamp = stamps.get(chunk)
@@ -55,9 +55,9 @@ class PrefixKnowledge:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> Depths | None:
-        """Return how many first chunks each slot has. None: no slot has any.
+        """Return the number of leading chunks each slot has, or None if no slot has any.
 
-        Of more than `_MAX_STAIRS` different depths, the least count as 0.
+        Beyond `_MAX_STAIRS` different depths, the smallest count as 0.
         """
         stairs = self._stairs(chunks)[-_MAX_STAIRS:]
         if not stairs:
@@ -66,12 +66,12 @@ class PrefixKnowledge:
         raw = np.frombuffer(b"".join(slots.to_bytes(num_bytes, "little") for _, slots in stairs), dtype=np.uint8)
         bits = np.unpackbits(raw.reshape(len(stairs), num_bytes), axis=1, count=num_slots, bitorder="little")
         levels = bits[0]
-        for higher in bits[1:]:  # a slot of a stair is on all before it
+        for higher in bits[1:]:  # a slot of one stair is on all earlier ones
             levels += higher
         return Depths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the different depths, least first, with the bits of the slots that have at least that."""
+        """Return the different depths, smallest first, each with the bits of the slots at least that deep."""
         stairs: list[tuple[int, int]] = []
         slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):
@@ -84,7 +84,7 @@ class PrefixKnowledge:
         return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
-        """Note that the replica computes or uses these chunks. Return the stamp that they have now."""
+        """Record a use of the chunks at a slot, and return their new stamp."""
         self._now += 1
         stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
         for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last
@@ -95,7 +95,7 @@ class PrefixKnowledge:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Forget those of the chunks that were not used since the stamp."""
+        """Forget the chunks not used since the stamp."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:
@@ -103,7 +103,7 @@ class PrefixKnowledge:
                 self._drop_holder(chunk, slot)
 
     def forget_until(self, slot: int, stamp: int) -> None:
-        """Forget what was last used at the stamp or before: a cache that evicted one of them evicted those too."""
+        """Forget all chunks last used at the stamp or before: an LRU cache that evicted one evicted all of them."""
         stamps = self._stamps[slot]
         while stamps and next(iter(stamps.values())) <= stamp:
             self._drop_oldest(slot)
@@ -120,7 +120,7 @@ class PrefixKnowledge:
         self._drop_holder(chunk, slot)
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the two views of what is known differ, or are too large."""
+        """Raise `AssertionError` if the two views differ, or are too large."""
         pairs = {(chunk, slot) for slot, stamps in self._stamps.items() for chunk in stamps}
         held = {(chunk, slot) for chunk, bits in self._holders.items() for slot in self._stamps if bits >> slot & 1}
         assert pairs == held

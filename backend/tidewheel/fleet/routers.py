@@ -1,0 +1,334 @@
+"""The routers: round robin, least loaded, session affinity, and the prefix-aware one, which knows caches too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any, Generic
+
+import numpy as np
+
+from tidewheel.batch import BoolArray, Float64Array, RowArray
+from tidewheel.errors import ConfigError
+from tidewheel.fleet.loads import LOAD_FACTOR, Loads, load_bound
+from tidewheel.fleet.prefix_index import MAX_KNOWN, PrefixIndex
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest, T
+from tidewheel.request import Priority
+
+VIRTUAL_NODES = 64  # ring points per replica
+NEW_FACTOR = 1.0  # load bound for new sessions; the rest up to LOAD_FACTOR is left to the replica's old sessions
+RUNNING_WEIGHT = 0.03  # cost of a running token, in prompt tokens to compute: about its share of a step
+MAX_SESSIONS = 1 << 17  # whose last replica is remembered
+_RING_SEARCH = (64, 1024)  # points searched before the rest: nearly always enough
+
+
+class HashRing:
+    """Consistent hashing (Karger et al., STOC 1997): a replica that joins or leaves moves few keys."""
+
+    def __init__(self) -> None:
+        self._hashes = np.zeros(0, dtype=np.uint64)  # sorted
+        self._slots = np.zeros(0, dtype=np.intp)  # owner of each point
+
+    def join(self, replica: Hashable, slot: int) -> None:
+        points = np.sort(np.array([_hash(f"replica {replica} point {n}") for n in range(VIRTUAL_NODES)], np.uint64))
+        places = self._hashes.searchsorted(points)
+        self._hashes = np.insert(self._hashes, places, points)
+        self._slots = np.insert(self._slots, places, slot)
+
+    def leave(self, slot: int) -> None:
+        stays = self._slots != slot
+        self._hashes, self._slots = self._hashes[stays], self._slots[stays]
+
+    def first(self, key: str, accepts: Callable[[RowArray], BoolArray]) -> int | None:
+        """Return the first slot clockwise from the key that `accepts`, or None. `accepts` takes an array of slots."""
+        slots = self._slots
+        begin = int(self._hashes.searchsorted(np.uint64(_hash(key))))
+        near, far = (begin + length for length in _RING_SEARCH)
+        for part in (slots[begin:near], slots[near:far], slots[far:], slots[:begin]):
+            if len(part):
+                accepted = accepts(part)
+                place = int(accepted.argmax())
+                if accepted[place]:
+                    return int(part[place])
+        return None
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+class CountingRouter(Generic[T]):
+    """Base of all routers: members and loads."""
+
+    def __init__(self) -> None:
+        self.loads = Loads[T]()
+
+    def join(self, replica: T) -> None:
+        if replica not in self.loads:
+            self.loads.join(replica)
+
+    def leave(self, replica: T) -> None:
+        if replica in self.loads:
+            self.loads.leave(replica)
+
+    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
+        return self.loads.add(request, replica, request.num_tokens)
+
+    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+        if not routed.has_started and not routed.has_ended:
+            self.loads.start(routed)
+            routed.has_started = True
+
+    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+        if not routed.has_ended:
+            self.loads.remove(routed)
+            routed.has_ended = True
+
+    def report(self, replica: T, load: ReplicaLoad) -> None:
+        self.loads.report(replica, load)
+
+
+class RoundRobin(CountingRouter[T]):
+    """Each replica in turn, in the order of joining."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: list[T] = []
+        self._next = 0
+
+    def join(self, replica: T) -> None:
+        super().join(replica)
+        self._order = list(self.loads)
+
+    def leave(self, replica: T) -> None:
+        super().leave(replica)
+        self._order = list(self.loads)
+
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
+        turns = (self._order[(self._next + turn) % len(self._order)] for turn in range(len(self._order)))
+        return next((replica for replica in turns if replica not in excluded), None)
+
+    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
+        self._next = (self._order.index(replica) + 1) % len(self._order)
+        return super().chosen(request, replica)
+
+
+class LeastLoaded(CountingRouter[T]):
+    """The replica with the fewest open requests."""
+
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
+        return least_open(self.loads, excluded)
+
+
+class SessionAffinity(CountingRouter[T]):
+    """One replica for a session, whatever its load; the least loaded for other requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ring = HashRing()
+
+    def join(self, replica: T) -> None:
+        if replica not in self.loads:
+            self._ring.join(replica, self.loads.join(replica))
+
+    def leave(self, replica: T) -> None:
+        if replica in self.loads:
+            self._ring.leave(self.loads.leave(replica))
+
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
+        if not request.session:
+            return least_open(self.loads, excluded)
+        num_open = self.loads.open_without(excluded)
+        slot = self._ring.first(_session_key(request), lambda slots: np.isfinite(num_open[slots]))
+        return None if slot is None else self.loads.names[slot]
+
+
+def _session_key(request: RouteRequest) -> str:
+    """Return the session's name, qualified by its tenant."""
+    return f"{request.tenant}\0{request.session}"
+
+
+def least_open(loads: Loads[T], excluded: Collection[T]) -> T | None:
+    if not len(loads):
+        return None
+    num_open = loads.open_without(excluded)
+    slot = int(num_open.argmin())
+    return loads.names[slot] if np.isfinite(num_open[slot]) else None
+
+
+class PrefixAware(CountingRouter[T]):
+    """A session goes to its last replica, a new one by the ring, other requests by cost; all within a load bound.
+
+    The cost of a replica for a request: prompt tokens waiting there in its class or above, its prompt tokens not
+    cached there, and tokens of running requests. A CRITICAL request ignores session and bound: it goes where the
+    fewest prompt tokens are computed before its first token.
+    """
+
+    def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
+        super().__init__()
+        self.prefixes = PrefixIndex(max_known)
+        self._max_sessions = max_sessions
+        self._ring = HashRing()
+        self._homes: dict[str, T] = {}  # session → its last replica, least recently used first
+        self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests whose prompts are not computed yet
+
+    def join(self, replica: T) -> None:
+        if replica in self.loads:
+            return
+        slot = self.loads.join(replica)
+        self.prefixes.join(slot)
+        self._unstarted[slot] = set()
+        self._ring.join(replica, slot)
+
+    def leave(self, replica: T) -> None:
+        if replica not in self.loads:
+            return
+        slot = self.loads.leave(replica)
+        self.prefixes.leave(slot)
+        del self._unstarted[slot]
+        self._ring.leave(slot)
+
+    # --- decisions --------------------------------------------------------------------------------------------
+
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
+        if len(self.loads) == 0:
+            return None
+        num_open = self.loads.open_without(excluded)
+        if request.priority == Priority.CRITICAL:
+            slot = self._earliest(request, num_open)
+        else:
+            slot = self._bounded(request, num_open)
+        return self.loads.names[slot] if math.isfinite(num_open[slot]) else None
+
+    def _bounded(self, request: RouteRequest, num_open: Float64Array) -> int:
+        """Return the slot by session or cost, within the load bound."""
+        num_replicas, total = len(self.loads), self.loads.total_open
+        if num_open is not self.loads.num_open:
+            present = num_open[np.isfinite(num_open)]
+            num_replicas, total = max(len(present), 1), float(present.sum())
+        bound = load_bound(total, num_replicas)
+        if request.session:
+            key = _session_key(request)
+            slot = self.loads.slots.get(self._homes[key]) if key in self._homes else None
+            if slot is None:
+                slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
+            # The mean may be low for a moment only: many requests end in one step, and their users ask again at once.
+            usual = max(total, self.loads.usual_open * num_replicas / len(self.loads))
+            if slot is not None and num_open[slot] < load_bound(usual, num_replicas):
+                return slot
+        return self._cheapest(request, num_open, bound)
+
+    def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
+        """Return the slot of a new session by the ring, or None if no replica has room.
+
+        Replicas with an unusually long queue are passed over, as a cold one has when all requests go there.
+        """
+        loads = self.loads
+        waiting, total = loads.waiting_ahead(request.priority), loads.total_waiting[request.priority - 1]
+        most = max(LOAD_FACTOR * float(total) / len(loads), request.num_tokens)
+        return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
+
+    def _cheapest(self, request: RouteRequest, num_open: Float64Array, bound: int) -> int:
+        """Return the slot of the least cost within the bound. The overall minimum is nearly always within it."""
+        cost = RUNNING_WEIGHT * self.loads.running
+        cost += self.loads.waiting_ahead(request.priority)
+        cost -= self._cached_tokens(request)
+        slot = int(cost.argmin())
+        if num_open[slot] < bound:
+            return slot
+        return int(np.where(num_open < bound, cost, np.inf).argmin())
+
+    def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
+        """Return the slot with the fewest prompt tokens ahead of the request; ties go to the least total work."""
+        loads = self.loads
+        ahead = loads.waiting_ahead(request.priority) - self._cached_tokens(request)
+        if num_open is not loads.num_open:
+            ahead[np.isinf(num_open)] = np.inf
+        slots = (ahead == ahead[ahead.argmin()]).nonzero()[0]
+        to_do = loads.waiting_ahead(Priority.LOW)[slots] + loads.running[slots]
+        return int(slots[to_do.argmin()])
+
+    def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
+        """Return the cached prompt tokens by slot, without the last token, which is always computed."""
+        depths = self.prefixes.depths(request.chunks, len(self.loads.names))
+        if depths is None:
+            return 0.0
+        tokens = [min(depth * request.chunk_tokens, request.num_tokens - 1.0) for depth in depths.of_level]
+        return np.array(tokens).take(depths.levels)
+
+    # --- events of requests -----------------------------------------------------------------------------------
+
+    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
+        slot = self.loads.slots[replica]
+        known = self.prefixes.known(slot, request.chunks)
+        num_uncached = max(request.num_tokens - len(known) * request.chunk_tokens, 1)
+        routed = self.loads.add(request, replica, num_uncached)
+        routed.stamp, routed.known = self.prefixes.touch(slot, request.chunks), known
+        self._unstarted[slot].add(routed.stamp)
+        if request.session:
+            self._remember(_session_key(request), replica)
+        return routed
+
+    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
+        if routed.has_started or routed.has_ended:
+            return
+        super().started(routed)
+        if (slot := self.loads.slot_of(routed)) is not None:
+            self._unstarted[slot].discard(routed.stamp)
+            self._correct(routed, slot, num_cached_tokens)
+
+    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
+        slot = None if routed.has_ended else self.loads.slot_of(routed)
+        super().ended(routed)
+        if slot is None:
+            return
+        if routed.has_started:
+            self._correct(routed, slot, num_cached_tokens)
+        else:
+            self._unstarted[slot].discard(routed.stamp)
+            self.prefixes.forget(slot, routed.request.chunks, routed.stamp)
+
+    def _correct(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
+        """Forget evicted chunks, if the replica had less of the prompt cached than the index said.
+
+        One chunk less is no sign, since blocks and chunks end at different tokens. Nor is a chunk that another
+        request was still computing.
+        """
+        if num_cached_tokens is None:
+            return
+        num_found = num_cached_tokens // routed.request.chunk_tokens
+        if num_found + 1 >= len(routed.known):
+            return
+        stamp = routed.known[num_found]
+        if stamp not in self._unstarted[slot]:
+            self.prefixes.forget_until(slot, stamp)
+
+    def _remember(self, key: str, replica: T) -> None:
+        self._homes.pop(key, None)
+        self._homes[key] = replica
+        if len(self._homes) > self._max_sessions:
+            del self._homes[next(iter(self._homes))]
+
+
+ROUTERS: Mapping[str, Callable[[], Router[Any]]] = MappingProxyType(
+    {
+        "round-robin": RoundRobin,
+        "least-loaded": LeastLoaded,
+        "session-affinity": SessionAffinity,
+        "prefix-aware": PrefixAware,
+    }
+)
+
+
+def check_router(name: str) -> None:
+    """Raise `ConfigError` for an unknown name."""
+    if name not in ROUTERS:
+        raise ConfigError(f"router is {name!r}: choose one of {', '.join(ROUTERS)}")
+
+
+def make_router(name: str) -> Router[Any]:
+    """Return a router without replicas. Raise `ConfigError` for an unknown name."""
+    check_router(name)
+    return ROUTERS[name]()

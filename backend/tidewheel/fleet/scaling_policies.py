@@ -1,0 +1,273 @@
+"""Policies of scaling: `reactive`, `predictive`, and common rules to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tidewheel.errors import ConfigError
+from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
+from tidewheel.fleet.scaling import (
+    Decision,
+    FleetState,
+    ScalingPolicy,
+    ScalingSettings,
+    Work,
+    WorkMeter,
+    late_class,
+)
+
+_SLACK = 1e-9  # so that rounding asks for no extra replica
+_KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
+
+
+class Need(NamedTuple):
+    """Bounds of the hysteresis: between `least` and `most` replicas nothing changes."""
+
+    least: int
+    most: int
+    reason: str  # of `least`
+
+
+class Reactive:
+    """Scale up at once for the largest need, and down to the largest need of the last minutes."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._meter = WorkMeter(settings)
+        self._hysteresis = Hysteresis(settings)
+
+    def decide(self, state: FleetState) -> Decision:
+        need = current_need(self._settings, state, self._meter.observe(state))
+        return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
+
+
+def current_need(settings: ScalingSettings, state: FleetState, work: Work) -> Need:
+    needs = [_queue_need(settings, state), _row_need(settings, state), _cache_need(settings, state)]
+    if work.replica_tokens_per_s:
+        by_work = work_need(settings, work.tokens_per_s, work.replica_tokens_per_s)
+        # A rough capacity keeps the replicas that a queue called for, and asks for no more.
+        needs.append(by_work if work.is_firm else Need(0, min(by_work.most, state.num_replicas), by_work.reason))
+    least = max(needs, key=lambda need: need.least)
+    return Need(least.least, max(need.most for need in needs), least.reason)
+
+
+def work_need(settings: ScalingSettings, tokens_per_s: float, replica_tokens_per_s: float) -> Need:
+    share = tokens_per_s / replica_tokens_per_s
+    reason = f"{tokens_per_s:.0f} tokens/s are asked for, a replica computes {replica_tokens_per_s:.0f}"
+    return Need(_ceil(share / settings.utilisation), _ceil(share / settings.release_utilisation), reason)
+
+
+def _row_need(settings: ScalingSettings, state: FleetState) -> Need:
+    share = state.num_unfinished / settings.max_num_seqs
+    reason = f"{state.num_unfinished} unfinished requests, a replica runs {settings.max_num_seqs}"
+    return Need(_ceil(share / settings.utilisation), _ceil(share / settings.release_utilisation), reason)
+
+
+def _cache_need(settings: ScalingSettings, state: FleetState) -> Need:
+    usage = sum(replica.cache_usage for replica in state.ready)
+    most = _ceil(usage / (settings.cache_usage * settings.release_utilisation / settings.utilisation))
+    return Need(_ceil(usage / settings.cache_usage), most, f"{usage:.2f} caches are in use")
+
+
+def _queue_need(settings: ScalingSettings, state: FleetState) -> Need:
+    """Need one replica per `waiting_per_replica` requests, one more if a class waits too long, at most twice as many.
+
+    All replicas stay while a quarter of that many requests wait.
+    """
+    ready, waiting = len(state.ready), state.num_waiting
+    queues = waiting / settings.waiting_per_replica
+    wanted, reason = _ceil(queues), f"{waiting} requests wait"
+    late = min(filter(None, (late_class(settings, replica) for replica in state.ready)), default=None)
+    if late is not None:
+        wanted, reason = max(wanted, ready + 1), f"{late.name} waits beyond its limit, {waiting} requests in all"
+    if wanted > ready:
+        return Need(min(wanted, max(2 * ready, 1)), state.num_replicas, reason)
+    return Need(0, state.num_replicas if queues > _KEPT_QUEUE * ready else 0, "no queue")
+
+
+class Hysteresis:
+    """Hysteresis: raise the number at once, and lower it when fewer were enough for long."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._target: int | None = None
+        self._since = self._last_request = self._changed = -math.inf
+        self._num_arrivals = 0
+        self._most = SlidingMaximum(settings.scale_down_after_s)
+
+    def settle(self, state: FleetState, need: Need, hold_s: float) -> Decision:
+        """Return the decision: fewer replicas if enough for `hold_s`, which is at most `scale_down_after_s`."""
+        if self._target is None:
+            self._begin(state)
+        assert self._target is not None
+        floor = self._floor(state)
+        least = self._settings.clamp(max(need.least, floor))
+        most = self._settings.clamp(max(self._most.add(state.now, max(need.least, need.most), hold_s), floor))
+        if least > self._target:
+            return self._change(state.now, least, need.reason if need.least >= floor else "a request came")
+        is_calm = state.now - self._changed >= self._settings.cool_down_s
+        if most < self._target and is_calm and state.now - self._since >= hold_s:
+            return self._change(
+                state.now, most, f"{most} were enough for {hold_s:g} s" if most else "no request came"
+            )
+        return Decision(self._target, "enough")
+
+    def _begin(self, state: FleetState) -> None:
+        self._target, self._since = self._settings.clamp(state.num_replicas), state.now
+        self._num_arrivals = state.num_arrivals
+        if state.num_replicas:
+            self._last_request = state.now  # a fleet without requests is kept for a while
+
+    def _change(self, now: float, target: int, reason: str) -> Decision:
+        self._target, self._changed = target, now
+        return Decision(target, reason)
+
+    def _floor(self, state: FleetState) -> int:
+        """Return 0 after `idle_to_zero_s` without a request, else 1."""
+        if state.num_unfinished or state.num_arrivals > self._num_arrivals:
+            self._last_request = state.now
+        self._num_arrivals = state.num_arrivals
+        return 0 if state.now - self._last_request >= self._settings.idle_to_zero_s else 1
+
+
+class SlidingMaximum:
+    """Largest of the numbers of the last seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._numbers: deque[tuple[float, int]] = deque()  # (time, number), numbers falling
+
+    def add(self, now: float, number: int, seconds: float) -> int:
+        """Add a number, and return the largest of the last `seconds` (at most the constructor's)."""
+        while self._numbers and self._numbers[-1][1] <= number:
+            self._numbers.pop()
+        self._numbers.append((now, number))
+        while self._numbers[0][0] < now - self._seconds:
+            self._numbers.popleft()
+        return next(count for time, count in self._numbers if time >= now - seconds)
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _SLACK)
+
+
+class Predictive:
+    """Scale for the largest arrivals forecast within the start of a replica, and for the current work.
+
+    Decides as `Reactive` while the forecast's recent error is large, or before it has seen a season, or while a
+    replica's capacity is unknown. With a trusted forecast it scales down sooner, after a replica's start or a bucket,
+    since replicas needed again by then are forecast.
+    """
+
+    def __init__(
+        self, settings: ScalingSettings, forecast: ForecastSettings | None = None, history: Iterable[float] = ()
+    ) -> None:
+        """`history`: arrivals of earlier buckets; the last bucket ends with the first state."""
+        forecast = forecast or ForecastSettings()
+        self._settings = settings
+        self._bucket_s = forecast.bucket_s
+        self._lead = math.ceil(settings.startup_s / forecast.bucket_s) + 1  # the current bucket, and the start
+        self._buckets = ArrivalBuckets(forecast.bucket_s)
+        self._meter = WorkMeter(settings)
+        self._hysteresis = Hysteresis(settings)
+        self.forecast = ArrivalForecast(forecast, lead=self._lead)
+        self.forecast.learn(history)
+
+    def decide(self, state: FleetState) -> Decision:
+        work = self._meter.observe(state)
+        self.forecast.learn(self._buckets.add(state.now, state.num_arrivals))
+        need = current_need(self._settings, state, work)
+        if not (self.forecast.is_reliable and work.is_firm and work.tokens_per_request):
+            return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
+        ahead = self._need_ahead(work)
+        least = max(ahead, need, key=lambda part: part.least)
+        both = Need(least.least, max(ahead.least, need.most), least.reason)
+        hold_s = min(max(self._settings.startup_s, self._bucket_s), self._settings.scale_down_after_s)
+        return self._hysteresis.settle(state, both, hold_s)
+
+    def _need_ahead(self, work: Work) -> Need:
+        arrivals = max(self.forecast.ahead(buckets) for buckets in range(1, self._lead + 1))
+        tokens_per_s = arrivals / self._bucket_s * work.tokens_per_request
+        need = work_need(self._settings, tokens_per_s, work.replica_tokens_per_s)
+        return need._replace(reason=f"{arrivals / self._bucket_s:.3g} requests/s are forecast")
+
+
+class Constant:
+    """Keep `max_replicas`."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._num_replicas = settings.max_replicas
+
+    def decide(self, state: FleetState) -> Decision:  # noqa: ARG002
+        return Decision(self._num_replicas, "constant")
+
+
+class QueueDepth:
+    """Rule of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA: waiting requests, and cache use.
+
+    Adds one replica per 120 s at most, and removes one per 300 s.
+    """
+
+    UP_EVERY_S, DOWN_EVERY_S = 120.0, 300.0
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._wanted = SlidingMaximum(settings.scale_down_after_s)
+        self._target: int | None = None
+        self._raised = self._lowered = -math.inf
+
+    def decide(self, state: FleetState) -> Decision:
+        settings = self._settings
+        usage = sum(replica.cache_usage for replica in state.ready)
+        wanted = math.ceil(max(state.num_waiting / settings.waiting_per_replica, usage / settings.cache_usage))
+        most = settings.clamp(self._wanted.add(state.now, wanted, settings.scale_down_after_s))
+        target = settings.clamp(state.num_replicas) if self._target is None else self._target
+        if settings.clamp(wanted) > target and state.now - self._raised >= self.UP_EVERY_S:
+            target, self._raised = target + 1, state.now
+        elif most < target and state.now - max(self._raised, self._lowered) >= self.DOWN_EVERY_S:
+            target, self._lowered = target - 1, state.now
+        self._target = target
+        return Decision(target, f"{state.num_waiting} requests wait, {usage:.2f} caches are in use")
+
+
+class Ongoing:
+    """Rule of Ray Serve: a target for the running and waiting requests of a replica."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._settings = settings
+        self._hysteresis = Hysteresis(settings)
+
+    def decide(self, state: FleetState) -> Decision:
+        wanted = math.ceil(state.num_unfinished / self._settings.ongoing_per_replica)
+        need = Need(wanted, wanted, f"{state.num_unfinished} unfinished requests")
+        return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
+
+
+SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = MappingProxyType(
+    {
+        "reactive": Reactive,
+        "predictive": Predictive,
+        "queue-depth": QueueDepth,
+        "ongoing": Ongoing,
+        "constant": Constant,
+    }
+)
+
+
+def check_scaling(name: str) -> None:
+    """Raise `ConfigError` for an unknown name."""
+    if name not in SCALING_POLICIES:
+        raise ConfigError(f"scaling is {name!r}: choose one of {', '.join(SCALING_POLICIES)}")
+
+
+def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
+    """Return a policy. `history`: arrival times of earlier days, for `predictive`. Raise `ConfigError`."""
+    check_scaling(name)
+    if name == "predictive":
+        forecast = ForecastSettings()
+        return Predictive(settings, forecast, bucket_counts(history, forecast))
+    return SCALING_POLICIES[name](settings)

@@ -14,13 +14,11 @@ import json
 import math
 import re
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx2
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -31,7 +29,6 @@ from tidewheel.bench.charts import COLOURS, GREYS, panels, style
 DASHBOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "dashboards" / "tidewheel.json"
 COLUMNS = 3
 NUM_POINTS = 240
-MAX_BYTES = 1 << 26  # of an answer
 DPI, NUM_COLOURS = 100, 200  # of a PNG that fits into documentation
 _MS_BELOW_S = 1.0  # axes that end lower are in milliseconds
 _OWN_COLOURS = {"critical": 1, "high": 3, "normal": 0, "low": 2, "0.5": 0, "0.99": 1}  # the same in every panel
@@ -65,10 +62,9 @@ def read_lines(prometheus: str, panel: Mapping[str, Any], model: str, span: Span
     for target in panel["targets"]:
         step = max((span.end - span.start) / NUM_POINTS, 0.25)
         asked = {"query": target["expr"].replace("$model", model), "start": span.start, "end": span.end, "step": step}
-        url = f"{prometheus.rstrip('/')}/api/v1/query_range?{urllib.parse.urlencode(asked)}"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            series = json.loads(answer.read(MAX_BYTES))["data"]["result"]
-        for one in series:
+        url = f"{prometheus.rstrip('/')}/api/v1/query_range"
+        answer = httpx2.get(url, params=asked, timeout=30).raise_for_status()
+        for one in answer.json()["data"]["result"]:
             points = [(at, float(value)) for at, value in one["values"] if math.isfinite(float(value))]
             lines.append(Line(legend(target["legendFormat"], one["metric"], model), points))
     return lines
@@ -161,8 +157,8 @@ def main() -> None:
         picture = draw(arguments.prometheus, chosen, arguments.model, Span(now - 60 * arguments.minutes, now))
     except ValueError as error:
         parser.error(str(error))
-    except urllib.error.URLError as error:
-        parser.error(f"{arguments.prometheus} does not answer: {error.reason}")
+    except httpx2.HTTPError as error:
+        parser.error(f"{arguments.prometheus} does not answer: {error}")
     arguments.out.write_bytes(picture)
     print(arguments.out)
 

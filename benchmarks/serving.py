@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import requests
+import httpx2
 
 from study import ROOT
-from tidewheel_client import Client
+from tidewheel_client import Client, Figures
 
 LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
 START_LIMIT_S = 300.0
@@ -107,11 +107,6 @@ def _served(arguments: Sequence[str], model: str, ports: int) -> Iterator[Addres
 
 
 def metric(authority: str, name: str, **labels: str) -> float:
-    text = requests.get(f"http://{authority}/metrics", timeout=10).text
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
-    return sum(
-        float(value)
-        for sample, _, value in samples
-        if sample.partition("{")[0] == name and all(label in sample for label in wanted)
-    )
+    """Sum the samples of one name whose labels match, on the page of a server."""
+    figures = Figures.parse(httpx2.get(f"http://{authority}/metrics", timeout=10).text)
+    return sum(sample.value for sample in figures.samples(name, **labels))

@@ -11,19 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from tidewheel.metrics import SERVER_LIVE, SERVER_READY
+
 MAX_CONNECTIONS = 16  # one more ends the oldest
 MAX_REQUEST_BYTES = 8192
 READ_TIMEOUT_S = 2.0
 
 State = Literal["starting", "ready", "stopped", "hung", "reloading", "given up", "draining"]
-METRICS = """\
-# HELP tidewheel_ready 1 if /ready says 200, else 0
-# TYPE tidewheel_ready gauge
-tidewheel_ready {ready}
-# HELP tidewheel_live 1 if /live says 200, else 0
-# TYPE tidewheel_live gauge
-tidewheel_live {live}
-"""
 _JSON, _TEXT = "application/json", "text/plain; version=0.0.4"
 _PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
@@ -118,7 +112,7 @@ class _Handler(socketserver.StreamRequestHandler):
             case b"/live":
                 holds = readiness.is_live
             case b"/metrics":
-                return 200, _TEXT, METRICS.format(ready=int(readiness.is_ready), live=int(readiness.is_live))
+                return 200, _TEXT, _metrics(readiness)
             case _:
                 return 404, _JSON, json.dumps({"reason": "the paths are /ready, /live and /metrics"})
         body = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
@@ -132,3 +126,12 @@ class _Handler(socketserver.StreamRequestHandler):
             line = self.rfile.readline(left)
             left -= len(line)
         return first if left > 0 else b""
+
+
+def _metrics(readiness: Readiness) -> str:
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest  # not on a machine that only runs `LLM`
+
+    registry = CollectorRegistry()
+    for metric, value in ((SERVER_READY, readiness.is_ready), (SERVER_LIVE, readiness.is_live)):
+        Gauge(metric.name, metric.help, registry=registry).set(value)
+    return generate_latest(registry).decode()

@@ -12,6 +12,8 @@ import numpy as np
 from tidewheel.batch import Float64Array
 from tidewheel.errors import KvCacheFull, WaitingSetFull
 
+BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}  # number on the metrics by state
+
 # Upper bounds of tokens per step, as in Triton's vLLM backend.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -112,6 +114,22 @@ class EngineStats(msgspec.Struct):
     num_taken_slots: int = 0  # slots in their blocks; fragmentation is 1 - used / taken
     num_wasted_slots: int = 0  # taken slots after the last token
     tenants: dict[str, TenantFigures] = {}  # by label, bounded
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
+
+    @property
+    def kv_usage(self) -> float:
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def kv_fragmentation(self) -> float:
+        return 1.0 - self.num_used_slots / self.num_taken_slots if self.num_taken_slots else 0.0
+
+    @property
+    def breaker_number(self) -> int:
+        return BREAKER_STATES[self.breaker_state]
 
     def snapshot(self) -> EngineStats:
         """Return an independent copy."""

@@ -35,7 +35,9 @@ class Figures:
     @classmethod
     def parse(cls, text: str) -> Figures:
         """Read Prometheus's text format. Raise `ValueError`."""
-        families = text_string_to_metric_families(text)
+        # Without the types, by which the parser renames counters whose name has no `_total`, such as Triton's.
+        lines = "".join(f"{line}\n" for line in text.split("\n") if not line.startswith("#"))
+        families = text_string_to_metric_families(lines)
         return cls(Sample(found.name, found.labels, found.value) for family in families for found in family.samples)
 
     @property

@@ -9,16 +9,14 @@ import msgspec
 import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
-from tidewheel.adapter.metric_families import BREAKER_STATES
-from tidewheel.adapter.metric_series import MAX_OBSERVATIONS
-from tidewheel.adapter.metrics import RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
+from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming
 from tidewheel.objective import Objective
 from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
-from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, TenantFigures
+from tidewheel.stats import BREAKER_STATES, STEP_BOUNDS, EngineStats, Histogram, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value

@@ -7,24 +7,27 @@ import gc
 import pytest
 
 from support.triton.fake_triton import MetricFamily
-from tidewheel.adapter.metric_series import (
+from tidewheel.adapter.metrics import (
     MAX_OBSERVATIONS,
     MAX_WAITING,
     Counter,
     CounterByLabel,
     Gauge,
     HistogramSeries,
-    counter_family,
-    gauge_family,
+    make_family,
 )
+from tidewheel.metrics import Metric
 from tidewheel.stats import Histogram
 
 LABELS = {"model_name": "demo"}
+COUNTER = Metric("engine", "counter", "c", "", "d", label="tag")
+GAUGE = Metric("engine", "gauge", "g", "", "d")
+HISTOGRAM = Metric("engine", "histogram", "h", "", "d")
 value = MetricFamily.value
 
 
 def test_counter_sends_differences() -> None:
-    counter = Counter(counter_family("c", "d"), LABELS)
+    counter = Counter(make_family(COUNTER), LABELS)
     for total in (3, 3, 5.5):
         counter.advance(total)
     assert value("c") == 5.5
@@ -32,14 +35,14 @@ def test_counter_sends_differences() -> None:
 
 
 def test_counter_survives_a_restart_of_what_it_follows() -> None:
-    counter = Counter(counter_family("c", "d"), LABELS)
+    counter = Counter(make_family(COUNTER), LABELS)
     for total in (7, 2, 3):
         counter.advance(total)
     assert value("c") == 10
 
 
 def test_counters_of_two_front_ends_add_up() -> None:
-    first, second = (Counter(counter_family("c", "d"), LABELS) for _ in range(2))
+    first, second = (Counter(make_family(COUNTER), LABELS) for _ in range(2))
     first.advance(4)
     second.advance(5)
     first.advance(6)
@@ -47,7 +50,7 @@ def test_counters_of_two_front_ends_add_up() -> None:
 
 
 def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
-    publisher, follower = (Counter(counter_family("c", "d"), LABELS) for _ in range(2))
+    publisher, follower = (Counter(make_family(COUNTER), LABELS) for _ in range(2))
     publisher.advance(10)
     follower.follow(10)
     follower.advance(12)
@@ -55,7 +58,7 @@ def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
 
 
 def test_gauge_sends_changes() -> None:
-    gauge = Gauge(gauge_family("g", "d"), LABELS)
+    gauge = Gauge(make_family(GAUGE), LABELS)
     for number in (0, 0, 2, 2):
         gauge.set(number)
     assert value("g") == 2
@@ -66,7 +69,7 @@ def test_gauge_sends_changes() -> None:
 
 
 def test_counters_by_label() -> None:
-    counters = CounterByLabel(counter_family("c", "d"), LABELS, "tag", ["TW-BUSY"])
+    counters = CounterByLabel(COUNTER, LABELS, ["TW-BUSY"])
     assert value("c", tag="TW-BUSY") == 0
     counters.advance({"TW-INPUT": 2})
     counters.advance({"TW-INPUT": 3, "TW-BUSY": 1})
@@ -86,7 +89,7 @@ def counts(series: HistogramSeries, *edges: str) -> list[float]:
 
 def test_a_histogram_sends_what_is_new() -> None:
     bounds = (0.001, 0.5, 10.0)
-    series = HistogramSeries("h", "d", bounds, LABELS)
+    series = HistogramSeries(HISTOGRAM, bounds, LABELS)
     total = observed(bounds, 0.001, 5.0, 7.0, 31.5)
     series.advance(total)
     for one in (0.25, 0.25, 0.5, 0.125):
@@ -103,7 +106,7 @@ def test_a_histogram_sends_what_is_new() -> None:
 def test_values_on_a_bound_stay_in_their_bucket() -> None:
     """The mean of 0.1, summed up and taken apart again, may lie above 0.1."""
     bounds = (0.1, 0.3)
-    series, total = HistogramSeries("h", "d", bounds, LABELS), Histogram(bounds)
+    series, total = HistogramSeries(HISTOGRAM, bounds, LABELS), Histogram(bounds)
     for count in range(1, 40):
         total.observe(0.1, count)
         total.observe(0.3, count)
@@ -114,7 +117,7 @@ def test_values_on_a_bound_stay_in_their_bucket() -> None:
 
 def test_a_burst_comes_whole_over_several_flushes() -> None:
     bounds = (1.0, 2.0)
-    series, total = HistogramSeries("h", "d", bounds, LABELS), Histogram(bounds)
+    series, total = HistogramSeries(HISTOGRAM, bounds, LABELS), Histogram(bounds)
     for one, count in ((0.25, 400), (1.5, 600), (4.0, 24)):
         total.observe(one, count)
     assert sum(total.counts) == MAX_WAITING
@@ -128,7 +131,7 @@ def test_a_burst_comes_whole_over_several_flushes() -> None:
 
 def test_no_value_is_left_to_rounding() -> None:
     """The shares of 1793 values that wait and rest, summed up again, are less than the last value."""
-    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    series = HistogramSeries(HISTOGRAM, (1.0,), LABELS)
     total = observed((1.0,), *[0.5] * 1793)
     while series.advance(total, has_time=True):
         pass
@@ -137,7 +140,7 @@ def test_no_value_is_left_to_rounding() -> None:
 
 def test_a_large_number_of_values_is_thinned_by_bucket() -> None:
     bounds = (1.0, 2.0)
-    series, total = HistogramSeries("h", "d", bounds, LABELS), Histogram(bounds)
+    series, total = HistogramSeries(HISTOGRAM, bounds, LABELS), Histogram(bounds)
     for _ in range(500):
         for one, count in ((0.5, 999), (1.5, 990), (4.0, 11)):  # the last is less than one value a time
             total.observe(one, count)
@@ -153,28 +156,28 @@ def test_a_large_number_of_values_is_thinned_by_bucket() -> None:
 
 
 def test_a_histogram_survives_a_restart_of_what_it_follows() -> None:
-    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    series = HistogramSeries(HISTOGRAM, (1.0,), LABELS)
     for total in (observed((1.0,), 1, 1, 5), observed((1.0,), 1, 5)):
         series.advance(total)
     assert (value("h_count"), value("h_sum")) == (5, 13)
 
 
 def test_a_restart_is_seen_by_other_buckets_too() -> None:
-    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    series = HistogramSeries(HISTOGRAM, (1.0,), LABELS)
     for total in (observed((1.0,), 1, 1), observed((1.0,), 5, 5)):
         series.advance(total)
     assert (value("h_count"), value("h_sum")) == (4, 12)
 
 
 def test_a_restart_without_a_value_yet() -> None:
-    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    series = HistogramSeries(HISTOGRAM, (1.0,), LABELS)
     for total in (observed((1.0,), 1, 1), observed((1.0,)), observed((1.0,), 5)):
         series.advance(total)
     assert (value("h_count"), value("h_sum")) == (3, 7)
 
 
 def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
-    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    series = HistogramSeries(HISTOGRAM, (1.0,), LABELS)
     series.follow(observed((1.0,), 1, 5))
     series.advance(observed((1.0,), 1, 5, 7))
     assert (value("h_count"), value("h_sum")) == (1, 7)
@@ -182,8 +185,8 @@ def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
 
 def test_families_live_as_long_as_their_series() -> None:
     histogram, counters = (
-        HistogramSeries("h", "d", (1.0,), LABELS),
-        CounterByLabel(counter_family("c", "d"), LABELS, "tag"),
+        HistogramSeries(HISTOGRAM, (1.0,), LABELS),
+        CounterByLabel(COUNTER, LABELS),
     )
     gc.collect()
     histogram.advance(observed((1.0,), 1, 2))

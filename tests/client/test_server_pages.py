@@ -36,6 +36,11 @@ def page() -> Iterator[Page]:
     endpoint.close()
 
 
+def test_names_are_those_of_the_page() -> None:
+    text = "# TYPE nv_inference_count counter\nnv_inference_count 3\n"
+    assert Figures.parse(text).value("nv_inference_count") == 3
+
+
 def test_figures() -> None:
     figures = Figures.parse(TEXT)
     assert figures.value("vllm:num_requests_running") == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -24,12 +25,12 @@ from support.deploy.prometheus_server import (
     without_limit,
 )
 from support.triton.serving import ROOT
-from tidewheel.cli.reference_pages import metric_names
 from tidewheel.errors import TAGS
+from tidewheel.metrics import TABLE
 
+METRICS = {metric.name for metric in TABLE}
 RUNBOOK = ROOT / "docs" / "runbook.md"
-# Of Prometheus itself, and of the gateway, whose families the end-to-end test looks up.
-OTHERS = re.compile(r"up|ALERTS|tidewheel_gateway_\w+")
+OF_PROMETHEUS = {"up", "ALERTS"}
 NAMES = re.compile(r"(?<![\w:])(?:ALERTS|up|(?:\w+:)?(?:tidewheel|vllm)[\w:]+)(?![\w:])")
 needs_prometheus = pytest.mark.skipif(not HAS_PROMETHEUS, reason=MISSING)
 
@@ -45,10 +46,30 @@ def expressions() -> list[str]:
 
 @pytest.mark.parametrize("expression", expressions())
 def test_what_a_query_names_exists(expression: str) -> None:
-    known = {*metric_names(), *(rule["record"] for rule in rules() if "record" in rule)}
+    known = {*METRICS, *OF_PROMETHEUS, *(rule["record"] for rule in rules() if "record" in rule)}
     found = names(expression)
     assert found
-    assert not {name for name in found if name not in known and not OTHERS.fullmatch(name)}
+    assert found <= known
+
+
+def test_a_metric_has_one_name_and_one_row() -> None:
+    assert len(METRICS) == len(TABLE)
+    sources = {path for path in (ROOT / "backend").rglob("*.py") if path != ROOT / "backend/tidewheel/metrics.py"}
+    again = {
+        node.value
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert METRICS & again == set()
+
+
+@pytest.mark.parametrize("path", [*DEPLOY.rglob("*.yaml"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+def test_what_a_file_names_exists(path: Path) -> None:
+    """Names like those of metrics are names of metrics, or the beginning of such names."""
+    found = re.findall(r"(?<![\w:/])(vllm:\w+|tidewheel_\w+_(?:total|seconds|bucket|sum|count))\b", path.read_text())
+    beginnings = {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+    assert not {name for name in beginnings if not any(metric.startswith(name) for metric in METRICS)}
 
 
 def test_every_recording_rule_is_used() -> None:

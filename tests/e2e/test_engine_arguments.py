@@ -123,8 +123,9 @@ def test_metrics_are_of_the_served_name_and_can_be_off(server: Server) -> None:
     ask(server, "quiet")
     prompts = "vllm:prompt_tokens_total"
     wait_for(lambda: server.metric(prompts, model_name="llama", model="named") > 0, 60, "figures of the entry")
-    ours = [sample for sample in server.metrics() if sample.startswith(("vllm:", "tidewheel"))]
-    assert ours and not [sample for sample in ours if "quiet" in sample]
+    figures = server.metrics()
+    names = [name for name in figures.names if name.startswith(("vllm:", "tidewheel"))]
+    assert names and not [name for name in names if figures.samples(name, model="quiet")]
 
 
 def test_the_python_backend_has_what_the_tests_of_the_adapter_assume(server: Server) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from support.gateway.browser import HAS_BROWSER, MISSING, browser
 from support.triton.serving import Server, wait_for
-from tidewheel.top.requests_here import list_here
+from tidewheel.top.watch import list_here
 from tidewheel_client import Client
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not HAS_BROWSER, reason=MISSING)]

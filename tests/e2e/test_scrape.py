@@ -47,15 +47,14 @@ def test_names_and_labels(server: Server) -> None:
     server.generate("Hello", max_tokens=4)
 
     def all_there() -> bool:
-        names = {sample.partition("{")[0] for sample in server.metrics()}
+        names = set(server.metrics().names)
         buckets = {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
         return names >= {*GAUGES, *COUNTERS, *buckets, "nv_trt_llm_kv_cache_block_metrics"}
 
     wait_for(all_there, 60, "all metrics")
-    for sample in server.metrics():
-        if sample.startswith("vllm:"):
-            for label in ("model_name=", "engine=", "model=", "version="):
-                assert label in sample
+    figures = server.metrics()
+    for sample in (one for name in figures.names if name.startswith("vllm:") for one in figures.samples(name)):
+        assert {"model_name", "engine", "model", "version"} <= sample.labels.keys()
 
 
 def settle(server: Server) -> None:
@@ -122,21 +121,13 @@ def test_steps_are_counted(server: Server) -> None:
 def test_histograms_are_cumulative(server: Server) -> None:
     server.generate("Hello", max_tokens=4)
     settle(server)
-    samples = server.metrics()
+    figures = server.metrics()
     for name in HISTOGRAMS:
-        buckets = [
-            (float(sample.partition('le="')[2].partition('"')[0]), value)
-            for sample, value in samples.items()
-            if sample.startswith(f"{name}_bucket") and 'model_name="demo"' in sample
-        ]
-        counts = [value for _, value in sorted(buckets)]
+        buckets = figures.samples(f"{name}_bucket", model_name="demo")
+        counts = [value for _, value in sorted((float(one.labels["le"]), one.value) for one in buckets)]
         assert counts == sorted(counts)
-        (total,) = (
-            value
-            for sample, value in samples.items()
-            if sample.startswith(f"{name}_count") and 'model_name="demo"' in sample
-        )
-        assert counts[-1] == total
+        (total,) = figures.samples(f"{name}_count", model_name="demo")
+        assert counts[-1] == total.value
 
 
 def test_refusals_are_counted_by_tag(server: Server) -> None:

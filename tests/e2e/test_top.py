@@ -17,7 +17,7 @@ import requests
 from support.faults.slowed import slow_down, slowed_by
 from support.top.typed_terminal import LIMIT_S, terminal
 from support.triton.serving import REPOSITORY, Server, free_ports, start_server, stop_server, wait_for, wait_ready
-from tidewheel.top.requests_here import list_here
+from tidewheel.top.watch import list_here
 from tidewheel_client import Client, Completion
 
 pytestmark = pytest.mark.e2e

@@ -49,6 +49,7 @@ LAYERS = {
     "tidewheel.batch": 0,
     "tidewheel.version": 0,
     "tidewheel.stats": 0,
+    "tidewheel.metrics": 0,
     "tidewheel.objective": 0,
     "tidewheel.event_heap": 0,
     "tidewheel.health_endpoint": 0,
@@ -102,7 +103,7 @@ WITHOUT_TORCH = [
     "tidewheel.bench.suites",
     "tidewheel.bench.pictures",
     "tidewheel.workload.trace_files",
-    "tidewheel.top.watching",
+    "tidewheel.top.watch",
     "tidewheel_client",
     "tidewheel_process.child",
 ]

@@ -7,10 +7,8 @@ import pytest
 
 from support.top.watched import READY, PagesOf, recorded, request_line, second_look, watch_of
 from tidewheel.top import TopError
-from tidewheel.top.requests_here import ELSEWHERE, NOT_OURS, list_engines, list_here
-from tidewheel.top.sections import ORDERS, as_text, ordered
-from tidewheel.top.verdict import verdict
-from tidewheel.top.watching import WINDOW_S
+from tidewheel.top.view_text import ORDERS, as_text, ordered, verdict
+from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, list_engines, list_here
 from tidewheel_client.errors import ServerUnavailable
 from tidewheel_client.server_pages import Health
 

@@ -10,9 +10,9 @@ import pytest
 
 from support.top.watched import PagesOf, recorded, request_line, watch_of
 from tidewheel.top import terminal_app
-from tidewheel.top.sections import ORDERS
 from tidewheel.top.server_view import RequestLine
 from tidewheel.top.terminal_app import Question, TerminalApp
+from tidewheel.top.view_text import ORDERS
 
 pytest.importorskip("textual", reason="pip install 'tidewheel[top]'")
 

@@ -50,7 +50,7 @@ def test_the_states(served: Served, now: Readiness, ready: int, live: int) -> No
     text = served.get("/metrics")
     assert text.headers["Content-Type"].startswith("text/plain")
     samples = [line for line in text.text.splitlines() if not line.startswith("#")]
-    assert samples == [f"tidewheel_ready {int(ready == 200)}", f"tidewheel_live {int(live == 200)}"]
+    assert samples == [f"tidewheel_ready {ready == 200:.1f}", f"tidewheel_live {live == 200:.1f}"]
 
 
 @pytest.mark.parametrize(

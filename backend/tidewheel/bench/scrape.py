@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Mapping
 
 import aiohttp
 
+from tidewheel import metrics
 from tidewheel.bench.estimates import mean
+from tidewheel_client import Figures
 
 INTERVAL_S = 1.0
 FLUSH_S = 0.5  # most events are published by then
 MAX_FLUSHES = 10
 _TIMEOUT_S = 5.0
 
-# Names of this engine and vLLM, then Triton's.
 _GAUGES = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_use",
-    "nv_gpu_utilization": "gpu_utilization",
-    "nv_cpu_utilization": "cpu_utilization",
+    metrics.RUNNING.name: "running",
+    metrics.WAITING.name: "waiting",
+    metrics.KV_USAGE.name: "kv_use",
+    metrics.TRITON_GPU_USE.name: "gpu_utilization",
+    metrics.TRITON_CPU_USE.name: "cpu_utilization",
 }
-_STEPS = "tidewheel_steps_total"
+_STEPS, _STEP_SECONDS = metrics.STEPS.name, metrics.STEP_SECONDS.name
+_SCHEDULED, _GENERATED = metrics.SCHEDULED_TOKENS.name, metrics.GENERATION_TOKENS.name
+_PREEMPTIONS = metrics.PREEMPTIONS.name
+_QUEUE_SUM, _QUEUE_COUNT = (f"{metrics.QUEUE_TIME.name}_{part}" for part in ("sum", "count"))
+_INFERENCES, _EXECUTIONS = metrics.TRITON_INFERENCES.name, metrics.TRITON_EXECUTIONS.name
+_TRITON_QUEUE = metrics.TRITON_QUEUE_TIME.name
 _COUNTERS = (
-    _STEPS, "tidewheel_step_seconds_total", "tidewheel_scheduled_tokens_total",
-    "vllm:num_preemptions_total", "vllm:generation_tokens_total",
-    "vllm:request_queue_time_seconds_sum", "vllm:request_queue_time_seconds_count",
-    "nv_inference_count", "nv_inference_exec_count", "nv_inference_queue_duration_us",
+    _STEPS, _STEP_SECONDS, _SCHEDULED, _GENERATED, _PREEMPTIONS, _QUEUE_SUM, _QUEUE_COUNT,
+    _INFERENCES, _EXECUTIONS, _TRITON_QUEUE,
 )  # fmt: skip
+_NAMES = (*_GAUGES, *_COUNTERS)
 Sample = dict[str, float]
 
 
 def parse(text: str, model: str) -> Sample:
-    """Sum a model's series by name; series without a model count too."""
+    """Sum a model's series by name; series without a model count too. Raise `ValueError`."""
+    # Other lines are left out first: a page has a thousand, and the load generator waits.
+    figures = Figures.parse("".join(f"{line}\n" for line in text.splitlines() if line.startswith(_NAMES)))
     sample: Sample = {}
-    for line in text.splitlines():
-        series, _, value = line.rpartition(" ")
-        name, _, labels = series.partition("{")
-        is_of_model = not model or "model" not in labels or re.search(rf'model(_name)?="{re.escape(model)}"', labels)
-        if (name in _GAUGES or name in _COUNTERS) and is_of_model:
-            with contextlib.suppress(ValueError):
-                sample[name] = sample.get(name, 0.0) + float(value)
+    for name in _NAMES:
+        for found in figures.samples(name):
+            if not model or model in (found.labels.get("model", model), found.labels.get("model_name")):
+                sample[name] = sample.get(name, 0.0) + found.value
     return sample
 
 
@@ -64,26 +67,26 @@ def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
 def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     if steps := grown.get(_STEPS):
-        busy_s = grown["tidewheel_step_seconds_total"]
+        busy_s = grown[_STEP_SECONDS]
         figures |= {"steps": steps, "step_s": busy_s / steps, "device_busy": busy_s / seconds}
-        figures["batch_size"] = grown.get("vllm:generation_tokens_total", 0.0) / steps
-        figures["tokens_per_step"] = grown["tidewheel_scheduled_tokens_total"] / steps
-    if queued := grown.get("vllm:request_queue_time_seconds_count"):
-        figures["queue_s"] = grown["vllm:request_queue_time_seconds_sum"] / queued
-    if "vllm:num_preemptions_total" in grown:
-        figures["preemptions"] = grown["vllm:num_preemptions_total"]
+        figures["batch_size"] = grown.get(_GENERATED, 0.0) / steps
+        figures["tokens_per_step"] = grown[_SCHEDULED] / steps
+    if queued := grown.get(_QUEUE_COUNT):
+        figures["queue_s"] = grown[_QUEUE_SUM] / queued
+    if _PREEMPTIONS in grown:
+        figures["preemptions"] = grown[_PREEMPTIONS]
     return figures
 
 
 def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
-    """Use Triton's counters; they give no time of execution, as a batch's counts once per request."""
-    executions, count = grown.get("nv_inference_exec_count"), grown.get("nv_inference_count")
+    """Return the figures of Triton's batcher, whose counters give no time of execution."""
+    executions, count = grown.get(_EXECUTIONS), grown.get(_INFERENCES)
     if not executions or not count:
         return {}
     return {
         "steps": executions,
         "batch_size": count / executions,
-        "queue_s": grown["nv_inference_queue_duration_us"] * 1e-6 / count,
+        "queue_s": grown[_TRITON_QUEUE] * 1e-6 / count,
     }
 
 
@@ -136,7 +139,7 @@ class MetricsSampler:
 
     async def _scrape(self) -> None:
         assert self._session is not None and self._url is not None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
             async with self._session.get(self._url) as answer:
                 text = await answer.text(errors="replace")
             self.samples.append(parse(text, self._model))

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tidewheel.adapter import metric_families
 from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import LIVE, SIZED, EngineConfig
 from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
 from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
+from tidewheel.metrics import TABLE
 from tidewheel.settings import JSON_SETTINGS
 
 _HEADING = re.compile(r"    # (?P<text>.+)")
@@ -168,31 +168,16 @@ def _errors() -> str:
     return _table(("tag", "class", "code", "cause", "what to do"), rows)
 
 
-def metric_families_by_kind() -> Mapping[str, tuple[Any, ...]]:
-    """Return every family of the backend on `/metrics`, in the order of the page."""
-    return {
-        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.CACHE_CONFIG,
-            metric_families.ENGINE_READY),
-        "counter": (
-            metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
-            metric_families.ANSWERED, metric_families.IN_TIME, metric_families.PROMPT_TOKENS,
-            metric_families.GENERATION_TOKENS, metric_families.ENGINE_RESTARTS, *metric_families.ENGINE_COUNTERS,
-            *metric_families.TENANT_COUNTERS,
-        ),
-        "histogram": (
-            *metric_families.REQUEST_HISTOGRAMS, *metric_families.TOKEN_HISTOGRAMS, metric_families.STEP_TOKENS,
-        ),
-    }  # fmt: skip
-
-
-def metric_names() -> set[str]:
-    return {one.name for members in metric_families_by_kind().values() for one in members}
-
-
 def _metrics() -> str:
-    families = metric_families_by_kind()
-    rows = [(f"`{one.name}`", kind, one.description) for kind, members in families.items() for one in members]
-    return _table(("name", "type", "meaning"), dict.fromkeys(rows))
+    tables = []
+    for owner in dict.fromkeys(metric.owner for metric in TABLE if metric.owner != "triton"):
+        rows = (
+            (f"`{one.name}`", one.kind, one.unit, f"`{one.label}`" if one.label else "", one.help)
+            for one in TABLE
+            if one.owner == owner
+        )
+        tables.append(f"{owner.capitalize()}:\n\n{_table(('name', 'type', 'unit', 'own label', 'meaning'), rows)}")
+    return "\n".join(tables)
 
 
 PARTS: Mapping[str, Callable[[], str]] = {

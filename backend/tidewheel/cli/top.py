@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import DEFAULT_URL, UsageError
 
 if TYPE_CHECKING:
-    from tidewheel.top.watching import Watch
+    from tidewheel.top.watch import Watch
     from tidewheel_client.server_pages import ServerPages
 
 KEY_VARIABLE = "TIDEWHEEL_API_KEY"
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _watch(args: argparse.Namespace) -> Watch:
     import os
 
-    from tidewheel.top.watching import Target, Watch
+    from tidewheel.top.watch import Target, Watch
 
     return Watch(Target(_pages(args), args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
 
@@ -77,7 +77,7 @@ def _print_once(watch: Watch, interval_s: float, *, as_json: bool) -> int:
     """Print what is seen at the second look, because rates need two."""
     import msgspec
 
-    from tidewheel.top.sections import as_text
+    from tidewheel.top.view_text import as_text
 
     watch.look()
     time.sleep(interval_s)

@@ -6,17 +6,18 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tidewheel import metrics
 from tidewheel.request import Priority
 
 _SUMS = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_use",
-    "tidewheel_tenant_requests_total": "arrivals",
-    "tidewheel_scheduled_tokens_total": "tokens",
-    "tidewheel_engine_restarts_total": "engine_restarts",
+    metrics.RUNNING.name: "running",
+    metrics.WAITING.name: "waiting",
+    metrics.KV_USAGE.name: "kv_use",
+    metrics.TENANT_REQUESTS.name: "arrivals",
+    metrics.SCHEDULED_TOKENS.name: "tokens",
+    metrics.ENGINE_RESTARTS.name: "engine_restarts",
 }
-_OLDEST = "tidewheel_wait_oldest_seconds"
+_OLDEST = metrics.OLDEST_WAIT.name
 _CLASS = re.compile(r'[{,]class="(\w+)"')
 _QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}": one for one in Priority})
 

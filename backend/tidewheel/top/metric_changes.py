@@ -1,4 +1,4 @@
-"""Pages of metrics, and what changed between two of them."""
+"""Pages of metrics, and changes between two pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tidewheel.metrics import Metric
 from tidewheel_client.server_pages import Figures
 
 _MODEL_LABELS = ("model", "model_name")
@@ -15,42 +16,42 @@ _MODEL_LABELS = ("model", "model_name")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Figures that were read at a moment, by any clock."""
+    """Metrics read at `seconds` of a clock."""
 
     figures: Figures
     seconds: float
 
     def of_model(self, model: str) -> Page:
-        """Return the series of the model, and those that name none."""
+        """Return a page of the model's series and of series without a model."""
         names = self.figures.names
         kept = (one for name in names for one in self.figures.samples(name) if _is_of(one.labels, model))
         return Page(Figures(kept), self.seconds)
 
-    def labels(self, name: str, label: str) -> list[str]:
-        return sorted({one.labels[label] for one in self.figures.samples(name) if label in one.labels})
+    def labels(self, metric: Metric, label: str) -> list[str]:
+        return sorted({one.labels[label] for one in self.figures.samples(metric.name) if label in one.labels})
 
-    def total(self, name: str, **labels: str) -> float | None:
+    def total(self, metric: Metric, **labels: str) -> float | None:
         """Return the sum of the series with these labels, or None without any."""
-        values = self._values(name, labels)
+        values = self._values(metric, labels)
         return sum(values) if values else None
 
-    def highest(self, name: str, **labels: str) -> float | None:
-        return max(self._values(name, labels), default=None)
+    def highest(self, metric: Metric, **labels: str) -> float | None:
+        return max(self._values(metric, labels), default=None)
 
-    def buckets(self, name: str) -> dict[float, float]:
-        """Return the counts of a histogram up to each bound, in their order."""
+    def buckets(self, metric: Metric) -> dict[float, float]:
+        """Return the cumulative counts of a histogram by upper bound, ascending."""
         counts: dict[float, float] = {}
-        for one in self.figures.samples(f"{name}_bucket"):
+        for one in self.figures.samples(f"{metric.name}_bucket"):
             bound = float(one.labels["le"])
             counts[bound] = counts.get(bound, 0.0) + one.value
         return dict(sorted(counts.items()))
 
-    def _values(self, name: str, labels: Mapping[str, str]) -> list[float]:
-        return [one.value for one in self.figures.samples(name, **labels)]
+    def _values(self, metric: Metric, labels: Mapping[str, str]) -> list[float]:
+        return [one.value for one in self.figures.samples(metric.name, **labels)]
 
 
 class Change(NamedTuple):
-    """Two pages of one server, one after the other."""
+    """Two successive pages of one server."""
 
     before: Page
     after: Page
@@ -59,30 +60,30 @@ class Change(NamedTuple):
     def seconds(self) -> float:
         return self.after.seconds - self.before.seconds
 
-    def growth(self, name: str, **labels: str) -> float | None:
-        """Return how much a counter grew; None without it. One that is smaller now has begun anew."""
-        now = self.after.total(name, **labels)
+    def growth(self, metric: Metric, **labels: str) -> float | None:
+        """Return the growth of a counter; None without the counter. A smaller counter has begun anew."""
+        now = self.after.total(metric, **labels)
         if now is None:
             return None
-        then = self.before.total(name, **labels) or 0.0
+        then = self.before.total(metric, **labels) or 0.0
         return now - then if now >= then else now
 
-    def rate(self, name: str, **labels: str) -> float | None:
-        """Return the growth a second; None without two pages of it."""
-        growth = self.growth(name, **labels)
+    def rate(self, metric: Metric, **labels: str) -> float | None:
+        """Return the growth per second; None without the counter or a second page."""
+        growth = self.growth(metric, **labels)
         return None if growth is None or self.seconds <= 0 else growth / self.seconds
 
-    def ratio(self, part: str, whole: str, **labels: str) -> float | None:
-        """Return how much one counter grew for each unit of another."""
+    def ratio(self, part: Metric, whole: Metric, **labels: str) -> float | None:
+        """Return the growth of `part` over the growth of `whole`; None if either is unknown or 0."""
         grown, by = self.growth(part, **labels), self.growth(whole, **labels)
         return grown / by if grown is not None and by else None
 
-    def quantile(self, name: str, share: float) -> float | None:
-        """Return a quantile of the values that a histogram took between the pages, None without one.
+    def quantile(self, metric: Metric, share: float) -> float | None:
+        """Return the quantile of the values between the pages, None without values.
 
-        It is interpolated within a bucket. In the last one, which has no upper bound, it is the lower bound.
+        It is interpolated within a bucket; in the last bucket it is the lower bound.
         """
-        then, now = self.before.buckets(name), self.after.buckets(name)
+        then, now = self.before.buckets(metric), self.after.buckets(metric)
         counts = {bound: count - then.get(bound, 0.0) for bound, count in now.items()}
         if min(counts.values(), default=0.0) < 0:  # begun anew
             counts = now

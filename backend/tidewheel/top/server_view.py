@@ -1,11 +1,21 @@
-"""Values that `tidewheel top` shows: the same for the terminal, `--once` and `--json`.
+"""Values that `tidewheel top` shows in the terminal, by `--once` and by `--json`, made from two pages of metrics.
 
-Rates are per second of the newest seconds. None is a figure that the server does not have, or not yet.
+Rates are per second, over the last `watch.WINDOW_S`. None is a value that the server does not show, or not yet.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import msgspec
+
+from tidewheel import metrics
+from tidewheel.request import Priority
+from tidewheel.top.metric_changes import Change, Page
+
+_BREAKER = ("closed", "half open", "open")
+_CLASSES = tuple(priority.name.lower() for priority in Priority)
 
 
 class View(msgspec.Struct, kw_only=True):
@@ -130,3 +140,127 @@ class RequestLine(msgspec.Struct, kw_only=True):
     max_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+
+
+def traffic(change: Change) -> Traffic:
+    now = change.after
+    return Traffic(
+        running=now.total(metrics.RUNNING),
+        waiting=now.total(metrics.WAITING),
+        received_rate=change.rate(metrics.RECEIVED),
+        finished_rate=change.rate(metrics.FINISHED),
+        refused_rate=change.rate(metrics.REJECTED),
+        rate_limited_rate=change.rate(metrics.RATE_LIMITED),
+        failed_rate=change.rate(metrics.FAILED),
+        prompt_tokens_rate=change.rate(metrics.PROMPT_TOKENS),
+        output_tokens_rate=change.rate(metrics.GENERATION_TOKENS),
+        first_token_p50_s=change.quantile(metrics.TIME_TO_FIRST_TOKEN, 0.5),
+        first_token_p95_s=change.quantile(metrics.TIME_TO_FIRST_TOKEN, 0.95),
+        inter_token_p50_s=change.quantile(metrics.INTER_TOKEN_LATENCY, 0.5),
+        inter_token_p95_s=change.quantile(metrics.INTER_TOKEN_LATENCY, 0.95),
+        queue_p95_s=change.quantile(metrics.QUEUE_TIME, 0.95),
+        in_time=change.ratio(metrics.IN_TIME, metrics.ANSWERED),
+    )
+
+
+def classes(change: Change, requests: Sequence[RequestLine] | None) -> list[ClassLine]:
+    """Return every class. Without a list of requests, none are counted as running."""
+    running = None if requests is None else Counter(one.priority for one in requests if one.state == "running")
+    return [_class(change, name, None if running is None else running[name]) for name in _CLASSES]
+
+
+def _class(change: Change, name: str, running: int | None) -> ClassLine:
+    now, of_class = change.after, {"class": name}
+    return ClassLine(
+        name=name,
+        running=running,
+        waiting=now.total(metrics.WAITING_BY_CLASS, **of_class),
+        oldest_wait_s=now.highest(metrics.OLDEST_WAIT, **of_class),
+        longest_wait_s=now.highest(metrics.LONGEST_WAIT, **of_class),
+        started_rate=change.rate(metrics.STARTED, **of_class),
+        shed=now.total(metrics.SHED, **of_class),
+        evicted=now.total(metrics.EVICTED, **of_class),
+        in_time=change.ratio(metrics.IN_TIME, metrics.ANSWERED, **of_class),
+    )
+
+
+def tenants(change: Change) -> list[TenantLine]:
+    """Return all tenants, the busiest first."""
+    names = change.after.labels(metrics.TENANT_REQUESTS, "tenant")
+    return sorted((_tenant(change, name) for name in names), key=lambda one: -(one.output_tokens or 0.0))
+
+
+def _tenant(change: Change, name: str) -> TenantLine:
+    return TenantLine(
+        name=name,
+        requests_rate=change.rate(metrics.TENANT_REQUESTS, tenant=name),
+        rejected_rate=change.rate(metrics.TENANT_REJECTED, tenant=name),
+        mean_queue_s=change.ratio(metrics.TENANT_QUEUE_SECONDS, metrics.TENANT_STARTED, tenant=name),
+        prompt_tokens_rate=change.rate(metrics.TENANT_PROMPT_TOKENS, tenant=name),
+        output_tokens_rate=change.rate(metrics.TENANT_GENERATION_TOKENS, tenant=name),
+        output_tokens=change.after.total(metrics.TENANT_GENERATION_TOKENS, tenant=name),
+    )
+
+
+def cache(change: Change) -> CacheLine:
+    now = change.after
+    used, most = (now.total(metrics.CACHE_BLOCKS, kv_cache_block_type=kind) for kind in ("used", "max"))
+    return CacheLine(
+        use=used / most if used is not None and most else None,
+        num_blocks=most,
+        cached_blocks=now.total(metrics.BLOCKS_CACHED),
+        hit_rate=change.ratio(metrics.HIT_TOKENS, metrics.QUERIED_TOKENS),
+        sessions=now.total(metrics.SESSIONS),
+        session_blocks=now.total(metrics.SESSION_BLOCKS),
+        host_blocks=now.total(metrics.HOST_BLOCKS),
+        host_blocks_free=now.total(metrics.HOST_BLOCKS_FREE),
+    )
+
+
+def steps(change: Change) -> StepLine:
+    now = change.after
+    breaker = now.highest(metrics.BREAKER)
+    return StepLine(
+        rate=change.rate(metrics.STEPS),
+        tokens_rate=change.rate(metrics.SCHEDULED_TOKENS),
+        tokens_per_step=change.ratio(metrics.SCHEDULED_TOKENS, metrics.STEPS),
+        seconds_per_step=change.ratio(metrics.STEP_SECONDS, metrics.STEPS),
+        busy=now.highest(metrics.BUSY),
+        token_budget=now.total(metrics.TOKEN_BUDGET),
+        max_num_seqs=now.total(metrics.MAX_NUM_SEQS),
+        preemptions=now.total(metrics.PREEMPTIONS),
+        preemptions_rate=change.rate(metrics.PREEMPTIONS),
+        restarts=now.total(metrics.ENGINE_RESTARTS),
+        breaker="" if breaker is None else _BREAKER[int(breaker)],
+    )
+
+
+def errors(change: Change, gateway: Page | None) -> list[ErrorLine]:
+    """Return the tags that occurred, the most frequent first."""
+    tags = {tag for name in (metrics.REJECTED, metrics.FAILED) for tag in change.after.labels(name, "tag")}
+    if gateway is not None:
+        tags |= set(gateway.labels(metrics.GATEWAY_ERRORS, "tag"))
+    lines = [_error(change, gateway, tag) for tag in sorted(tags)]
+    seen = [one for one in lines if one.refused or one.failed or one.gateway]
+    return sorted(seen, key=lambda one: -max(one.refused + one.failed, one.gateway))
+
+
+def _error(change: Change, gateway: Page | None, tag: str) -> ErrorLine:
+    return ErrorLine(
+        tag=tag,
+        refused=change.after.total(metrics.REJECTED, tag=tag) or 0.0,
+        refused_rate=change.rate(metrics.REJECTED, tag=tag),
+        failed=change.after.total(metrics.FAILED, tag=tag) or 0.0,
+        failed_rate=change.rate(metrics.FAILED, tag=tag),
+        gateway=(gateway.total(metrics.GATEWAY_ERRORS, tag=tag) or 0.0) if gateway is not None else 0.0,
+    )
+
+
+def gateway_line(change: Change) -> GatewayLine:
+    now = change.after
+    return GatewayLine(
+        requests_rate=change.rate(metrics.GATEWAY_REQUESTS),
+        open_requests=now.total(metrics.GATEWAY_OPEN),
+        hang_ups=now.total(metrics.GATEWAY_HANG_UPS),
+        moved=now.total(metrics.GATEWAY_MOVED),
+    )

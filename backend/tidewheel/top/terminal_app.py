@@ -16,8 +16,8 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
 from tidewheel.top import TopError
-from tidewheel.top.requests_here import cancel
-from tidewheel.top.sections import (
+from tidewheel.top.server_view import RequestLine, View
+from tidewheel.top.view_text import (
     ORDERS,
     REQUEST_HEADER,
     Section,
@@ -28,8 +28,7 @@ from tidewheel.top.sections import (
     requests_title,
     tables,
 )
-from tidewheel.top.server_view import RequestLine, View
-from tidewheel.top.watching import Watch
+from tidewheel.top.watch import Watch, cancel
 from tidewheel_client.errors import RequestError
 
 _GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING", "SLOW")
@@ -50,7 +49,7 @@ where answers are late without a queue: then the time of a step makes them so.
 
 
 class TerminalApp(App[None]):
-    """Looks every `interval_s` on a thread."""
+    """View that a thread renews every `interval_s`."""
 
     CSS_PATH = "terminal_app.tcss"
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - as textual declares it
@@ -204,7 +203,7 @@ class TerminalApp(App[None]):
 
 
 class Question(ModalScreen[bool]):
-    """Text over the view. Any key ends it; `y` says yes."""
+    """Text over the view, ended by any key; `y` answers yes."""
 
     def __init__(self, text: str, keys: str) -> None:
         super().__init__()
@@ -226,7 +225,6 @@ def _key(request: RequestLine) -> str:
 
 
 def _cells(request: RequestLine) -> list[Text]:
-    """Return the cells, figures to the right."""
     cells = request_cells(request)
     first, last = 2, len(REQUEST_HEADER)
     return [Text(cell, justify="right" if first <= index < last else "left") for index, cell in enumerate(cells)]

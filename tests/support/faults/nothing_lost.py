@@ -17,6 +17,7 @@ import pytest
 
 from support.triton.burst import GREEDY, Burst, bursting
 from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
+from tidewheel import metrics
 
 CANARIES = (
     "The Python interpreter",
@@ -175,7 +176,7 @@ COUNTS = {
     "nv_inference_request_success": "triton success",
     "nv_inference_request_failure": "triton failure",
 }
-REASON = re.compile(r'\b(?:finished_reason|tag|reason)="([^"]*)"')
+REASONS = ("finished_reason", "tag", "reason")  # labels
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,14 @@ class Ledger:
 
     @classmethod
     def of(cls, server: Server) -> Ledger:
-        received, ended, tritons = 0, Counter[str](), Counter[str]()
-        for sample, value in server.metrics().items():
-            name, _, labels = sample.partition("{")
-            received += int(value) if name == "tidewheel_requests_received_total" else 0
-            if name in COUNTS:
-                side = tritons if name.startswith("nv_") else ended
-                side[" ".join([COUNTS[name], *REASON.findall(labels)])] += int(value)
+        ended, tritons = Counter[str](), Counter[str]()
+        figures = server.metrics()
+        received = int(sum(sample.value for sample in figures.samples(metrics.RECEIVED.name)))
+        for name, outcome in COUNTS.items():
+            side = tritons if name.startswith("nv_") else ended
+            for sample in figures.samples(name):
+                reasons = (sample.labels[label] for label in REASONS if label in sample.labels)
+                side[" ".join([outcome, *reasons])] += int(sample.value)
         return cls(received, ended, tritons)
 
     @classmethod

@@ -32,7 +32,7 @@ def loaded(server: Server) -> list[float]:
         samples = server.metrics()
     except requests.RequestException:
         return [math.nan] * len(LOADED)
-    return [sum(value for sample, value in samples.items() if sample.partition("{")[0] == name) for name in LOADED]
+    return [sum(sample.value for sample in samples.samples(name)) for name in LOADED]
 
 
 class Watch:

@@ -21,7 +21,7 @@ from support.faults.slowed import SECONDS_FILE, slow_down
 from support.gateway.browser import Browser, browser
 from support.triton.serving import REPOSITORY, Server, start_server, stop_server, wait_ready
 from tidewheel.top.terminal_app import TerminalApp
-from tidewheel.top.watching import Target, Watch
+from tidewheel.top.watch import Target, Watch
 from tidewheel_client.server_pages import ServerPages
 
 SECONDS = 20.0  # of load before the picture

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tidewheel.top.requests_here import Listing
 from tidewheel.top.server_view import RequestLine, View
-from tidewheel.top.watching import Target, Watch
+from tidewheel.top.watch import Listing, Target, Watch
 from tidewheel_client.server_pages import Figures, Health, ServerPages
 
 RECORDED = Path(__file__).parents[2] / "top"

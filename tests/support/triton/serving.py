@@ -26,6 +26,7 @@ import tritonclient.grpc as grpcclient
 
 from tidewheel.server.model_control import Action, ask_server
 from tidewheel.server.workdir import WorkDir
+from tidewheel_client import Figures
 
 ROOT = Path(__file__).parents[3]
 REPOSITORY = ROOT / "model_repository"
@@ -114,20 +115,12 @@ class Server:
         """Load, unload or reload a model through the private socket. Raise `ServeError`."""
         ask_server(self.work.control, action, model)
 
-    def metrics(self) -> dict[str, float]:
-        """Return every sample of /metrics: `name{labels}` → value."""
-        text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
-        samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-        return {name: float(value) for name, _, value in samples}
+    def metrics(self) -> Figures:
+        return Figures.parse(requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum the samples of one name whose labels match."""
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        return sum(
-            value
-            for sample, value in self.metrics().items()
-            if sample.partition("{")[0] == name and all(label in sample for label in wanted)
-        )
+        return sum(sample.value for sample in self.metrics().samples(name, **labels))
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -1,19 +1,25 @@
-"""The view as titled tables of text, and as a page of plain text."""
+"""A view as text: its verdict in a sentence, titled tables, and a whole page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tidewheel.bench.text_tables import TextTable
-from tidewheel.errors import printable
+from tidewheel.bench.text_tables import NOTHING, TextTable, number
+from tidewheel.errors import Busy, printable
 from tidewheel.request import Priority
-from tidewheel.top.server_view import RequestLine, View
-from tidewheel.top.shown import NOTHING, bar, count, duration, number, per_second, percent
+from tidewheel.top.server_view import ErrorLine, RequestLine, View
 
 MAX_TENANTS = 8  # shown
 MAX_PLAIN_REQUESTS = 20  # of --once
 _INDENT = "  "
+_FULL, _EMPTY = "█", "░"
+OVERLOAD_TAGS = frozenset({"TW-BUSY", "TW-KV-FULL", "TW-DEADLINE"})
+GONE_TAG = "TW-CANCELLED"  # of clients that hung up
+FULL_CACHE = 0.95
+LEAST_RATE = 1e-6  # of a difference of rates
+GOOD_SHARE = 0.9  # of answers in time
+NUM_STEPS = 2  # that a request waits without a queue: those in flight, then its own
 
 
 class Section(NamedTuple):
@@ -21,34 +27,22 @@ class Section(NamedTuple):
     table: TextTable
 
 
-class Order(NamedTuple):
-    """An order of requests."""
-
+class RequestOrder(NamedTuple):
     name: str
     key: Callable[[RequestLine], tuple[float | str, ...]]
 
 
 ORDERS = (
-    Order("slowest first", lambda one: (-one.age_s,)),
-    Order("fewest tokens/s first", lambda one: (one.tokens_rate or 0.0, -one.age_s)),
-    Order("most tokens first", lambda one: (-(one.num_prompt_tokens + one.num_output_tokens),)),
-    Order("longest wait first", lambda one: (-one.waited_s,)),
-    Order("by tenant", lambda one: (one.tenant, -one.age_s)),
-    Order("by class", lambda one: (Priority[one.priority.upper()], -one.age_s)),
+    RequestOrder("slowest first", lambda one: (-one.age_s,)),
+    RequestOrder("fewest tokens/s first", lambda one: (one.tokens_rate or 0.0, -one.age_s)),
+    RequestOrder("most tokens first", lambda one: (-(one.num_prompt_tokens + one.num_output_tokens),)),
+    RequestOrder("longest wait first", lambda one: (-one.waited_s,)),
+    RequestOrder("by tenant", lambda one: (one.tenant, -one.age_s)),
+    RequestOrder("by class", lambda one: (Priority[one.priority.upper()], -one.age_s)),
 )
 REQUEST_HEADER = [
-    "class",
-    "state",
-    "age",
-    "waited",
-    "first token",
-    "tokens/s",
-    "out",
-    "of",
-    "in",
-    "cached",
-    "preempted",
-]
+    "class", "state", "age", "waited", "first token", "tokens/s", "out", "of", "in", "cached", "preempted",
+]  # fmt: skip
 
 
 def headline(view: View) -> str:
@@ -65,7 +59,7 @@ def tables(view: View) -> list[Section]:
 
 
 def request_cells(one: RequestLine) -> list[str]:
-    """Return the cells of `REQUEST_HEADER`, then tenant and id, which clients choose."""
+    """Return the cells of `REQUEST_HEADER`, then tenant and id."""
     return [
         one.priority,
         one.state,
@@ -83,19 +77,19 @@ def request_cells(one: RequestLine) -> list[str]:
     ]
 
 
-def requests_title(view: View, order: Order) -> str:
+def requests_title(view: View, order: RequestOrder) -> str:
     if view.requests_note and not view.requests:
         return f"requests: {view.requests_note}"
     note = f"; {view.requests_note}" if view.requests_note else ""
     return f"requests: {view.num_sequences} unfinished, {order.name}{note}"
 
 
-def ordered(view: View, order: Order, *, is_reversed: bool = False) -> list[RequestLine]:
+def ordered(view: View, order: RequestOrder, *, is_reversed: bool = False) -> list[RequestLine]:
     return sorted(view.requests, key=order.key, reverse=is_reversed)
 
 
 def as_text(view: View) -> str:
-    """Return a page for people, without a terminal."""
+    """Return the page of `--once`."""
     lines = [headline(view), view.summary, ""]
     for section in (*panels(view), *tables(view)):
         if section.table.rows:
@@ -219,3 +213,94 @@ def _errors(view: View) -> Section:
     if view.gateway is None:
         header, rows = header[:-1], [row[:-1] for row in rows]
     return Section("errors since the start (docs/errors.md)", TextTable(header, rows, num_labels=1))
+
+
+def verdict(view: View) -> str:
+    """Return the first verdict of docs/top.md that holds."""
+    if view.is_ready is False:
+        return f"NOT READY: {view.reason or view.state}"
+    if view.gateway_problem:
+        return f"GATEWAY: {view.gateway_problem}"
+    if failing := [one for one in view.errors if one.failed_rate and one.tag != GONE_TAG]:
+        return f"FAILING: {', '.join(f'{one.tag} {number(one.failed_rate)}/s' for one in failing)}"
+    limited = view.traffic.rate_limited_rate or 0.0
+    if refused := [one for one in view.errors if _refused_for_others(one, limited)]:
+        return f"OVERLOADED: refuses {_refusals(refused)}; {_queue(view)}"
+    if _queues(view) and (view.cache.use or 0.0) >= FULL_CACHE:
+        return f"KV CACHE FULL: {percent(view.cache.use)} in use; {_queue(view)}"
+    if _queues(view):
+        return f"QUEUEING: {_queue(view)}"
+    if limited:
+        return f"OVER ITS RATE: {_limited_tenants(view)}; the server has room: {_unhindered(view)}"
+    return _unhindered(view)
+
+
+def _refused_for_others(line: ErrorLine, limited: float) -> bool:
+    """Return whether requests are refused for other reasons than their tenant's rates."""
+    rate = line.refused_rate or 0.0
+    if line.tag == Busy.tag:
+        rate -= limited
+    return line.tag in OVERLOAD_TAGS and rate > LEAST_RATE
+
+
+def _limited_tenants(view: View) -> str:
+    tenants = [one for one in view.tenants if one.rejected_rate]
+    return ", ".join(f"{one.name or 'no tenant'} has {number(one.rejected_rate)}/s refused" for one in tenants)
+
+
+def _unhindered(view: View) -> str:
+    in_time = view.traffic.in_time
+    if in_time is not None and in_time < GOOD_SHARE:
+        return f"SLOW: {percent(in_time)} of the answers are in time, and no queue makes them late; {_pace(view)}"
+    if view.traffic.running:
+        return f"SERVING: no queue; {_pace(view)}"
+    return "IDLE: nothing runs"
+
+
+def _queues(view: View) -> bool:
+    """Return whether requests wait for longer than `NUM_STEPS`."""
+    if not view.traffic.waiting:
+        return False
+    waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s is not None]
+    return not waits or max(waits) > NUM_STEPS * (view.steps.seconds_per_step or 0.0)
+
+
+def _refusals(lines: list[ErrorLine]) -> str:
+    return ", ".join(f"{one.tag} {number(one.refused_rate)}/s" for one in lines)
+
+
+def _queue(view: View) -> str:
+    waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s]
+    since = f", the oldest for {duration(max(waits))}" if waits else ""
+    return f"{view.traffic.waiting or 0:.0f} wait{since}, {view.traffic.running or 0:.0f} run; {_pace(view)}"
+
+
+def _pace(view: View) -> str:
+    return f"a step takes {duration(view.steps.seconds_per_step)}"
+
+
+def count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def per_second(value: float | None) -> str:
+    return NOTHING if value is None else f"{number(value)}/s" if value else "0/s"
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.0f} %"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def bar(share: float | None, width: int = 8) -> str:
+    if share is None:
+        return NOTHING
+    full = round(min(max(share, 0.0), 1.0) * width)
+    return f"{_FULL * full}{_EMPTY * (width - full)} {percent(share)}"

@@ -1,15 +1,26 @@
-"""Looks at a server, again and again."""
+"""Views of a server, one a look: its pages, and the requests of the engines on this machine."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+from tidewheel.engine.folder import label_of, model_label
+from tidewheel.engine.messages import MAX_LISTED, RequestRow
+from tidewheel.engine.operating import cancel_request, list_requests
+from tidewheel.metrics import RECEIVED
+from tidewheel.request import Priority
+from tidewheel.server.endpoints import is_loopback
+from tidewheel.server.own_servers import current_engines_of
 from tidewheel.top import TopError
-from tidewheel.top.figures_of_pages import (
-    FAMILY,
+from tidewheel.top.metric_changes import Change, Page
+from tidewheel.top.server_view import (
+    RequestLine,
+    View,
     cache,
     classes,
     errors,
@@ -18,15 +29,23 @@ from tidewheel.top.figures_of_pages import (
     tenants,
     traffic,
 )
-from tidewheel.top.metric_changes import Change, Page
-from tidewheel.top.requests_here import Listing, list_here
-from tidewheel.top.server_view import View
-from tidewheel.top.verdict import verdict
+from tidewheel.top.view_text import verdict
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.server_pages import Figures, Health, ServerPages, read_figures
 
 WINDOW_S = 10.0  # of rates
+ANSWER_S = 1.0  # time limit of an engine
+ELSEWHERE = "requests are listed on the server's own machine alone"
+NOT_OURS = "no engine of this user is here: requests are listed for the user who runs the server"
+TWIN = "requests are listed under the model that has the engine"
+SILENT = "an engine does not answer: its requests are not listed"
 _START = "start a server with 'tidewheel serve', or name its addresses with --metrics-url and --health-url"
+
+
+class Listing(NamedTuple):
+    requests: list[RequestLine] | None  # the oldest of each engine; None: `note` says why
+    num_sequences: int = 0
+    note: str = ""
 
 
 class Target(NamedTuple):
@@ -36,8 +55,40 @@ class Target(NamedTuple):
     api_key: str = ""  # for the gateway
 
 
+def list_here(metrics_url: str, model: str) -> Listing:
+    """Return the requests of the engines whose server shows these metrics."""
+    address = urlsplit(metrics_url)
+    if not is_loopback(address.hostname or ""):
+        return Listing(None, note=ELSEWHERE)
+    engines = current_engines_of(address.port or 80)
+    own = [link for link in engines if not model or label_of(link) == model_label(model)]
+    if engines and not own:
+        return Listing(None, note=TWIN)
+    return list_engines(own)
+
+
+def list_engines(links: Sequence[Path]) -> Listing:
+    """Return the requests of the engines that the links lead to."""
+    if not links:
+        return Listing(None, note=NOT_OURS)
+    answers = [(link.resolve(), list_requests(link, MAX_LISTED, ANSWER_S)) for link in links]
+    lines = [_line(str(folder), one.pid, row) for folder, one in answers if one is not None for row in one.rows]
+    total = sum(one.num_sequences for _, one in answers if one is not None)
+    is_whole = all(one is not None for _, one in answers)
+    return Listing(lines if lines or is_whole else None, total, "" if is_whole else SILENT)
+
+
+def cancel(request: RequestLine) -> str:
+    """Cancel a request, and return a sentence with the outcome."""
+    name = request.request_id or f"number {request.number}"
+    was_there = cancel_request(Path(request.engine), request.engine_pid, request.number, ANSWER_S)
+    if was_there is None:
+        return f"the engine does not answer: request {name} was not cancelled"
+    return f"request {name} was cancelled" if was_there else f"request {name} had ended before"
+
+
 class Watch:
-    """Pages of the last seconds. `look` blocks; one thread calls it."""
+    """Pages of the last `WINDOW_S`. One thread calls `look`, which blocks."""
 
     def __init__(
         self,
@@ -53,7 +104,7 @@ class Watch:
         self._gateway_pages: deque[Page] = deque()
 
     def look(self) -> View:
-        """Return the view of this moment. Raise `TopError` or `RequestError`."""
+        """Return the current view. Raise `TopError` or `RequestError`."""
         target = self._target
         health = self._health()
         page = _of_model(Page(self._metrics(health), self._clock()), target)
@@ -62,7 +113,7 @@ class Watch:
         listing = self._list_requests(target.pages.metrics_url, target.model)
         view = View(
             server=target.pages.metrics_url,
-            models=page.labels(FAMILY, "model"),
+            models=page.labels(RECEIVED, "model"),
             is_ready=None if isinstance(health, RequestError) else health.is_ready,
             state="unknown" if isinstance(health, RequestError) else health.state,
             reason=str(health) if isinstance(health, RequestError) else health.reason,
@@ -98,7 +149,7 @@ class Watch:
             raise TopError(f"{error}; the server is {health.state} ({health.reason or 'no reason given'})") from None
 
     def _gateway(self) -> tuple[Change | None, str]:
-        """Return what changed, or the reason why it is unknown."""
+        """Return the change of the gateway's page, or the reason why it is unknown."""
         if not self._target.gateway_url:
             return None, ""
         try:
@@ -109,14 +160,14 @@ class Watch:
 
 
 def _of_model(page: Page, target: Target) -> Page:
-    """Return the page with the model's series alone. Raise `TopError` without figures of it."""
-    known = page.labels(FAMILY, "model")
+    """Return the page of the target's model. Raise `TopError` without metrics of it."""
+    known = page.labels(RECEIVED, "model")
     if not known:
         raise TopError(
             f"{target.pages.metrics_url} has no figures of tidewheel: no model of this backend is loaded, or all "
             "have REPORT_CUSTOM_METRICS false or disable_log_stats true (docs/metrics.md)"
         )
-    if target.model and target.model not in (*known, *page.labels(FAMILY, "model_name")):
+    if target.model and target.model not in (*known, *page.labels(RECEIVED, "model_name")):
         raise TopError(
             f"model {target.model!r} has no figures on {target.pages.metrics_url}: those with figures are "
             f"{', '.join(known)}"
@@ -130,3 +181,25 @@ def _change(pages: deque[Page], page: Page) -> Change:
     while len(pages) > 2 and page.seconds - pages[0].seconds > WINDOW_S:
         pages.popleft()
     return Change(pages[0], page)
+
+
+def _line(engine: str, pid: int, row: RequestRow) -> RequestLine:
+    since_first = 0.0 if row.first_token_s is None else row.age_s - row.first_token_s
+    return RequestLine(
+        engine=engine,
+        engine_pid=pid,
+        number=row.number,
+        request_id=row.request_id,
+        priority=Priority(row.priority).name.lower(),
+        tenant=row.tenant,
+        state=row.state,
+        age_s=row.age_s,
+        waited_s=row.waited_s,
+        first_token_s=row.first_token_s,
+        tokens_rate=(row.num_output_tokens - 1) / since_first if row.num_output_tokens > 1 and since_first else None,
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_output_tokens=row.num_output_tokens,
+        max_tokens=row.max_tokens,
+        num_cached_tokens=row.num_cached_tokens,
+        num_preemptions=row.num_preemptions,
+    )

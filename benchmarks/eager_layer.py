@@ -24,8 +24,8 @@ from gpu.kernel_sweep import replaced
 from roofline import SHAPES, Shape
 from stub_driver import Launches, stub_driver
 from tidewheel.models import decoder
+from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import KVLayer, TokenLocations
-from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel_kernels import AttentionMetadata, choice
 

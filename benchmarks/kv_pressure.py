@@ -20,7 +20,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.scenario import simulated_info, simulator_of
-from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.arrivals import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace, synthesise
 

@@ -32,7 +32,7 @@ from tidewheel.bench.workloads import PLAIN, Workload, WorkloadKind
 from tidewheel.record.recorded_events import Added, Scheduled
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording
-from tidewheel.workload.arrival_times import poisson_until
+from tidewheel.workload.arrivals import poisson_until
 from tidewheel.workload.lengths import LengthRange
 
 WORKLOAD = Workload("overload", LengthRange(16, 112), LengthRange(8, 56), vocab=10_000)

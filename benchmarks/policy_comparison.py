@@ -23,7 +23,7 @@ from tidewheel.simulate.calibration import facts_of, fit
 from tidewheel.simulate.outcomes import SimulationOutcomes, throughput
 from tidewheel.simulate.scenario import simulator_of
 from tidewheel.stats import EngineStats
-from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.arrivals import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace
 

@@ -31,9 +31,9 @@ from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_LOGIT_BIAS, SamplingParams, pack_biases
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.scenario import simulated_info
 from tidewheel.tenants import TenantLimits

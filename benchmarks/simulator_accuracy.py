@@ -20,7 +20,7 @@ from tidewheel.simulate.calibration import MeasuredStep, facts_of, fit
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import SimulationOutcomes, throughput
 from tidewheel.simulate.scenario import simulator_of
-from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals
+from tidewheel.workload.arrivals import FloatArray, bursty_arrivals, poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace, synthesise
 

@@ -81,7 +81,7 @@ def summary(samples: list[float]) -> dict[str, Any]:
 
 
 def show(rows: Iterable[Mapping[str, object]]) -> None:
-    from tidewheel.bench.text_tables import TextTable  # absent in older checkouts
+    from tidewheel.bench.tables import TextTable  # absent in older checkouts
 
     shown = [{name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in row.items()}
              for row in rows]  # fmt: skip

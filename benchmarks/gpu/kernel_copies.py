@@ -14,7 +14,7 @@ from gpu.timing import Call, KernelCase
 from roofline import SHAPES, Shape
 from tidewheel.batch import Int32Array
 from tidewheel.models import causal_lm
-from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel_kernels import copy_blocks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu.measurements import OURS, Ceilings, Measurement
-from tidewheel.bench.text_tables import TextTable
+from tidewheel.bench.tables import TextTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

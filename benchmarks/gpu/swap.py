@@ -17,7 +17,7 @@ from gpu.kernel_copies import BLOCK_SIZE, layout_of
 from gpu.measurements import Measurement, throughput
 from gpu.stage import Stage, parser, run
 from roofline import SHAPES
-from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.kv_tensors import KVTensors
 from work_items import of_length
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tidewheel.runner.graph_capture import capture_into
+from tidewheel.runner.accelerator import capture_into
 
 Call = Callable[[], object]
 Factory = Callable[[int], Call]  # call on the i-th set

@@ -12,7 +12,7 @@ from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.tenants import TenantLimits
 
 INFO = EngineInfo(

@@ -30,8 +30,8 @@ from tidewheel.engine.messages import (
 from tidewheel.engine.server import RECEIVE_S, EngineServer
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
+from tidewheel.scheduler.config import StrategyConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import StrategyConfig
 
 NUM_BLOCKS = 64
 

@@ -17,7 +17,7 @@ from support.kernels.kernel_harness import NAN, RATIO, assert_close, paged_batch
 from support.kernels.sampling_rows import GREEDY, Row, possible_draws, tensors
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.accelerator import CudaAccelerator
-from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel_kernels import copy_blocks, rms_norm, silu_and_mul
 from tidewheel_kernels.attention.reference import paged_attention_reference

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from support.models import tiny_models
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import NATIVE, native_traits
-from tidewheel.models.decoder_config import ModelConfig, parse_config
+from tidewheel.models.architectures import NATIVE, ModelConfig, native_traits, parse_config
 from tidewheel.models.model_folder import ConfigFields, architecture, checkpoint_dtype, read_config
 
 LLAMA: dict[str, object] = {

@@ -14,8 +14,7 @@ from support.models import tiny_models
 from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.config import EngineConfig
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
-from tidewheel.runner.cache_scales import HEADROOM, scales_of_largest
-from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.kv_tensors import HEADROOM, CacheLayout, KVTensors, scales_of_largest
 from tidewheel.runner.loading import load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels import FP8

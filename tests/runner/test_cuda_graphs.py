@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.runner.recorded_graphs import NotCapturable, RecordedGraph, RecordingPool
-from tidewheel.runner import graph_capture
+from tidewheel.runner import accelerator
 from tidewheel.runner.accelerator import CudaAccelerator, CudaGraphPool, _CudaArray
 from tidewheel.runner.profiling import estimated_graph_bytes
 
@@ -143,7 +143,7 @@ def test_a_graph_that_does_not_load_closes_nothing_twice(
 def test_torch_since_2_13_closes_captures_itself(
     cuda: FakeCuda, recording: RecordingPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_capture, "LEAVES_CAPTURES_OPEN", False)
+    monkeypatch.setattr(accelerator, "LEAVES_CAPTURES_OPEN", False)
     with pytest.raises(NotCapturable):
         CudaGraphPool(DEVICE, cuda.stream).capture(lambda: torch.ones(1).sum().item())
     assert recording.allocator.released == []

@@ -16,9 +16,8 @@ from tidewheel.byte_sizes import GIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import ModelShape
-from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.host_memory import available_host_bytes
-from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks
+from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.model_runner import ModelRunner
 

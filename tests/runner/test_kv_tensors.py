@@ -13,6 +13,7 @@ from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
+from tidewheel.runner.host_memory import SpareMemory, resident_bytes
 from tidewheel.runner.kv_tensors import (
     CacheLayout,
     KVTensors,
@@ -23,7 +24,6 @@ from tidewheel.runner.kv_tensors import (
     full_bytes,
 )
 from tidewheel.runner.loading import _allocate
-from tidewheel.runner.memory_claims import SpareMemory, resident_bytes
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)

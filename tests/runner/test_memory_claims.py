@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from tidewheel.byte_sizes import GIB
-from tidewheel.runner import memory_claims
-from tidewheel.runner.memory_claims import ClaimRecord, MemoryClaim, SpareMemory, spare_memory
+from tidewheel.runner import host_memory
+from tidewheel.runner.host_memory import ClaimRecord, MemoryClaim, SpareMemory, spare_memory
 
 MINE = ClaimRecord(1, base=0, takes_share=True, began=100)
 CODE = """
 import sys
-from tidewheel.runner.memory_claims import MemoryClaim
+from tidewheel.runner.host_memory import MemoryClaim
 claim = MemoryClaim(takes_share=True, others=0)
 claim.take(3 << 30)
 print("claimed", flush=True)
@@ -27,8 +27,8 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def resident(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Bytes that each process has, of those that these tests name."""
-    real, known = memory_claims.resident_bytes, dict[int, int]()
-    monkeypatch.setattr(memory_claims, "resident_bytes", lambda pid: known.get(pid, real(pid) if pid > 99 else 0))
+    real, known = host_memory.resident_bytes, dict[int, int]()
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda pid: known.get(pid, real(pid) if pid > 99 else 0))
     return known
 
 

@@ -7,7 +7,7 @@ import torch
 
 from support.runner import capturable
 from support.runner.recorded_graphs import NotCapturable, RecordingPool
-from tidewheel.runner import graph_capture
+from tidewheel.runner import accelerator
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
@@ -59,7 +59,7 @@ def test_what_is_made_of_composed_operations_is_looked_into() -> None:
 def test_a_capture_that_stays_open_spoils_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torch before 2.13: the cache cannot be emptied, and the pool takes no other capture."""
     pool = RecordingPool()
-    monkeypatch.setattr(graph_capture, "_close", lambda pool: None)
+    monkeypatch.setattr(accelerator, "_close", lambda pool: None)
     with pytest.raises(NotCapturable, match="tolist"):
         pool.capture(lambda: torch.ones(2).tolist())
     with pytest.raises(RuntimeError, match="INTERNAL ASSERT FAILED"):

@@ -21,13 +21,13 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import decoder
+from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import ModelShape, no_progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
-from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerCache

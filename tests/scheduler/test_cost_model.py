@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidewheel.scheduler.estimates import PreemptionCost, ServiceEstimate, StepTime
 from tidewheel.scheduler.policy import compute_density
-from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepTime
 
 
 def learned(overhead: float, per_token: float, noise: float = 0.0, num_steps: int = 200) -> StepTime:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
+from tidewheel.scheduler.tenancy import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
 
 
 def same_weight(tenant: str) -> float:

@@ -65,7 +65,7 @@ from tidewheel.kvcache import prefix
 from tidewheel.kvcache.manager import FreedBlockCounter, KVCacheManager
 from tidewheel.kvcache.transfers import NO_TRANSFERS
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler import admission, planner, victims
+from tidewheel.scheduler import admission, cache_pressure, planner
 from tidewheel.scheduler.admission import AdmissionControl, WaitingLimits
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.policy import Rank
@@ -121,13 +121,13 @@ def tokens_in_flight_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_victim(patch: pytest.MonkeyPatch) -> None:
-    real = victims.order_of_victims
-    patch.setattr(victims, "order_of_victims", lambda state, lowest_class: real(state, lowest_class)[::-1])
-    patch.setattr(victims, "protected_row", lambda columns: -1)
+    real = cache_pressure.order_of_victims
+    patch.setattr(cache_pressure, "order_of_victims", lambda state, lowest_class: real(state, lowest_class)[::-1])
+    patch.setattr(cache_pressure, "protected_row", lambda columns: -1)
 
 
 def most_progress_lost(patch: pytest.MonkeyPatch) -> None:
-    real = victims.order_of_victims
+    real = cache_pressure.order_of_victims
 
     def order_of_victims(state: SchedulerState, lowest_class: int) -> list[int]:
         columns = state.columns
@@ -136,7 +136,7 @@ def most_progress_lost(patch: pytest.MonkeyPatch) -> None:
         columns.num_computed_tokens = kept
         return rows
 
-    patch.setattr(victims, "order_of_victims", order_of_victims)
+    patch.setattr(cache_pressure, "order_of_victims", order_of_victims)
 
 
 def salt_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,9 @@ def every_deadline_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def critical_takes_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(planner, "victims_for", lambda state, *rest, **more: victims.order_of_victims(state, Priority.HIGH))
+    patch.setattr(
+        planner, "victims_for", lambda state, *rest, **more: cache_pressure.order_of_victims(state, Priority.HIGH)
+    )
 
 
 def critical_waits(patch: pytest.MonkeyPatch) -> None:
@@ -261,13 +263,13 @@ def critical_waits(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_victim_too_many(patch: pytest.MonkeyPatch) -> None:
-    real = victims.choose_victims
+    real = cache_pressure.choose_victims
 
     def choose_victims(state: SchedulerState, rows: list[int], num_missing: int, **more: Any) -> list[int] | None:
         chosen = real(state, rows, num_missing, **more)
         return chosen and [*chosen, *[row for row in rows if row not in chosen][:1]]
 
-    patch.setattr(victims, "choose_victims", choose_victims)
+    patch.setattr(cache_pressure, "choose_victims", choose_victims)
 
 
 def shared_blocks_counted_twice(patch: pytest.MonkeyPatch) -> None:

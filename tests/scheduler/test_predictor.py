@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler.predictor import MIN_SEEN, LengthHistogram, OutputPredictor
+from tidewheel.scheduler.estimates import MIN_SEEN, LengthHistogram, OutputPredictor
 
 LONG = 1 << 20
 

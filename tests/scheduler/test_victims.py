@@ -8,10 +8,10 @@ from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler, numbered
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler import victims
+from tidewheel.scheduler import cache_pressure
+from tidewheel.scheduler.cache_pressure import order_of_victims, protected_row
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.scheduler.victims import order_of_victims, protected_row
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
@@ -256,7 +256,7 @@ def test_blocks_that_a_staying_row_shares_are_not_counted_one_by_one(monkeypatch
         driver.add(make_request(f"low{n}", prompt=[*range(40), n], max_tokens=8, priority=LOW, arrival_time=1.0))
     driver.step()
     assert driver.scheduler.num_running == 5
-    monkeypatch.setattr(victims, "choose_victims", None)
+    monkeypatch.setattr(cache_pressure, "choose_victims", None)
     wide = driver.add(make_request("wide", prompt=[39] * 60, max_tokens=1, priority=CRITICAL, arrival_time=9.0))
     driver.step()
     assert wide.state is RequestState.WAITING

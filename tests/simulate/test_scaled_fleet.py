@@ -17,8 +17,8 @@ from tidewheel.fleet.scaling import Decision, FleetState, ScalingSettings
 from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.fleet import ScalingPlan
 from tidewheel.simulate.outcomes import FINISHED
-from tidewheel.simulate.simulated_fleet import ScalingPlan
 from tidewheel.simulate.simulator import Simulator
 
 ROUTERS = ("round-robin", "least-loaded", "session-affinity", "prefix-aware")

@@ -12,7 +12,7 @@ import pytest
 from support.simulate.simulation import lengths, make_trace
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
+from tidewheel.workload.arrivals import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import PrefixMix, TenantMix

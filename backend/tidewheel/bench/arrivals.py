@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidewheel.bench import BenchError
-from tidewheel.workload.arrival_times import bursty_arrivals, poisson_until
+from tidewheel.workload.arrivals import bursty_arrivals, poisson_until
 
 SYNTAX = "closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or all"
 MAX_RATE = 100_000.0  # requests per second, beyond one client

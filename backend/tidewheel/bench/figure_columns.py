@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tidewheel.bench.estimates import Estimate
 from tidewheel.bench.outcome import Slo
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.text_tables import NOTHING, TextTable, number
+from tidewheel.bench.tables import NOTHING, TextTable, number
 
 CLASS_ORDER = ("critical", "high", "normal", "low")
 Figures = Mapping[str, Any]

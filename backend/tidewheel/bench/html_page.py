@@ -19,7 +19,7 @@ from tidewheel.bench.figure_columns import (
     verdicts,
 )
 from tidewheel.bench.results import ResultRecorder, StageResult
-from tidewheel.bench.text_tables import TextTable, number
+from tidewheel.bench.tables import TextTable, number
 
 if TYPE_CHECKING:
     from tidewheel.bench.charts import ChartImage

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tidewheel.bench.figure_columns import COLUMNS, FigureColumn, headings
-from tidewheel.bench.text_tables import TextTable
+from tidewheel.bench.tables import TextTable
 from tidewheel.cli.scaling_options import scaling_options
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
@@ -203,7 +203,7 @@ def write_json(scenario: Scenario, results: Sequence[ScenarioResult], target: st
 def write_charts(results: Sequence[ScenarioResult], folder: Path) -> list[Path]:
     """Write the charts that have something to show; return their paths."""
     try:
-        from tidewheel.simulate.simulation_charts import charts
+        from tidewheel.simulate.charts import charts
     except ImportError:
         raise UsageError("--plots needs matplotlib: pip install 'tidewheel[load]'") from None
     paths = []

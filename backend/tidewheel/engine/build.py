@@ -21,8 +21,8 @@ from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.record.recorder import Recorder
 from tidewheel.record.recording_scheduler import RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits, parse_tenants
 

@@ -11,8 +11,8 @@ from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Progress, Request
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.stats import EngineStats, WaitingRoom
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.model_formats import foreign_format
-from tidewheel.models.architectures import native_traits
+from tidewheel.models.architectures import native_traits, parse_config
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.decoder_config import parse_config
 from tidewheel.models.loader import check_through_transformers, resolve_max_model_len
 from tidewheel.models.model_folder import (
     MAX_INT,
@@ -39,10 +38,9 @@ from tidewheel.runner.device import (
     resolve_device,
     resolve_dtype,
 )
-from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, MemoryShare, cpu_budget, decide_size, full_bytes
 from tidewheel.runner.loading import BLOCK_SIZES
-from tidewheel.runner.memory_claims import MemoryClaim
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 
 UNKNOWN_VOCABULARY = 1 << 19  # tokens that a tokenizer is tried with where `config.json` does not say how many

@@ -12,8 +12,8 @@ from torch.nn.functional import embedding, linear, pad
 
 from tidewheel.config import Quantization
 from tidewheel.errors import ConfigError
+from tidewheel.models.architectures import ModelConfig
 from tidewheel.models.causal_lm import AttentionInput, KVLayer, ModelShape, TokenLocations
-from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import (
     AttentionMetadata,

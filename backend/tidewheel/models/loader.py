@@ -8,10 +8,9 @@ import torch
 
 from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import NativeTraits, native_traits
+from tidewheel.models.architectures import NativeTraits, native_traits, parse_config
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.decoder_config import parse_config
 from tidewheel.models.model_folder import ConfigFields, architecture
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 

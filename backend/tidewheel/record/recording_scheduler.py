@@ -7,8 +7,8 @@ from tidewheel.errors import TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.record.recorder import Recorder
 from tidewheel.request import FinishReason, Request
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 
 
 class RecordingScheduler(Scheduler):

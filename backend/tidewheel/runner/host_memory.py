@@ -1,9 +1,21 @@
+"""Free host memory, and the claims by which engines that load together share it.
+
+Linux counts memory when it is first written, and a cache fills slowly: memory that is free now may be another
+engine's. So each engine publishes a claim in a memfd, which other engines find in /proc. It ends with its process.
+"""
+
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
+
+import msgspec
 
 # Parameters of glibc's mallopt(3).
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -76,3 +88,129 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+log = logging.getLogger(__name__)
+
+_NAME = "tidewheel-memory"
+_SIZE = 512  # bytes of a claim, which one write replaces
+_LEAST_SHARE = 4  # claims leave a new engine at least this part (1 / 4) of what is free, for they may never be used
+_PAGE = os.sysconf("SC_PAGESIZE")
+
+
+class ClaimRecord(msgspec.Struct, frozen=True):
+    """Host memory that one engine of process `pid` uses or is going to use, as published to the others."""
+
+    pid: int
+    base: int  # bytes that the process held before the load
+    others: int = 0  # bytes of weights, activations and host tier
+    cache: int = 0  # bytes of the KV cache
+    takes_share: bool = False  # no setting gives the cache its size
+    began: int = 0  # ns of the monotonic clock
+    sized: int = 0  # the same, when the cache got its size; 0: not yet
+
+
+class SpareMemory(NamedTuple):
+    bytes: int
+    num_engines: int  # that load at once and get as much each
+
+
+class MemoryClaim:
+    """Published claim of this engine on host memory, kept until the object is deleted."""
+
+    def __init__(self, *, takes_share: bool, others: int) -> None:
+        self._claim = ClaimRecord(
+            os.getpid(), resident_bytes(os.getpid()), others, takes_share=takes_share, began=time.monotonic_ns()
+        )
+        self._file: IO[bytes] | None = None
+        try:
+            self._file = os.fdopen(os.memfd_create(_NAME), "wb", buffering=0)
+        except OSError as error:
+            log.info("other engines cannot see what memory this one needs: %s", error)
+        self._write()
+
+    def spare(self, available: int, others: int) -> SpareMemory:
+        """Return the share of `available` bytes that this engine's cache may take.
+
+        `others` are the bytes of its weights, activations and host tier; what is not yet resident is subtracted.
+        """
+        self._claim = msgspec.structs.replace(self._claim, others=others)
+        # A cache with a size of its own is compared with what is free now: claims of others may never be used.
+        claims = _claims(self._claim) if self._claim.takes_share else {self._claim.pid: [self._claim]}
+        return spare_memory(self._claim, claims, available)
+
+    def take(self, cache: int) -> None:
+        """Publish the size of this engine's cache, in bytes."""
+        self._claim = msgspec.structs.replace(self._claim, cache=cache, sized=time.monotonic_ns())
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is not None:
+            os.pwrite(self._file.fileno(), msgspec.json.encode(self._claim).ljust(_SIZE), 0)
+
+
+def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
+    """Return `available` less the claimed bytes not yet resident, divided by the engines that size a cache together.
+
+    `claims` are all claims by process, `mine` included. An engine with a fixed cache gets all that is left.
+    """
+    num_engines, growth = 0, 0
+    for pid, of_process in claims.items():
+        expected = min(claim.base for claim in of_process)
+        for claim in of_process:
+            loads_too = claim.takes_share and (not claim.sized or claim.sized > mine.began)
+            num_engines += loads_too
+            expected += claim.others + (0 if loads_too else claim.cache)
+        growth += max(expected - resident_bytes(pid), 0)
+    num_engines = num_engines if mine.takes_share else 1
+    unclaimed = max(available - growth, 0)
+    if mine.takes_share:
+        own_growth = max(mine.base + mine.others - resident_bytes(mine.pid), 0)
+        unclaimed = max(unclaimed, (available - own_growth) // _LEAST_SHARE)
+    return SpareMemory(unclaimed // num_engines, num_engines)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process in bytes, 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
+    """Return `mine` and all other claims that this user can read, by process id.
+
+    A descriptor that a forked process inherited does not count: its claim names the parent.
+    """
+    found = defaultdict(list, {mine.pid: [mine]})
+    for folder in filter(_is_own, Path("/proc").glob("[0-9]*/fd")):
+        for claim in filter(None, map(_read_claim, _entries(folder))):
+            if str(claim.pid) == folder.parent.name and (claim.pid, claim.began) != (mine.pid, mine.began):
+                found[claim.pid].append(claim)
+    return found
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a process is this user's: root could read claims that others made up."""
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def _read_claim(link: Path) -> ClaimRecord | None:
+    try:
+        if not str(link.readlink()).startswith(f"/memfd:{_NAME}"):
+            return None
+        with os.fdopen(os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            return msgspec.json.decode(file.read(_SIZE), type=ClaimRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None

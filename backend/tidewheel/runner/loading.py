@@ -17,8 +17,6 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, SplitLM
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
-from tidewheel.runner.block_transfers import BlockTransfers
-from tidewheel.runner.cache_scales import with_scales
 from tidewheel.runner.decode_graphs import decode_sizes, unsplit_sizes
 from tidewheel.runner.device import (
     check_deterministic,
@@ -29,12 +27,19 @@ from tidewheel.runner.device import (
     resolve_device,
     resolve_dtype,
 )
-from tidewheel.runner.host_memory import available_host_bytes, keep_freed_memory
-from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
+from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory
+from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
-from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_size, full_bytes
-from tidewheel.runner.memory_claims import MemoryClaim
+from tidewheel.runner.kv_tensors import (
+    CacheLayout,
+    KVTensors,
+    MemoryBudget,
+    cpu_budget,
+    decide_size,
+    full_bytes,
+    with_scales,
+)
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.prompt_graphs import prompt_sizes
 from tidewheel.runner.step_graphs import GraphSizes

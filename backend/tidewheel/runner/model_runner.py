@@ -13,9 +13,9 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, no_progress
 from tidewheel.runner.accelerator import Accelerator, accelerator_of
-from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import DecodeGraph, Forward
 from tidewheel.runner.graph_trial import objection_to_graphs, trial_size
+from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs, RowTable
 from tidewheel.runner.kv_tensors import KVTensors

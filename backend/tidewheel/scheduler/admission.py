@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import CircuitBreaker
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.estimates import ServiceEstimate
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.service_class import is_over_quota
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.step_time import ServiceEstimate
 from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
 from tidewheel.stats import WaitingRoom
 

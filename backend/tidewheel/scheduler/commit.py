@@ -10,8 +10,8 @@ from tidewheel.errors import InternalError, InvalidRequest, NumericError, Tidewh
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import TopLogprobs
 from tidewheel.scheduler.columns import RowColumns
-from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.state import SchedulerState
+from tidewheel.scheduler.tenancy import VirtualCounters
 
 
 class InFlightStep(NamedTuple):

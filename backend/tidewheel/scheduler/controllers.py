@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from tidewheel.batch import ScheduledBatch
 from tidewheel.scheduler.commit import InFlightStep
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.estimates import PreemptionCost, ServiceEstimate, StepTime
 from tidewheel.scheduler.queue import WaitingSet
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits
-from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepTime
 from tidewheel.scheduler.strategy import JoinView, make_strategy
 
 MIN_TOKEN_BUDGET = 16

@@ -15,13 +15,12 @@ from tidewheel.batch import Int32Array, RowArray
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.growth import GrowthForecast
+from tidewheel.scheduler.cache_pressure import GrowthForecast, free_blocks_to_grow, victims_for
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import BlockedRequest, SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
-from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
 
 MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
 MAX_SKIPPED = 16  # requests per step that wait for a prefix

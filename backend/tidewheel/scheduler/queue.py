@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tidewheel.errors import require
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
+from tidewheel.scheduler.tenancy import VirtualCounters
 
 MAX_DISPLACED = 16  # per arrival
 MAX_LANES = 16  # tenants tried after the next one

@@ -19,9 +19,9 @@ from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Priority, Progress, Request
 from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.commit import InFlightStep, check_answer, commit_step
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.planner import plan_step
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan

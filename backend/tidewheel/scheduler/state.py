@@ -8,12 +8,11 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import RowColumns
-from tidewheel.scheduler.fairness import VirtualCounters
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.estimates import OutputPredictor, PreemptionCost
 from tidewheel.scheduler.policy import POLICIES, rank_of
-from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.queue import WaitingSet
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
-from tidewheel.scheduler.step_time import PreemptionCost
+from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage
 
 

@@ -16,7 +16,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.record.recorded_events import AnyEvent, Applied, Failed, Scheduled, StepFeatures
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.replay import Recording, engine_of
-from tidewheel.workload.arrival_times import FloatArray
+from tidewheel.workload.arrivals import FloatArray
 
 MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))

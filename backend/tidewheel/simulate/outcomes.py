@@ -12,7 +12,7 @@ from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.objective import Objective
 from tidewheel.request import FinishReason, Priority
-from tidewheel.workload.arrival_times import FloatArray
+from tidewheel.workload.arrivals import FloatArray
 from tidewheel.workload.traces import Trace
 
 UNKNOWN, FINISHED, REFUSED, DEADLINE, FAILED = range(5)

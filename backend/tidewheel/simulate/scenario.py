@@ -18,10 +18,10 @@ from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.fleet import ScalingPlan
 from tidewheel.simulate.outcomes import Figures, throughput
-from tidewheel.simulate.simulated_fleet import ScalingPlan
 from tidewheel.simulate.simulator import Simulator
-from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
+from tidewheel.workload.arrivals import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
 from tidewheel.workload.day_shapes import daily_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import PrefixMix, TenantMix, Trace, synthesise

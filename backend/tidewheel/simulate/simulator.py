@@ -19,8 +19,8 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.coarse_replica import CoarseLimits, CoarseReplica
 from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.fleet import ScalingPlan, SimulatedFleet, SimulatedReplica
 from tidewheel.simulate.outcomes import Figures, SimulatedRequest, SimulationOutcomes, Told, summarise
-from tidewheel.simulate.simulated_fleet import ScalingPlan, SimulatedFleet, SimulatedReplica
 from tidewheel.simulate.trace_requests import TraceRequests
 from tidewheel.stats import EngineStats
 from tidewheel.workload.traces import Trace

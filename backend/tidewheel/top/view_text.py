@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tidewheel.bench.text_tables import NOTHING, TextTable, number
+from tidewheel.bench.tables import NOTHING, TextTable, number
 from tidewheel.errors import Busy, printable
 from tidewheel.request import Priority
 from tidewheel.top.server_view import ErrorLine, RequestLine, View

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.errors import ConfigError
-from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals
+from tidewheel.workload.arrivals import FloatArray, bursty_arrivals
 from tidewheel.workload.lengths import Lengths
 
 DAY_S = 86_400.0

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.workload.arrival_times import FloatArray
+from tidewheel.workload.arrivals import FloatArray
 from tidewheel.workload.lengths import Lengths
 
 NOBODY = -1  # no session or prefix group

@@ -184,9 +184,8 @@ def model_folder(data: bytes) -> None:
     """Read the small files of a folder up to the tensors that the model would have."""
     import torch
 
-    from tidewheel.models.architectures import native_traits
+    from tidewheel.models.architectures import native_traits, parse_config
     from tidewheel.models.decoder import Decoder
-    from tidewheel.models.decoder_config import parse_config
     from tidewheel.models.model_folder import checkpoint_dtype, read_config
     from tidewheel.models.rope_table import cos_sin_table
     from tidewheel.models.transformers_model import transformers_config

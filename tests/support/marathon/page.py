@@ -16,7 +16,7 @@ from support.marathon.ledger import Call, Run
 from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, logarithmic, panels, style
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.html_page import document, facts, figure, wide
-from tidewheel.bench.text_tables import TextTable, number
+from tidewheel.bench.tables import TextTable, number
 
 RATE_BUCKET_S = 5.0
 _WINDOW, _OTHER = COLOURS[3], GREYS[1]

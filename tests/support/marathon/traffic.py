@@ -20,7 +20,7 @@ from support.triton.serving import Server
 from tidewheel.bench.driver import RunProgress
 from tidewheel.bench.outcome import OfferedRequest, RequestFailed, RequestOutcome
 from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
-from tidewheel.workload.arrival_times import poisson_until
+from tidewheel.workload.arrivals import poisson_until
 from tidewheel_client import Client, RequestError, RequestTimeout, ServerUnavailable
 from tidewheel_client.error_translation import from_text
 

@@ -15,7 +15,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import DType, EngineConfig
 from tidewheel.models.causal_lm import DTYPES, CausalLM, no_progress
 from tidewheel.request import Request
-from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerCache, load_parts
 from tidewheel.runner.model_runner import ModelRunner

@@ -16,7 +16,7 @@ from support.runner.step_loop import StepLoop
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import KVLayer, ModelShape
 from tidewheel.request import Request
-from tidewheel.runner.host_slots import HostBlocks
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerCache

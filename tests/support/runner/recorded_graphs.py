@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tidewheel.runner import graph_capture
+from tidewheel.runner import accelerator
 from tidewheel.runner.accelerator import CapturedGraph
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class RecordedAllocator:
         """Offer it where torch offers its own, and take this torch for one before 2.13."""
         with ExitStack() as stack:
             for owner, name, value in (
-                (graph_capture, "LEAVES_CAPTURES_OPEN", True),
+                (accelerator, "LEAVES_CAPTURES_OPEN", True),
                 (torch._C, "_cuda_endAllocateToPool", self.end_on_device),
                 (torch._C, "_cuda_releasePool", lambda device, pool: self.released.append(pool)),
                 (torch.cuda, "current_device", lambda: 0),
@@ -185,7 +185,7 @@ class RecordingPool:
         function()  # the warm-up
         graph = RecordedGraph(self)
         with self.allocator.installed():
-            output = graph_capture.capture_into(graph, function, self._handle)
+            output = accelerator.capture_into(graph, function, self._handle)
         self.graphs.append(graph)
         self.num_bytes += sum(tensor.nbytes for tensor in graph.made)
         graph.replay()

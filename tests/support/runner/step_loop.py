@@ -10,8 +10,8 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 

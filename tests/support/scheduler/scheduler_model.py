@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
+from tidewheel.scheduler.config import SchedulerConfig
 
 Key = tuple[float, ...]
 

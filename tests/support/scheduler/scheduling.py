@@ -15,8 +15,8 @@ from tidewheel.errors import Busy, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 
 
 def make_request(

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.fleet import ScalingPlan
 from tidewheel.simulate.outcomes import SimulationOutcomes
-from tidewheel.simulate.simulated_fleet import ScalingPlan
 from tidewheel.simulate.simulator import Simulator
-from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.arrivals import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace, synthesise
 

@@ -1,0 +1,203 @@
+"""Host tier of the KV cache: its size, its pinned memory, and copies of blocks beside the computation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tidewheel.batch import Int32Array, ScheduledBatch
+from tidewheel.byte_sizes import GIB, MIB
+from tidewheel.errors import ConfigError, InternalError
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, index_on
+
+# torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
+SLAB_BYTES = 1024 * MIB
+STAGING_BYTES = 64 * MIB
+
+
+def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STAGING_BYTES) -> int:
+    return min(max(1, staging_bytes // block_bytes), num_slots)
+
+
+class HostBlocks:
+    """Slots, pinned on CUDA, of one block of all layers each.
+
+    A block is gathered into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued
+    without waiting, all on one stream.
+    """
+
+    def __init__(
+        self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
+    ) -> None:
+        """Raise `RuntimeError` if the memory cannot be allocated."""
+        self.num_slots = num_slots
+        self._blocks = kv.blocks
+        shape, dtype = self._blocks.shape[1:], self._blocks.dtype
+        slot_bytes = shape.numel() * dtype.itemsize
+        num_staged = num_staged_blocks(slot_bytes, num_slots, staging_bytes)
+        pinned = kv.device.type == "cuda"
+        self._slab_slots = max(1, slab_bytes // slot_bytes)
+        self._slabs = [
+            torch.empty(min(self._slab_slots, num_slots - first), *shape, dtype=dtype, pin_memory=pinned)
+            for first in range(0, num_slots, self._slab_slots)
+        ]
+        self._staging = torch.empty(num_staged, *shape, dtype=dtype, device=kv.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """Return [2 * num_layers, block_size, num_kv_heads, head_dim]."""
+        return self._slabs[index // self._slab_slots][index % self._slab_slots]
+
+    def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
+        for index, chunk in self._chunks(block_ids, slots):
+            staged = self._staging[: len(chunk)]
+            torch.index_select(self._blocks, 0, index, out=staged)
+            for row, slot in enumerate(chunk):
+                self.slot(slot).copy_(staged[row], non_blocking=True)
+
+    def read_in(self, slots: Int32Array, block_ids: Int32Array) -> None:
+        for index, chunk in self._chunks(block_ids, slots):
+            staged = self._staging[: len(chunk)]
+            for row, slot in enumerate(chunk):
+                staged[row].copy_(self.slot(slot), non_blocking=True)
+            self._blocks.index_copy_(0, index, staged)
+
+    def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Yield block ids on the device, and slots, in chunks that fit the staging buffer."""
+        size = len(self._staging)
+        for first in range(0, len(slots), size):
+            index = index_on(self._staging.device, block_ids[first : first + size])
+            yield index, slots[first : first + size].tolist()
+
+
+def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above available memory."""
+    if swap_space == 0.0:
+        return 0
+    num_bytes = int(swap_space * GIB)
+    if available_bytes is not None and num_bytes > available_bytes:
+        raise ConfigError(
+            f"swap_space is {swap_space:g} GiB, but {available_bytes / GIB:.1f} GiB of host memory are available: "
+            "lower it"
+        )
+    num_blocks = num_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"swap_space is {swap_space:g} GiB, which does not hold one block of {layout.block_bytes / MIB:.1f} MiB: "
+            "raise it, or set it to 0"
+        )
+    return num_blocks
+
+
+NUM_TIMED_BLOCKS = 8
+
+
+class TransferStream(Protocol):
+    def running(self) -> AbstractContextManager[object]:
+        """Return a context whose work runs beside the computation, after all earlier work."""
+
+    def join(self) -> None:
+        """Make later computation wait for all copies."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for all copies."""
+
+
+class InlineTransferStream:
+    def running(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaTransferStream:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def running(self) -> AbstractContextManager[object]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def side_of(device: torch.device) -> TransferStream:
+    return CudaTransferStream(device) if device.type == "cuda" else InlineTransferStream()
+
+
+class BlockTransfers:
+    """Copies out of the cache, then into it, then inside it, before a batch computes.
+
+    The next batch waits for copies out; this one does only if it has copies in, or rewrites blocks that go out.
+    """
+
+    def __init__(self, kv: KVTensors, host: HostBlocks | None, side: TransferStream | None = None) -> None:
+        self._kv = kv
+        self._host = host
+        self._side = side or side_of(kv.device)
+        self._is_writing_out = False
+
+    def start(self, batch: ScheduledBatch) -> None:
+        """Raise `InternalError` if the device refuses."""
+        try:
+            self._start(batch)
+        except RuntimeError as error:  # a retried step must not copy again: the pool may have changed
+            raise InternalError(f"step {batch.step_id}: blocks could not be copied: {error}") from error
+
+    def _start(self, batch: ScheduledBatch) -> None:
+        if self._is_writing_out:
+            self._side.join()
+            self._is_writing_out = False
+        if len(batch.swap_out_blocks) or len(batch.swap_in_blocks):
+            self._swap(batch)
+        self._kv.copy(batch.copy_sources, batch.copy_targets)
+
+    def _swap(self, batch: ScheduledBatch) -> None:
+        if self._host is None:
+            raise InternalError(f"step {batch.step_id} swaps blocks, and there is no host tier")
+        with self._side.running():
+            self._host.write_out(batch.swap_out_blocks, batch.swap_out_slots)
+            self._host.read_in(batch.swap_in_slots, batch.swap_in_blocks)
+        if len(batch.swap_in_blocks) or _rewrites_swapped_out(batch):
+            self._side.join()
+        else:
+            self._is_writing_out = True
+
+    def seconds_per_block(self) -> float | None:
+        """Measure a copy one way; return None without a host tier. Overwrites blocks: call before the first batch."""
+        if self._host is None:
+            return None
+        count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self._kv.blocks))
+        ids = np.arange(count, dtype=np.int32)
+        self._round_trip(self._host, ids[:1])
+        started = time.perf_counter()
+        self._round_trip(self._host, ids)
+        return (time.perf_counter() - started) / (2 * count)
+
+    def _round_trip(self, host: HostBlocks, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        with self._side.running():
+            host.write_out(ids, ids)
+            host.read_in(ids, ids)
+        self._side.synchronize()
+
+
+def _rewrites_swapped_out(batch: ScheduledBatch) -> bool:
+    taken = np.concatenate((batch.block_ids, batch.copy_targets))
+    return bool(np.isin(batch.swap_out_blocks, taken).any())

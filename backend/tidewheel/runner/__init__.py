@@ -1,1 +1,1 @@
-"""Device side of an engine: model, cache, inputs and sampling."""
+pass

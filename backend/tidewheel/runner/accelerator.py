@@ -1,7 +1,4 @@
-"""Asynchronous device: pinned memory, events and CUDA graphs.
-
-Graphs freeze host values, control flow, and addresses of inputs and outputs; captured functions draw nothing random.
-"""
+"""Asynchronous device: pinned memory, events and CUDA graphs, which freeze host values and addresses of tensors."""
 
 from __future__ import annotations
 
@@ -11,22 +8,22 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-T = TypeVar("T")  # one or more tensors
+T = TypeVar("T")
 
 LEAVES_CAPTURES_OPEN = torch.__version__ < "2.13"
 
 
 def capture_into(graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: torch.cuda._POOL_HANDLE) -> T:
-    """Capture the function on the current stream. No other capture may go into the pool of one that failed.
+    """Capture on the current stream. The pool of a failed capture must not be used again.
 
-    `torch.cuda.graph` would collect garbage too, which takes a minute for all graphs instead of half a second, and
-    would leave its stream the current one after a failure.
+    `torch.cuda.graph` would collect garbage too (a minute for all graphs) and leave its stream current after a
+    failure.
     """
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # others may use the device
     try:
         output = function()
     except BaseException:
-        with suppress(RuntimeError):  # it only repeats that the error ended the capture
+        with suppress(RuntimeError):  # repeats an error of `function`
             _end(graph, pool)
         raise
     _end(graph, pool)
@@ -43,14 +40,11 @@ def _end(graph: torch.cuda.CUDAGraph, pool: torch.cuda._POOL_HANDLE) -> None:
 
 
 def _close(pool: torch.cuda._POOL_HANDLE) -> None:
-    """Close what torch before 2.13 leaves open if CUDA refuses a capture: https://github.com/pytorch/pytorch/pull/180395.
-
-    Else the device's allocator keeps the pool and cannot empty its cache, and its generator can draw nothing.
-    """
+    """Close a capture that torch before 2.13 leaves open if CUDA refuses it (pytorch/pytorch#180395)."""
     device = torch.cuda.current_device()
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:  # it is closed: CUDA took the capture, and refused its graph
+    except RuntimeError:  # closed already
         return
     torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
@@ -63,23 +57,23 @@ class DeviceGraph(Protocol):
 
 class CapturedGraph(NamedTuple, Generic[T]):
     graph: DeviceGraph
-    output: T  # in pool memory; the last replay's result
+    output: T  # in pool memory, overwritten by each replay
 
 
 class GraphPool(Protocol):
-    """Graphs whose replays may overwrite each other's results, except tensors held at their capture."""
+    """Pool of graphs. A replay may overwrite other graphs' results, except tensors alive at their capture."""
 
-    num_bytes: int  # device memory of all captures
+    num_bytes: int  # device memory
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
-        """Run `function` at least once, then capture it in the same inference mode."""
+        """Run `function`, then capture it."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias that does not keep the memory from later captures."""
+        """Return an alias that later captures may overwrite."""
 
 
 class CudaGraphPool:
-    """Captures on a side stream, whose cuBLAS workspace belongs to the graphs."""
+    """Pool that captures on a side stream."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
@@ -88,7 +82,7 @@ class CudaGraphPool:
         self.num_bytes = 0
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
-        """Run `function` to compile and allocate, capture it, and replay it to load the graph."""
+        """Run `function` to compile and allocate, capture it, replay it to load the graph."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
         captured = self._capture(function)
@@ -109,17 +103,17 @@ class CudaGraphPool:
             with torch.cuda.stream(self._stream):
                 return CapturedGraph(graph, capture_into(graph, function, self._pool))
         except BaseException:
-            self._pool = torch.cuda.graph_pool_handle()  # for pinned memory torch may keep the old one open
+            self._pool = torch.cuda.graph_pool_handle()  # torch may keep the old pool open
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Alias through the CUDA array interface, which has no bfloat16."""
+        """Alias as integers: the CUDA array interface has no bfloat16."""
         integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
 
 
 class _CudaArray:
-    """Version 3 of https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+    """CUDA array interface, version 3 (https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -135,12 +129,10 @@ class DeviceEvent(Protocol):
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
-        """Wait for work queued before `record`; return at once without one."""
+        """Wait for work queued before `record`, if recorded."""
 
 
 class Accelerator(Protocol):
-    """Device operations beside torch's. Tests have one without a GPU."""
-
     @property
     def device(self) -> torch.device: ...
 
@@ -152,7 +144,7 @@ class Accelerator(Protocol):
     def graph_pool(self) -> GraphPool: ...
 
     def no_waiting(self) -> AbstractContextManager[None]:
-        """Let operations raise that wait for the device."""
+        """Make operations that wait for the device raise."""
 
 
 class CudaAccelerator:
@@ -171,7 +163,7 @@ class CudaAccelerator:
 
     @contextmanager
     def no_waiting(self) -> Iterator[None]:
-        """Let torch raise: for values, and for copies of pageable memory, but not in every operation."""
+        """Make torch raise on reads of values and copies of pageable memory, not on every wait."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -181,5 +173,4 @@ class CudaAccelerator:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return None for a CPU."""
     return CudaAccelerator(device) if device.type == "cuda" else None

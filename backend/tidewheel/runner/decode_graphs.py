@@ -1,10 +1,7 @@
-"""CUDA graphs of decode-only steps for some batch sizes; a batch takes the next larger size.
+"""CUDA graphs of decode-only steps for fixed batch sizes; a batch takes the next larger size.
 
-Each size has a forward pass and two samplers: greedy, or by row with all filters. Biases, penalties and
-log-probabilities run eagerly on the graph's logits.
-
-A graph makes a plan of splits and merges them in each layer, as lengths may be any. Steps of many rows have a second
-graph without both, for lengths of which none would be split.
+Samplers are greedy, or by row with all filters; other changes of logits run eagerly. A graph plans and merges splits
+of long contexts in each layer. Large sizes have a second graph for steps whose contexts need no split.
 """
 
 from __future__ import annotations
@@ -23,15 +20,14 @@ from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel.runner.staging import InputSender
 from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
 
-# With so many rows, only one that has over 1,024 keys and twice the mean is split; with 24, each of equal ones. Of 35
-# sizes up to 256 rows, 25 have a second graph.
+# From here a row is split only above 1,024 keys and twice the mean; at 24 rows, equal rows are split too.
 LEAST_UNSPLIT = 64
 
 Forward = Callable[[DeviceInputs, ForwardBounds], torch.Tensor]  # logits
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Return 1, 2, 4, 8, 16, 24, … (16 apart from 512, 24 from 768, …), `max_num_rows`."""
+    """Return 1, 2, 4, 8, 16, 24, … (steps of 16 from 512, of 24 from 768, …), `max_num_rows`."""
     sizes, size = [], 1
     while size < max_num_rows:
         sizes.append(size)
@@ -40,7 +36,6 @@ def decode_sizes(max_num_rows: int) -> list[int]:
 
 
 def unsplit_sizes(sizes: Sequence[int], num_kv_heads: int, max_model_len: int, device: torch.device) -> list[int]:
-    """Return the sizes that get a second graph."""
     large = [size for size in sizes if size >= LEAST_UNSPLIT]
     return [s for s in large if decode_splits(s, num_kv_heads, max_model_len, multiprocessors(device)).extra]
 
@@ -49,10 +44,10 @@ class DecodeGraph(NamedTuple):
     """Graphs of one batch size. A replay overwrites logits and tokens of all sizes."""
 
     num_rows: int
-    inputs: DeviceInputs  # read by the graphs
+    inputs: DeviceInputs
     forward: DeviceGraph
     logits: torch.Tensor  # [num_rows, vocab_size]
-    greedy: CapturedGraph[torch.Tensor]  # samplers store tokens in their rows and output ids, [num_rows] int64
+    greedy: CapturedGraph[torch.Tensor]  # sampled ids [num_rows] int64
     drawn: CapturedGraph[torch.Tensor]
 
     def sample(self, *, any_sampled: bool) -> torch.Tensor:
@@ -67,7 +62,7 @@ class DecodeGraphs:
         pool: GraphPool,
         forward: Forward,
         rows: RowTable,
-        keys: torch.Tensor,  # of a layer
+        keys: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim] of one layer
         sender: InputSender,
         max_model_len: int,
     ) -> None:
@@ -77,11 +72,11 @@ class DecodeGraphs:
         self._num_kv_heads, self._num_sms = keys.shape[2], multiprocessors(keys.device)
         self._sender = sender
         self._max_model_len = max_model_len
-        self._of_count: list[DecodeGraph] = []  # index: number of rows - 1
-        self._unsplit: dict[int, DecodeGraph] = {}  # by its number of rows
+        self._of_count: list[DecodeGraph] = []  # by number of rows - 1
+        self._unsplit: dict[int, DecodeGraph] = {}
 
     def capture(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
-        """Return bytes by size, largest first. Tell how many are done."""
+        """Return bytes by size, largest first; report finished graphs to `tell`."""
         graphs, taken = self._captured_all(sizes, tell, may_split=True)
         ascending = iter(reversed(graphs))
         graph = next(ascending)
@@ -91,13 +86,12 @@ class DecodeGraphs:
         return taken
 
     def capture_unsplit(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
-        """Do as `capture`, for a second graph of these sizes."""
         graphs, taken = self._captured_all(sizes, tell, may_split=False)
         self._unsplit = {graph.num_rows: graph for graph in graphs}
         return taken
 
     def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        """Return the graph of a step that only decodes and samples all its rows, if they are not too many."""
+        """Return the graph of a step in which every row decodes and samples."""
         count = len(batch.rows)
         if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
             return None
@@ -111,7 +105,6 @@ class DecodeGraphs:
     def _captured_all(
         self, sizes: Sequence[int], tell: Callable[[int], None], *, may_split: bool
     ) -> tuple[list[DecodeGraph], list[int]]:
-        """Return graphs and their bytes, largest first."""
         taken: list[int] = []
         graphs: list[DecodeGraph] = []
         for size in sorted(sizes, reverse=True):

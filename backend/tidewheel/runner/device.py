@@ -1,5 +1,3 @@
-"""Device and dtype, from settings and hardware."""
-
 from __future__ import annotations
 
 import logging
@@ -20,12 +18,12 @@ LEAST_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
 CPU_INFO = Path("/proc/cpuinfo")
-# Flags of bfloat16 matrix products: x86 AVX-512 BF16 and AMX, and Arm's BF16 extension.
+# CPU flags: x86 AVX-512 BF16 and AMX, Arm BF16.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raise `ConfigError` if CUDA is requested but unusable, or if the GPU is too old."""
+    """Raise `ConfigError` if CUDA is requested but unusable, or the GPU is too old."""
     obstacle = cuda_obstacle() if config.device != "cpu" else "device is 'cpu'"
     if config.device == "cuda" and obstacle:
         raise ConfigError(f"device is 'cuda', but {obstacle}; or set device to 'cpu' or 'auto'")
@@ -40,7 +38,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def cuda_obstacle() -> str:
-    """Return why torch cannot use a GPU and what would help, or nothing."""
+    """Return why torch cannot use a GPU, and a remedy; empty if it can."""
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:
@@ -48,14 +46,14 @@ def cuda_obstacle() -> str:
     build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # names the version of a driver that is too old
+    except (RuntimeError, AssertionError) as error:  # names an outdated driver
         return f"{build} cannot use a GPU: {_first_sentences(error)}"
     return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
 
 
 def _first_sentences(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text.split(" Please ")[0].rstrip(". ")  # without the addresses that torch recommends
+    return text.split(" Please ")[0].rstrip(". ")
 
 
 def _check_capability(device: torch.device) -> None:
@@ -72,7 +70,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def limit_threads(weights_bytes: int) -> None:
-    """Use one CPU thread for a small model: waiting for a second one made steps 27 times slower on two busy cores."""
+    """Use one CPU thread for a small model: a second made steps 27 times slower on two busy cores."""
     if weights_bytes < SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
 
@@ -93,7 +91,7 @@ def resolve_dtype(wanted: DType, checkpoint: str | None, device: torch.device) -
 
 
 def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of keys and values. Raise `ConfigError` on a GPU that does not convert 8-bit floats."""
+    """Return the dtype of keys and values. Raise `ConfigError` if the GPU cannot convert 8-bit floats."""
     if wanted == "auto":
         return dtype
     _check_converts(f"kv_cache_dtype is {wanted}", "auto", device)
@@ -101,7 +99,7 @@ def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.de
 
 
 def check_deterministic(wanted: bool, device: torch.device) -> None:
-    """Raise `ConfigError` where kernels run whose sums depend on the batch."""
+    """Raise `ConfigError` if sums of the device's kernels depend on the batch."""
     if wanted and not runs_triton(device.type):
         raise ConfigError(
             "deterministic is true, which only triton-lang's kernels promise, and here others run: use a GPU, and "
@@ -110,7 +108,7 @@ def check_deterministic(wanted: bool, device: torch.device) -> None:
 
 
 def check_quantization(wanted: Quantization, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` on a GPU that does not multiply 8-bit floats, or not to `dtype`."""
+    """Raise `ConfigError` if the GPU cannot multiply 8-bit floats, or `dtype` is not bfloat16."""
     if wanted == "none" or device.type == "cpu":
         return
     _check_converts(f"quantization is {wanted}", "none", device)
@@ -136,7 +134,6 @@ def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
 
 
 def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:
-    """Return whether the CPU multiplies bfloat16 natively."""
     try:
         lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

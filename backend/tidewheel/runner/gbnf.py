@@ -1,4 +1,4 @@
-"""Rules in the notation of GBNF, as llama.cpp reads them, in that of Lark."""
+"""Conversion of GBNF rules (llama.cpp) to Lark."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 def to_lark(rules: str) -> str:
-    """Return rules of either notation as Lark. Raise ValueError.
+    """Return GBNF or Lark rules as Lark. Raise `ValueError`.
 
-    The library's converter drops the first of two rules with one name, takes names that differ in case or in `-` for
-    one, and breaks characters written as `\\u00e9`.
+    llguidance's converter drops the first of two rules with one name, merges names that differ only in case or `-`,
+    and breaks characters written as `\\u00e9`.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -55,7 +55,7 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _distinct(names: list[str]) -> dict[str, str]:
-    """Return other names for those that the converter takes for one, and for Lark's root."""
+    """Rename rules that the converter would merge."""
     taken = {_LARK_ROOT}
     renamed = {}
     for number, name in enumerate(names):

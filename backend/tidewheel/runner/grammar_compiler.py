@@ -1,8 +1,4 @@
-"""Grammars over the tokens of one model, by llguidance, which computes masks from the text alone.
-
-The end of an answer is a token of this module's own, behind the tokenizer's: requests differ in the tokens that end
-an answer.
-"""
+"""Grammars over a model's tokens, by llguidance. An extra token ends an answer, as end tokens differ by request."""
 
 from __future__ import annotations
 
@@ -30,15 +26,15 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 1 << 20
-MAX_THREADS = 4  # of masks
-MAX_TOKENIZER_BYTES = 256 << 20  # the largest has about 35 MB
-# A compilation goes down a grammar rule by rule, and ends its process where the stack ends. A grammar is tried on a
-# small stack, in a process of its own, before it is compiled on a large one.
+MAX_THREADS = 4  # that compute masks
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest known has 35 MB
+# Compilation recurses by rule and ends its process when the stack is full: grammars are first tried on a small stack
+# in another process.
 TRIAL_STACK_BYTES = 1 << 20
 STACK_BYTES = 16 << 20
 _END = "<|tidewheel end of answer|>"
 _ERROR_CHARS = 300
-# A state of the lexer takes 1 to 2 kB, a mask stops at 200,000 units of work (some 15 ms). Errors quote no grammar.
+# A lexer state takes 1 to 2 kB; a mask stops at 200,000 units of work (about 15 ms).
 _MAX_LEXER_STATES = 50_000
 _UNSUPPORTED = re.compile("unimplemented|(not|only) (yet )?supported|not disjoint|unknown format", re.IGNORECASE)
 _PLAIN = tuple(
@@ -50,7 +46,7 @@ _PLAIN = tuple(
         (r"(Resource '.*') is not present", r"\1 is another document: put it into $defs"),
     )
 )
-# Models fill an answer with whitespace where they may: one space at most between two tokens of JSON.
+# Models fill an answer with whitespace where they may.
 _DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " "}
 _WRITTEN = {
     GrammarKind.JSON_SCHEMA: "a JSON schema",
@@ -59,13 +55,13 @@ _WRITTEN = {
     GrammarKind.CHOICE: "a list of choices",
     GrammarKind.EBNF: "rules in GBNF or Lark",
 }
-_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # whatever `x-guidance` of a schema says
+_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
 
 T = TypeVar("T")
 
 
 class CompiledGrammar:
-    """See `tidewheel.grammar.TokenGrammar`. Answers follow copies of its matcher, which share nothing."""
+    """`tidewheel.grammar.TokenGrammar` whose matchers are independent copies."""
 
     def __init__(self, matcher: LLMatcher, pool: LLExecutor, end_bit: int, num_words: int) -> None:
         self._matcher = matcher
@@ -74,14 +70,14 @@ class CompiledGrammar:
         self.num_words = num_words
 
     def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
-        """Return one that has followed these tokens."""
+        """Return a matcher that has consumed the tokens."""
         copy = self._matcher.deep_copy()
         copy.consume_tokens(list(token_ids))
         return copy
 
 
 class GrammarCompiler:
-    """Thread-safe. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
+    """Thread-safe compiler. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._library = library = _llguidance()
@@ -101,7 +97,7 @@ class GrammarCompiler:
             raise ConfigError(f"{path} cannot be used for grammars: {_one_line(str(error))}") from None
 
     def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> CompiledGrammar:
-        """Return the grammar, whose first mask is computed. Raise `InvalidRequest` naming what is not supported."""
+        """Return the grammar, its first mask computed. Raise `InvalidRequest` or `Unsupported`."""
         if len(source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest(f"{name} is too large: its rules take more than {MAX_SOURCE_BYTES} bytes")
         matcher = _on_stack(stack_bytes, lambda: self._started(source))
@@ -120,7 +116,7 @@ class GrammarCompiler:
 
 
 def _llguidance() -> ModuleType:
-    """Import the library. Raise `ConfigError` where it is missing: all but grammars works without it."""
+    """Raise `ConfigError` if llguidance is missing: only grammars need it."""
     try:
         import llguidance
     except ImportError as error:
@@ -129,7 +125,7 @@ def _llguidance() -> ModuleType:
 
 
 def to_source(grammar: Grammar) -> str:
-    """Return the text to compile. Raise `InvalidRequest`."""
+    """Return the Lark or JSON source to compile. Raise `InvalidRequest`."""
     matcher = _llguidance().LLMatcher
     try:
         match grammar.kind:
@@ -156,7 +152,6 @@ def to_source(grammar: Grammar) -> str:
 
 
 def _plain(problem: str) -> str:
-    """Return the library's words, or those that say more to who wrote the grammar."""
     for pattern, words in _PLAIN:
         if found := pattern.search(problem):
             return found.expand(words)
@@ -168,13 +163,12 @@ def _one_line(text: str) -> str:
 
 
 def _on_stack(num_bytes: int, work: Callable[[], T]) -> T:
-    """Return the result of work on a thread with this stack."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # of the library, whose panics are no `Exception`
+        except BaseException as error:  # panics of the library
             future.set_exception(error)
 
     before = threading.stack_size(num_bytes)

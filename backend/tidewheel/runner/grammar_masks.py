@@ -1,7 +1,6 @@
-"""Masks of rows with grammars, which a thread computes while the device computes logits.
+"""Token masks of rows with grammars, computed on a thread beside the device.
 
-A mask needs the row's last token. With two steps in flight the thread waits for it while the later step already runs;
-rows without a grammar wait for nothing but their step.
+A mask needs the row's last token: with two steps in flight, the thread waits for it while the later step runs.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ class TokenSource(Protocol):
 
 
 class GrammarState:
-    """Answer of one row."""
-
     def __init__(self, new: NewRow) -> None:
         assert new.grammar is not None
         compiled, self._ends = new.grammar
@@ -40,14 +37,11 @@ class GrammarState:
         self.pool = compiled.pool
 
     def follows(self, token_id: int) -> bool:
-        """Return whether the grammar knows the token: none follows an end."""
+        """Return whether the grammar consumes the token: no end token, no negative id."""
         return token_id >= 0 and token_id not in self._ends
 
     def complete(self, mask: TokenMask, position: int) -> None:
-        """Set the tokens that end the answer, and clear what `allowed_token_ids` leaves out.
-
-        Clear all if the grammar has become too complex.
-        """
+        """Add end tokens and apply `allowed_token_ids`; clear the mask of a grammar that has become too complex."""
         if self.matcher.is_error():
             mask.words[:] = 0
             return
@@ -73,10 +67,10 @@ class GrammarState:
 
 class TokenMask(NamedTuple):
     words: npt.NDArray[np.uint32]
-    view: memoryview  # of the words; reads and writes one several times as fast
+    view: memoryview  # several times as fast for single words
 
     def clear(self, bit: int) -> bool:
-        """Return whether it was set."""
+        """Clear a bit; return whether it was set."""
         word, flag = bit >> 5, 1 << (bit & 31)
         was_set = bool(self.view[word] & flag)
         if was_set:
@@ -88,7 +82,7 @@ class TokenMask(NamedTuple):
 
 
 def packed(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
-    """Return [num_words] with a bit for each token."""
+    """Return the bit set [num_words] of the tokens."""
     ids = np.array(token_ids, dtype=np.uint32)
     words = np.zeros(num_words, dtype=np.uint32)
     np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))
@@ -97,24 +91,22 @@ def packed(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
 
 class MaskJob(NamedTuple):
     rows: Int32Array  # [N] sampling rows
-    states: list[GrammarState]  # [N]
+    states: list[GrammarState]
     bits: Future[torch.Tensor]  # [N, words] int32 on the host
 
 
 class _UnreadTokens(NamedTuple):
     states: list[GrammarState]
-    indices: list[int]  # of their tokens in the batch
+    indices: list[int]  # of the tokens in the batch
     pending: TokenSource
 
 
 class GrammarRows:
-    """States by row."""
-
     def __init__(self, accelerator: Accelerator | None) -> None:
         self._accelerator = accelerator
         self._states: dict[int, GrammarState] = {}
-        self._unread: list[_UnreadTokens] = []  # steps whose tokens no state has followed
-        self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
+        self._unread: list[_UnreadTokens] = []  # steps whose tokens no matcher has consumed
+        self._thread = ThreadPoolExecutor(1, "masks")
 
     def leave(self, row: int) -> None:
         self._states.pop(row, None)
@@ -125,7 +117,7 @@ class GrammarRows:
             self._states[new.row] = GrammarState(new)
 
     def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
-        """Start the masks of these sampling rows, if any has a grammar."""
+        """Start the masks of these sampling rows; None without grammars."""
         if not self._states:
             self._unread.clear()
             return None
@@ -138,7 +130,7 @@ class GrammarRows:
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
 
     def sampled(self, job: MaskJob, batch: ScheduledBatch, pending: TokenSource) -> None:
-        """Let the states of the job follow the tokens of its step, once they are read."""
+        """Have the matchers consume the step's tokens before their next mask."""
         self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), pending))
 
     def _filled(

@@ -1,8 +1,7 @@
-"""A trial of CUDA graphs, for models of which nothing proves that a replay computes what they do.
+"""Trial of CUDA graphs for models not known to be capturable.
 
-A graph freezes what a model computes on the host. So one is captured on padding, as all are, and replayed for decodes
-at other positions; its logits must be those of the model itself. Before that the model decodes once under watch: one
-that waits for the device is found without a capture that fails.
+A graph freezes host computation, so logits of a replay at other positions are compared with the model's. Before, the
+model decodes with waiting forbidden: a wait would fail the capture.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tidewheel.runner.step_graphs import GraphBytes, GraphSizes
 from tidewheel.sampling import SamplingParams
 
 MOST_ROWS = 4
-LENGTHS = (3, 17, 8, 30)  # of the prompts, tokens
+LENGTHS = (3, 17, 8, 30)  # prompt tokens
 NUM_DECODES = 2
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -45,13 +44,12 @@ class TrialRunner(Protocol):
 
 
 def trial_size(info: RunnerInfo) -> StepSize:
-    """Return the rows of the trial, and the tokens that each may have."""
     longest = min(max(LENGTHS) + NUM_DECODES, info.max_model_len)
     return StepSize(min(MOST_ROWS, info.max_num_seqs, info.max_num_batched_tokens), longest)
 
 
 def objection_to_graphs(runner: TrialRunner) -> str | None:
-    """Return what speaks against graphs of the runner's model, or None. Its cache must hold `trial_size`."""
+    """Return the reason against graphs, or None. The runner's cache must hold `trial_size`."""
     info = runner.info
     size = trial_size(info)
     longest = min(size.tokens_per_row - NUM_DECODES, info.max_num_batched_tokens)
@@ -66,16 +64,15 @@ def objection_to_graphs(runner: TrialRunner) -> str | None:
         differences = [relative_difference(*runner.logits_of_both(decode)) for decode in decodes]
     except (torch.OutOfMemoryError, ConfigError):
         raise
-    except Exception as error:  # layers may raise anything
+    except Exception as error:
         return f"no graph can hold a step: {one_line(error)}"
     limit = TOLERANCE[DTYPES[info.dtype]]
-    if all(difference <= limit for difference in differences):  # neither may be NaN
+    if all(difference <= limit for difference in differences):  # NaN fails too
         return None
     return f"a replay changes its logits by {max(differences):.2g}, at most {limit} is right"
 
 
 def _fill(runner: TrialRunner, lengths: Sequence[int], blocks_per_row: int) -> None:
-    """Run a prompt in each row, with blocks of its own."""
     for row, length in enumerate(lengths):
         tokens = random_tokens(length, runner.info.vocab_size, CPU).numpy().astype(np.int32)
         blocks = np.arange(row * blocks_per_row, (row + 1) * blocks_per_row, dtype=np.int32)
@@ -92,7 +89,7 @@ def _fill(runner: TrialRunner, lengths: Sequence[int], blocks_per_row: int) -> N
 
 
 def _step(rows: Sequence[int], starts: Sequence[int], done: int, num_tokens: int = 1) -> ScheduledBatch:
-    """Return a step of `num_tokens` a row, `done` tokens behind `starts`."""
+    """Return a step of `num_tokens` per row, `done` tokens after `starts`."""
     count = len(rows)
     return ScheduledBatch(
         step_id=0,

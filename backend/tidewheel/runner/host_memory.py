@@ -1,7 +1,7 @@
 """Free host memory, and the claims by which engines that load together share it.
 
-Linux counts memory when it is first written, and a cache fills slowly: memory that is free now may be another
-engine's. So each engine publishes a claim in a memfd, which other engines find in /proc. It ends with its process.
+Linux counts memory when it is first written, so free memory may belong to a cache that fills slowly. Each engine
+publishes its claim in a memfd, found in /proc, which ends with the process.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-# Parameters of glibc's mallopt(3).
+# glibc's mallopt(3)
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
 LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
 class _CgroupFiles(NamedTuple):
-    """Names of the memory files in a cgroup's folder."""
-
     limit: str
     use: str
-    caches: tuple[str, str]  # lines of `memory.stat`: pages of files, which Linux can drop
+    caches: tuple[str, str]  # droppable file pages, in `memory.stat`
 
 
 _V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
@@ -36,15 +34,15 @@ _V2 = _CgroupFiles("memory.max", "memory.current", ("active_file", "inactive_fil
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return the free memory in bytes: the least of the machine's and of its cgroups'. None if Linux reports none."""
+    """Return free bytes, the least of machine and cgroups; None if unknown."""
     amounts = [_available(root / "proc/meminfo"), *(_left(*group) for group in _groups(root))]
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what steps free, up to 1 GiB, for the next step.
+    """Make glibc keep up to 1 GiB of freed memory.
 
-    Otherwise it gives the large results of each layer back to Linux, which clears their pages anew in every step.
+    Otherwise Linux clears the pages of each layer's tensors in every step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -57,7 +55,7 @@ def _available(memory_info: Path) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Yield this process's memory cgroups, innermost first. In a container only the mount itself may exist."""
+    """Yield the process's memory cgroups, innermost first."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -93,30 +91,30 @@ def _read(path: Path) -> str:
 log = logging.getLogger(__name__)
 
 _NAME = "tidewheel-memory"
-_SIZE = 512  # bytes of a claim, which one write replaces
-_LEAST_SHARE = 4  # claims leave a new engine at least this part (1 / 4) of what is free, for they may never be used
+_SIZE = 512  # bytes
+_LEAST_SHARE = 4  # a new engine gets at least 1 / 4 of free memory, as claims may never be used
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class ClaimRecord(msgspec.Struct, frozen=True):
-    """Host memory that one engine of process `pid` uses or is going to use, as published to the others."""
+    """Host memory that the engine of process `pid` uses or will use."""
 
     pid: int
-    base: int  # bytes that the process held before the load
-    others: int = 0  # bytes of weights, activations and host tier
-    cache: int = 0  # bytes of the KV cache
-    takes_share: bool = False  # no setting gives the cache its size
-    began: int = 0  # ns of the monotonic clock
-    sized: int = 0  # the same, when the cache got its size; 0: not yet
+    base: int  # bytes before the load
+    others: int = 0  # bytes beside the cache
+    cache: int = 0  # bytes
+    takes_share: bool = False  # of free memory, without a setting
+    began: int = 0  # monotonic ns
+    sized: int = 0  # monotonic ns; 0: not yet
 
 
 class SpareMemory(NamedTuple):
     bytes: int
-    num_engines: int  # that load at once and get as much each
+    num_engines: int  # that share free memory
 
 
 class MemoryClaim:
-    """Published claim of this engine on host memory, kept until the object is deleted."""
+    """Published claim of this engine, withdrawn with the object."""
 
     def __init__(self, *, takes_share: bool, others: int) -> None:
         self._claim = ClaimRecord(
@@ -130,17 +128,13 @@ class MemoryClaim:
         self._write()
 
     def spare(self, available: int, others: int) -> SpareMemory:
-        """Return the share of `available` bytes that this engine's cache may take.
-
-        `others` are the bytes of its weights, activations and host tier; what is not yet resident is subtracted.
-        """
+        """Return this engine's share of `available` bytes; `others`: bytes for weights, activations and host tier."""
         self._claim = msgspec.structs.replace(self._claim, others=others)
-        # A cache with a size of its own is compared with what is free now: claims of others may never be used.
+        # A cache of fixed size is compared with free memory, as other claims may never be used.
         claims = _claims(self._claim) if self._claim.takes_share else {self._claim.pid: [self._claim]}
         return spare_memory(self._claim, claims, available)
 
     def take(self, cache: int) -> None:
-        """Publish the size of this engine's cache, in bytes."""
         self._claim = msgspec.structs.replace(self._claim, cache=cache, sized=time.monotonic_ns())
         self._write()
 
@@ -150,9 +144,9 @@ class MemoryClaim:
 
 
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
-    """Return `available` less the claimed bytes not yet resident, divided by the engines that size a cache together.
+    """Return `available` less claimed non-resident bytes, divided by the engines that size a cache together.
 
-    `claims` are all claims by process, `mine` included. An engine with a fixed cache gets all that is left.
+    `claims`: all claims by process, `mine` included. An engine with a fixed cache gets the whole rest.
     """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():
@@ -171,7 +165,7 @@ def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], availa
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process in bytes, 0 if it has ended."""
+    """Return the bytes resident; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except (OSError, IndexError):
@@ -179,10 +173,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
-    """Return `mine` and all other claims that this user can read, by process id.
-
-    A descriptor that a forked process inherited does not count: its claim names the parent.
-    """
+    """Return `mine` and readable claims by process id, without copies that forks inherited."""
     found = defaultdict(list, {mine.pid: [mine]})
     for folder in filter(_is_own, Path("/proc").glob("[0-9]*/fd")):
         for claim in filter(None, map(_read_claim, _entries(folder))):
@@ -192,7 +183,7 @@ def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a process is this user's: root could read claims that others made up."""
+    """Return whether this user owns the process: claims of others may be forged."""
     try:
         return folder.stat().st_uid == os.getuid()
     except OSError:
@@ -202,7 +193,7 @@ def _is_own(folder: Path) -> bool:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # ended, or another user's
         return []
 
 

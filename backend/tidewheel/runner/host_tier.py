@@ -1,5 +1,3 @@
-"""Host tier of the KV cache: its size, its pinned memory, and copies of blocks beside the computation."""
-
 from __future__ import annotations
 
 import time
@@ -15,7 +13,7 @@ from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, index_on
 
-# torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
+# torch rounds pinned memory up to a power of two.
 SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
 
@@ -25,11 +23,7 @@ def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STA
 
 
 class HostBlocks:
-    """Slots, pinned on CUDA, of one block of all layers each.
-
-    A block is gathered into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued
-    without waiting, all on one stream.
-    """
+    """Host slots (pinned on CUDA), each of one block of all layers, copied through a staging buffer on the device."""
 
     def __init__(
         self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
@@ -71,7 +65,7 @@ class HostBlocks:
             self._blocks.index_copy_(0, index, staged)
 
     def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yield block ids on the device, and slots, in chunks that fit the staging buffer."""
+        """Yield block ids on the device and slots, in chunks of the staging buffer."""
         size = len(self._staging)
         for first in range(0, len(slots), size):
             index = index_on(self._staging.device, block_ids[first : first + size])
@@ -79,7 +73,7 @@ class HostBlocks:
 
 
 def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
-    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above available memory."""
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` below one block or above available memory."""
     if swap_space == 0.0:
         return 0
     num_bytes = int(swap_space * GIB)
@@ -102,13 +96,13 @@ NUM_TIMED_BLOCKS = 8
 
 class TransferStream(Protocol):
     def running(self) -> AbstractContextManager[object]:
-        """Return a context whose work runs beside the computation, after all earlier work."""
+        """Return a context for work beside the computation, after all earlier work."""
 
     def join(self) -> None:
-        """Make later computation wait for all copies."""
+        """Make later computation wait."""
 
     def synchronize(self) -> None:
-        """Make the host wait for all copies."""
+        """Make the host wait."""
 
 
 class InlineTransferStream:
@@ -143,9 +137,9 @@ def side_of(device: torch.device) -> TransferStream:
 
 
 class BlockTransfers:
-    """Copies out of the cache, then into it, then inside it, before a batch computes.
+    """Block copies before a batch computes: out of the cache, into it, then inside it.
 
-    The next batch waits for copies out; this one does only if it has copies in, or rewrites blocks that go out.
+    The next batch waits for copies out; this batch only for copies in, or if it rewrites blocks being copied out.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None, side: TransferStream | None = None) -> None:
@@ -155,10 +149,10 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Raise `InternalError` if the device refuses."""
+        """Queue the copies. Raise `InternalError` if the device refuses."""
         try:
             self._start(batch)
-        except RuntimeError as error:  # a retried step must not copy again: the pool may have changed
+        except RuntimeError as error:  # not retried: the pool may have changed
             raise InternalError(f"step {batch.step_id}: blocks could not be copied: {error}") from error
 
     def _start(self, batch: ScheduledBatch) -> None:
@@ -181,7 +175,7 @@ class BlockTransfers:
             self._is_writing_out = True
 
     def seconds_per_block(self) -> float | None:
-        """Measure a copy one way; return None without a host tier. Overwrites blocks: call before the first batch."""
+        """Return the time of one copy; None without a host tier. Call before the first batch: overwrites blocks."""
         if self._host is None:
             return None
         count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self._kv.blocks))

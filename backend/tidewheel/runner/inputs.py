@@ -1,5 +1,3 @@
-"""Inputs of a forward pass: scheduled columns as flat arrays, and as tensors with the rows' tokens and blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +13,7 @@ from tidewheel_kernels.attention.metadata import HostInts
 
 
 class HostInputs(NamedTuple):
-    """Inputs of a step: T tokens, n rows, S of which sample."""
+    """Host arrays of a step of T tokens in n rows, S of which sample."""
 
     token_indices: Int64Array  # [T] index into the flat token table
     positions: Int64Array  # [T]
@@ -28,7 +26,7 @@ class HostInputs(NamedTuple):
 
 
 class DeviceInputs(NamedTuple):
-    """Tensors of `HostInputs`, in the same order."""
+    """Tensors of `HostInputs`."""
 
     token_indices: torch.Tensor
     positions: torch.Tensor
@@ -48,7 +46,7 @@ class ForwardBounds(NamedTuple):
     num_decodes: int
     cu_seqlens_q: HostInts | None = None
     seq_lens: HostInts | None = None
-    may_split: bool = True  # the keys of a decode
+    may_split: bool = True  # split the keys of a decode
 
     @classmethod
     def exact(cls, batch: ScheduledBatch, host: HostInputs) -> ForwardBounds:
@@ -59,9 +57,9 @@ class ForwardBounds(NamedTuple):
 class RowTable:
     """Tokens and block table of every row.
 
-    Sampled tokens are written on the device, so a step can start before the host has read the last one's. An extra
-    column takes the token sampled at the end of a full context; an extra row serves padding. The host keeps block
-    tables too, for slots, and sends only changes. On a CPU (`shares_memory`) both tables are one.
+    Tokens are sampled into the device table, so a step can start before the host has read the last tokens. A spare
+    column takes the token after a full context, a spare row serves padding. Only changes of the host's block tables
+    are sent; with `shares_memory` (CPU), host and device tables are one.
     """
 
     def __init__(
@@ -83,8 +81,8 @@ class RowTable:
         self._padding = self.padding(max_num_seqs)
 
     def padding(self, size: int, num_tokens: int | None = None) -> HostInputs:
-        """Return padding rows that decode and sample; with `num_tokens`, as many tokens."""
-        first = self._max_num_seqs * self._width  # of the extra row
+        """Return `size` padding rows with `num_tokens` tokens (None: one each)."""
+        first = self._max_num_seqs * self._width
         num_tokens = size if num_tokens is None else num_tokens
         return HostInputs(
             token_indices=np.full(num_tokens, first),
@@ -98,7 +96,7 @@ class RowTable:
         )
 
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Change the host's tables; return the arrays for `apply`."""
+        """Update host tables; return the arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -110,7 +108,7 @@ class RowTable:
             return ()
         flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
         prompts = [new.token_ids for new in batch.new_rows]
-        # Read back: a place named twice gets one value in any order of writes.
+        # Values are read back: duplicate indices get one value in any order of writes.
         return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
@@ -154,7 +152,6 @@ class RowTable:
         return blocks * self._block_size + positions % self._block_size
 
     def padded(self, host: HostInputs, num_rows: int) -> HostInputs:
-        """Pad decodes that all sample to `num_rows` rows."""
         extra = num_rows - len(host.rows)
         if extra == 0:
             return host
@@ -162,7 +159,6 @@ class RowTable:
         return HostInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
 
     def padded_tokens(self, host: HostInputs, num_tokens: int) -> HostInputs:
-        """Pad the columns of tokens."""
         extra = self.padding(0, num_tokens - len(host.positions))
         return host._replace(
             token_indices=np.concatenate((host.token_indices, extra.token_indices)),
@@ -185,7 +181,7 @@ class RowTable:
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
         """Return [n, max_blocks] int32."""
         blocks = self._device_blocks
-        if self._shares_memory:  # elsewhere the width is constant, as other strides recompile kernels
+        if self._shares_memory:  # a constant width elsewhere: other strides recompile kernels
             blocks = blocks[:, : -(-max_seq_len // self._block_size)]
         return blocks.index_select(0, rows)
 
@@ -207,12 +203,12 @@ class RowTable:
         return self._flat_tokens.index_select(0, indices)
 
     def known_tokens_at(self, indices: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return them as ids of the vocabulary: the host checks ids; a wrong one would end the device for all."""
+        """Return ids clamped to the vocabulary: an id outside would end the device context."""
         return self.tokens_at(indices).clamp_(0, vocab_size - 1)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:
         return TokenHistory(self._flat_tokens, store_indices)
 
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store tokens; a negative id ends its request and is stored as 0."""
+        """Store sampled tokens, a negative id (its request fails) as 0."""
         self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())

@@ -1,5 +1,3 @@
-"""triton-lang's cache folder, and a check that it can compile."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -24,11 +22,11 @@ from tidewheel_kernels.native.library import cache_folder as native_cache_folder
 
 logger = logging.getLogger(__name__)
 
-TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors if not even a few bytes are free
+TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors of a full device
 
 
 class CompileLog:
-    """Listener of triton-lang. While requests wait, it reports a stage as long as a kernel is compiled."""
+    """Listener of triton-lang that reports compilations during serving as stage `compile`."""
 
     def __init__(self, report: Progress) -> None:
         self._report = report
@@ -37,11 +35,10 @@ class CompileLog:
         self._is_serving = False
 
     def begin(self, **_: object) -> None:
-        """Note that a kernel will be compiled or loaded; triton-lang calls this."""
         self._report("compile", 0.0)
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        """Count a kernel; triton-lang calls this with `times` in microseconds."""
+        """Count a kernel; `times` in microseconds."""
         if cache_hit:
             self.num_loaded += 1
         else:
@@ -61,7 +58,7 @@ class CompileLog:
 
 
 def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:
-    """Run one small kernel; return None if none will run. Raise `ConfigError` if something to compile is missing."""
+    """Compile and run a small kernel; None where no kernel runs. Raise `ConfigError` if a compiler is missing."""
     if device.type != "cuda" or set(preferences().values()) == {"reference"}:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -83,7 +80,7 @@ def _run_a_kernel(device: torch.device) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder by setting or in the home; without a home, one in the run directory.
+    """Return the configured folder, else one in the home or the run directory.
 
     Raise `ConfigError` if a configured folder is not writable.
     """
@@ -117,7 +114,7 @@ def _one_line_errors(device: torch.device) -> Iterator[None]:
             f"triton-lang needs a C compiler and Python's headers, but {error.cmd[0]} failed (the log tells why): "
             "install python3-dev, or set CC"
         ) from error
-    except Exception as error:  # triton-lang raises many types
+    except Exception as error:
         if "Failed to find C compiler" in str(error) or isinstance(error, FileNotFoundError):
             raise ConfigError("triton-lang needs a C compiler, and there is none: install gcc, or set CC") from error
         name = torch.cuda.get_device_name(device)

@@ -1,9 +1,8 @@
 """Number, tensors and scales of the blocks of the KV cache.
 
-Scales of 8-bit floats are measured once, at load, for each layer and KV head: they follow from the model alone, and
-no request changes another's. Llama-3.1-70B has a perplexity of 2.732 without 8 bits, 2.748 with scales from vLLM's
-first request, and 2.887 with 1.0 (https://github.com/ROCm/vllm/pull/317). A scale is a power of two: a float has the
-same relative precision at any scale, and the division is exact.
+Scales of 8-bit floats are measured once, at load, so no request changes another's. Llama-3.1-70B has a perplexity of
+2.732 without 8 bits, 2.748 with scales from vLLM's first request, 2.887 with 1.0
+(https://github.com/ROCm/vllm/pull/317). Scales are powers of two, so division is exact.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.host_memory import SpareMemory
 from tidewheel_kernels import FP8, copy_blocks
 
-UNKNOWN_MEMORY_BYTES = 512 * MIB  # cache where Linux does not say what is free
-LEAST_FULL_BYTES = 512 * MIB  # for cached prompts, where all requests of full length fill less
-MOST_OF_A_GPU = 0.98  # highest recommendation
+UNKNOWN_MEMORY_BYTES = 512 * MIB  # if free memory is unknown
+LEAST_FULL_BYTES = 512 * MIB  # leaves room for cached prompts
+MOST_OF_A_GPU = 0.98  # highest recommended fraction
 
 
 class CacheLayout(NamedTuple):
     shape: ModelShape
     block_size: int
     dtype: torch.dtype
-    scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of keys and values of 8 bits
+    scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, for 8 bits
 
     @property
     def block_bytes(self) -> int:
-        tokens = 2 * self.shape.num_layers * self.block_size  # keys and values
+        tokens = 2 * self.shape.num_layers * self.block_size
         return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
 
@@ -48,16 +47,16 @@ class MemoryShare(NamedTuple):
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes for the cache, and where they come from."""
+    """Bytes for the cache and their origin."""
 
     bytes: int
-    source: str  # for messages: "kv_cache_memory_mb 512"
-    setting: str  # setting to raise if too small
-    share: MemoryShare | None = None  # None: the setting is in MiB
-    host_bytes: int | None = None  # free host memory, of which a cache on a CPU may be; None: not known
+    source: str  # e.g. "kv_cache_memory_mb 512"
+    setting: str
+    share: MemoryShare | None = None  # None: `setting` is in MiB
+    host_bytes: int | None = None  # bound of a CPU cache; None: unknown
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """Return the value of `setting` (MiB, or fraction of the GPU) that gives `num_bytes`, or None."""
+        """Return the least `setting` (MiB, or fraction of the GPU) for `num_bytes`; None if impossible."""
         if self.share is None:
             fits = self.host_bytes is None or num_bytes <= self.host_bytes
             return -(-num_bytes // MIB) if fits else None
@@ -69,20 +68,19 @@ class MemoryBudget(NamedTuple):
 class CacheSize(NamedTuple):
     num_blocks: int
     max_model_len: int
-    source: str  # of the memory
-    shortened: str = ""  # log line, if a request cannot have the model's whole context
+    source: str
+    shortened: str = ""  # log line, if the context is shortened
 
 
 def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) -> int:
-    """Return the bytes of KV cache that `max_num_seqs` requests of `max_model_len` tokens fill."""
+    """Return the bytes that `max_num_seqs` requests of `max_model_len` tokens fill."""
     return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.block_bytes
 
 
 def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
-    """Return the budget of a cache without `gpu_memory_utilization`.
+    """Return `kv_cache_memory_mb`, else half of `spare`, at most max(`most_bytes`, 512 MiB).
 
-    That is `kv_cache_memory_mb` if set, else half of `spare`, limited to the larger of `most_bytes` and 512 MiB.
-    Without `spare` (Linux does not report free memory) it is 512 MiB.
+    Without `spare` (Linux does not report free memory): 512 MiB.
     """
     setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
     megabytes = config.kv_cache_memory_mb
@@ -107,10 +105,10 @@ def decide_size(
     *,
     may_shorten: bool = False,
 ) -> CacheSize:
-    """Return the number of blocks and the context that they allow.
+    """Return the blocks, all that `budget` holds unless `num_blocks`, and the context they allow.
 
-    `num_blocks` fixes the number; None: as many as `budget` holds. Raise `ConfigError` if the cache exceeds free host
-    memory, or holds no request of `max_model_len` tokens. `may_shorten` lowers `max_model_len` to what fits instead.
+    Raise `ConfigError` if the cache exceeds free host memory, or holds no request of `max_model_len` tokens;
+    `may_shorten` lowers `max_model_len` instead.
     """
     needed = -(-max_model_len // layout.block_size)
     least: float | None = needed
@@ -144,13 +142,13 @@ def decide_size(
 
 
 class KVTensors:
-    """All layers in one tensor, so that copying blocks takes one launch. 8-bit floats are bytes in it."""
+    """Keys and values of all layers in one tensor, so that block copies take one launch. 8 bits are stored as bytes."""
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape
         size = (shape.num_layers, 2, num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim)
         dtype = torch.uint8 if layout.dtype == FP8 else layout.dtype
-        if device.type == "cpu":  # torch's zeros would take all the memory now, and minutes for many GiB
+        if device.type == "cpu":  # torch.zeros commits all memory at once: minutes for many GiB
             memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._tensor = torch.frombuffer(memory, dtype=dtype).view(size)
         else:
@@ -169,11 +167,11 @@ class KVTensors:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """View [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim]; blocks are not contiguous."""
+        """View [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], not contiguous."""
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def largest(self) -> torch.Tensor:
-        """Return the largest magnitude [num_layers, 2, num_kv_heads]."""
+        """Return magnitudes [num_layers, 2, num_kv_heads]."""
         return self._tensor.abs().amax(dim=(2, 3, 5))
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
@@ -191,7 +189,7 @@ def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 256
-HEADROOM = 4.0  # least factor between the largest value that is kept and that seen; what is beyond saturates
+HEADROOM = 4.0  # least factor between the largest representable and the largest seen value
 # Normal numbers of float16.
 LEAST_EXPONENT, MOST_EXPONENT = -14, 15
 
@@ -199,7 +197,7 @@ LEAST_EXPONENT, MOST_EXPONENT = -14, 15
 def with_scales(
     layout: CacheLayout, model: CausalLM, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> CacheLayout:
-    """Return the layout with scales, from a prompt of random tokens in the `dtype` of the model."""
+    """Return the layout with scales measured on random tokens."""
     count = min(NUM_TOKENS, max_model_len)
     meta = one_sequence(count, layout.block_size, device)
     kv = KVTensors(layout._replace(dtype=dtype), meta.block_tables.shape[1], device)
@@ -216,7 +214,7 @@ def with_scales(
 
 
 def scales_of_largest(largest: torch.Tensor) -> torch.Tensor:
-    """Return powers of two; 1 for a head that gave nothing, or no numbers."""
+    """Return powers of two; 1 where `largest` is 0 or not finite."""
     exponents = torch.frexp(largest.float() * (HEADROOM / torch.finfo(FP8).max)).exponent
     powers = torch.ldexp(
         torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)

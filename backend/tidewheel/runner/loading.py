@@ -1,5 +1,3 @@
-"""Parts of a runner: device, dtype, weights, and a cache beside them."""
-
 from __future__ import annotations
 
 import logging
@@ -51,7 +49,7 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 
 class StageClock:
-    """Timer of the stages that it reports; one ends when another begins."""
+    """Progress callback that times stages."""
 
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
@@ -77,19 +75,19 @@ class StageClock:
 
 
 class RunnerParts(NamedTuple):
-    """Model without a cache."""
+    """Loaded model without a cache."""
 
     model: CausalLM
     layout: CacheLayout
     info: RunnerInfo  # no blocks yet
     device: torch.device
-    stages: StageClock  # since the load began
+    stages: StageClock
     compile_log: CompileLog | None
-    claim: MemoryClaim | None = None  # of host memory; None on a GPU
+    claim: MemoryClaim | None = None  # None on a GPU
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
-    """Load device, weights and layout of the cache. Raise `ConfigError` with one line."""
+    """Resolve device and dtypes, load weights, lay out the cache. Raise `ConfigError`."""
     stages = StageClock(progress)
     device = resolve_device(config)
     check_deterministic(config.deterministic, device)
@@ -114,7 +112,6 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
 
 
 def _claim_host_memory(config: EngineConfig, folder: Path, fields: ConfigFields, dtype: torch.dtype) -> MemoryClaim:
-    """Publish the bytes that the checkpoint's weights will take in `dtype`, before they are loaded."""
     as_stored = DTYPES.get(checkpoint_dtype(fields) or "", dtype)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * dtype.itemsize // as_stored.itemsize
     return MemoryClaim(takes_share=config.has_automatic_cache, others=weights)
@@ -146,8 +143,8 @@ def _draft_info(
 
 class RunnerCache(NamedTuple):
     kv: KVTensors
-    host: HostBlocks | None  # host tier
-    claim: MemoryClaim | None = None  # holds as long as the cache
+    host: HostBlocks | None
+    claim: MemoryClaim | None = None
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[RunnerCache, RunnerInfo]:
@@ -186,7 +183,7 @@ def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> Run
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
-    """Return the batch sizes to capture as CUDA graphs. Log the reason if there are none."""
+    """Return the sizes to capture; log why there are none."""
     if parts.device.type == "cpu":
         logger.info("CUDA graphs: none, the device is a CPU")
         return GraphSizes()
@@ -196,7 +193,7 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
     budget = config.max_num_batched_tokens
     prompts = prompt_sizes(budget) if isinstance(parts.model, SplitLM) else ()
     decodes, shape = decode_sizes(min(config.max_num_seqs, budget)), parts.model.shape
-    if config.deterministic:  # nothing is ever split
+    if config.deterministic:  # nothing is split
         return GraphSizes(decodes, prompts)
     unsplit = unsplit_sizes(decodes, shape.num_kv_heads, parts.info.max_model_len, parts.device)
     return GraphSizes(decodes, prompts, unsplit)
@@ -214,7 +211,7 @@ def _budget(config: EngineConfig, parts: RunnerParts, reserved_bytes: int, host_
 def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:
     try:
         return KVTensors(layout, num_blocks, device)
-    except (RuntimeError, OSError) as error:  # CUDA's class is a RuntimeError; of host memory mmap's is an OSError
+    except (RuntimeError, OSError) as error:  # CUDA raises RuntimeError, mmap OSError
         raise ConfigError(
             f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
             f"{_room(layout, device)}lower num_blocks or {budget.setting}"

@@ -39,15 +39,13 @@ from tidewheel_kernels import LogprobsOutput
 logger = logging.getLogger(__name__)
 
 NUM_TRIAL_GRAPHS = 3
-# Static input buffer: bytes per token and row, and room for new rows' tokens and blocks.
+# Bytes of the static input buffer; the spare is for new rows.
 BYTES_PER_TOKEN = 24
 BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
 
 
 class _ExtraOutputs(NamedTuple):
-    """Work of a step beside sampling."""
-
     scoring: PromptScoring | None
     pooling: PoolingPlan | None
 
@@ -63,14 +61,13 @@ class _ExtraOutputs(NamedTuple):
         }
 
 
-# Logits to sample from, log-probabilities of prompts, and sums of hidden states.
 _LogitsAndMore = tuple[torch.Tensor, LogprobsOutput | None, torch.Tensor | None]
 
 
 class ModelRunner:
-    """Runs batches in scheduled order, on one thread; keeps the KV cache and each row's tokens, blocks and sampling.
+    """Runner of batches, in scheduled order and on one thread, with the KV cache and row tables.
 
-    On a CPU, without an accelerator, a launch returns a finished step.
+    Without an accelerator (CPU), `launch` returns a finished step.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class ModelRunner:
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
-        """Load the model, size the cache and capture graphs. Raise `ConfigError` with one line."""
+        """Load the model, size the cache, capture graphs. Raise `ConfigError`."""
         parts = load_parts(config, progress or no_progress)
         accelerator, sizes, report = accelerator_of(parts.device), graph_sizes(config, parts), parts.stages
         report("profile", 0.0)
@@ -116,7 +113,7 @@ class ModelRunner:
 
     @classmethod
     def _tried(cls, parts: RunnerParts, accelerator: Accelerator, sizes: GraphSizes) -> GraphSizes:
-        """Return no sizes if graphs do not compute what the model does."""
+        """Return `sizes`, or none if a trial finds wrong logits."""
         layout, size = parts.layout, trial_size(parts.info)
         cache = RunnerCache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
         objection = objection_to_graphs(cls(parts.model, cache, parts.info, parts.device, accelerator))
@@ -130,7 +127,7 @@ class ModelRunner:
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: Accelerator | None, sizes: GraphSizes) -> StepMemory:
-        """Run a step with a minimal cache, which also proves that the model runs."""
+        """Measure the largest step with a minimal cache; this also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
 
@@ -149,7 +146,7 @@ class ModelRunner:
         return StepMemory(activation_bytes, graph_bytes)
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Capture graphs. Raise `ConfigError` if memory ends."""
+        """Raise `ConfigError` if memory runs out."""
         if not sizes.decodes or self._accelerator is None:
             return GraphBytes()
         self._graphs = StepGraphs(
@@ -169,7 +166,7 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start a step without waiting for the device. Several may be in flight: it runs them in order."""
+        """Start a step without waiting; the device runs launched steps in order."""
         with torch.inference_mode():
             self._transfers.start(batch)
             self._sampling.update(batch)
@@ -198,7 +195,7 @@ class ModelRunner:
         return pending
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the logits of decodes, and replay them."""
+        """Return logits [n, vocab_size] of decodes, computed and replayed."""
         graph = None if self._graphs is None else self._graphs.find_decodes(batch)
         assert graph is not None
         with torch.inference_mode():
@@ -208,7 +205,7 @@ class ModelRunner:
         return computed, graph.logits[: len(batch.rows)]
 
     def decode_without_waiting(self, batch: ScheduledBatch) -> None:
-        """Compute decodes twice; raise if the second time, when all is compiled, waits for the device."""
+        """Compute decodes twice; raise if the second pass, all compiled, waits for the device."""
         assert self._accelerator is not None
         with torch.inference_mode():
             forward = self._eager_forward(batch)
@@ -225,7 +222,6 @@ class ModelRunner:
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
     ) -> tuple[SamplerOutput | None, Launch]:
-        """Launch kernel by kernel, or with graphs between the attentions, and say which."""
         bounds, graph = (
             ForwardBounds.exact(batch, host),
             None if self._graphs is None else self._graphs.find_prompts(batch),
@@ -244,7 +240,6 @@ class ModelRunner:
     def _computed_with_more(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _ExtraOutputs
     ) -> SamplerOutput:
-        """Compute a step with log-probabilities of prompts too, or with hidden states."""
         compute = self._from_states
         if not isinstance(self._model, EmbeddingLM):
             assert more.scoring is not None, "the front end refuses embeddings of such models"
@@ -258,7 +253,6 @@ class ModelRunner:
     def _from_states(
         self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
     ) -> _LogitsAndMore:
-        """Compute logits from hidden states, those of prompts some at a time."""
         model, rows = self._model, self._rows
         assert isinstance(model, EmbeddingLM)
         token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
@@ -278,7 +272,7 @@ class ModelRunner:
     def _from_logits(
         self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
     ) -> _LogitsAndMore:
-        """Compute the logits of all scored tokens at once, for a model that returns no hidden states."""
+        """Compute logits of all scored tokens at once, for a model without hidden states."""
         assert more.scoring is not None
         scored, sampled_rows, scored_rows = sent.group("prompt")
         logits = self._forward(inputs, bounds)
@@ -287,7 +281,6 @@ class ModelRunner:
         return of_rows(sampled_rows), of_prompts, None
 
     def _tokens_after(self, tokens: torch.Tensor, inputs: DeviceInputs) -> torch.Tensor:
-        """Return the ids of the tokens that follow some of the step's in their rows."""
         return self._rows.tokens_at(inputs.token_indices.index_select(0, tokens) + 1)
 
     def _replayed(
@@ -316,7 +309,7 @@ class ModelRunner:
 
 
 def _forward(model: CausalLM, rows: RowTable, kv: KVTensors) -> Forward:
-    """Return the part that graphs capture. It refers to no runner, so that trial graphs are freed with theirs."""
+    """Return the forward pass without a reference to its runner, so trial graphs are freed with theirs."""
 
     def run(inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
         token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)

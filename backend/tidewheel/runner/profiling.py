@@ -1,7 +1,6 @@
 """Memory of a step beside weights and cache: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so they are captured after it. The largest few are first tried with a small cache, to
-estimate what to reserve for all.
+Graphs point into the cache, so they are captured after it; the largest few are captured before, to estimate all.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def smallest_step(info: RunnerInfo) -> StepSize:
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Add a layer's residual, its norm, gate, up and their product, and the larger of what logits need.
-
-    These are logits in two formats, of the sampled rows beside penalty counts, or of scored tokens of prompts.
-    """
+    """Sum the widest tensors: residual, norm, gate, up and their product of a layer, and logits in two dtypes."""
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
     num_tokens = size.num_rows * size.tokens_per_row
     per_logit = dtype.itemsize + torch.float32.itemsize
@@ -58,7 +54,7 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """Return the result of `run` and its peak of bytes; raise `ConfigError` with a size that fits, if it does not."""
+    """Return the result of `run` and its peak bytes. Raise `ConfigError`, naming a size that fits."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = _run_if_it_fits(run, size)
@@ -68,7 +64,7 @@ def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, devi
 
 
 def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
-    """Return None, with the step's memory freed, if that does not suffice."""
+    """Return None if memory runs out."""
     try:
         return run(size)
     except torch.OutOfMemoryError:
@@ -90,12 +86,11 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
-    """Assume that the first graph pays for the pool, and others take at most the maximum measured after it."""
+    """Assume that the first graph pays for the pool, others the largest later measurement."""
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 
 def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:
-    """Return what `gpu_memory_utilization` leaves beside present use and `reserved_bytes`."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     fraction, taken = config.gpu_memory_utilization, total - free

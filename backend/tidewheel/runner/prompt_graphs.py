@@ -1,7 +1,7 @@
-"""CUDA graphs of steps with prompts: the pieces of a forward pass between its attentions, for some numbers of tokens.
+"""CUDA graphs of steps with prompts: the parts of a forward pass between attentions, for fixed numbers of tokens.
 
-The launches of an attention depend on the lengths of prompts, so they stay outside, as do the logits and sampling. A
-step takes the next larger number of tokens; what is padded writes no key and is not attended to.
+Attention depends on prompt lengths, so it stays outside. A step takes the next larger number; padding writes no key
+and is not attended to.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from tidewheel.runner.inputs import DeviceInputs, RowTable
 from tidewheel.runner.staging import InputSender
 from tidewheel_kernels import AttentionMetadata
 
-MOST_TOKENS = 2048  # of a graph: the device takes longer for more than the host for their launches
+MOST_TOKENS = 2048  # beyond, device time hides launches
 FINE_STEP, FINE_TOKENS = 16, 128
-STEP = 64  # matrix products compute whole tiles of some 64 rows anyway
+STEP = 64  # matrix products compute tiles of about 64 rows
 
 
 def prompt_sizes(max_num_tokens: int) -> list[int]:
-    """Return 16, 32, 48, 64, 80, 96, 112, 128, 192, …, up to the first that is at least `max_num_tokens`."""
+    """Return 16, 32, …, 128, 192, … up to the first size of at least `max_num_tokens`."""
     sizes = [*range(FINE_STEP, FINE_TOKENS, FINE_STEP), *range(FINE_TOKENS, MOST_TOKENS + 1, STEP)]
     return sizes[: bisect_left(sizes, max_num_tokens) + 1]
 
 
 class PromptGraph(NamedTuple):
-    """Graphs of one number of tokens: up to the first attention, between two, and behind the last."""
+    """Graphs of one number of tokens: before, between and after attentions."""
 
     num_tokens: int
     model: SplitLM
     kv_layers: Sequence[KVLayer]
     pieces: list[DeviceGraph]
     queries: list[torch.Tensor]  # [num_tokens, num_q_heads, head_dim] before each attention
-    attended: torch.Tensor  # the same after it
-    x: torch.Tensor  # [num_tokens, hidden_size] behind the last layer
+    attended: torch.Tensor  # same shape, after it
+    x: torch.Tensor  # [num_tokens, hidden_size] after the last layer
     residual: torch.Tensor
 
     def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Run a step whose inputs, padded, have been sent. Return what the model's `forward` does."""
+        """Run a step whose padded inputs have been sent; return logits [S, vocab_size]."""
         first, *others = self.pieces
         attended = self.attended[:num_tokens]
         first.replay()
@@ -66,7 +66,7 @@ class PromptGraphs:
         self._graphs: list[PromptGraph] = []  # ascending
 
     def capture(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:
-        """Return bytes by size, largest first. Tell how many are done."""
+        """Return bytes by size, largest first; report finished graphs to `tell`."""
         taken: list[int] = []
         attended: torch.Tensor | None = None
         for size in sorted(sizes, reverse=True):
@@ -79,7 +79,6 @@ class PromptGraphs:
         return taken
 
     def find(self, batch: ScheduledBatch) -> PromptGraph | None:
-        """Return the graph that takes the step's tokens, if they are not too many."""
         index = bisect_left(self._graphs, batch.num_tokens, key=lambda graph: graph.num_tokens)
         return self._graphs[index] if index < len(self._graphs) else None
 
@@ -98,7 +97,7 @@ class PromptGraphs:
             return after.begin(*before.end(attended, cut.residual), places, kv)
 
         graph, cut = pool.capture(begin)
-        # Outside of the pool: it is written between replays. Larger graphs have room for smaller ones.
+        # Outside the pool, as it is written between replays. Larger graphs have room for smaller ones.
         attended = torch.zeros_like(cut.queries) if attended is None else attended[:size]
         pieces, queries = [graph], [pool.unowned(cut.queries)]
         for before, after, kv in zip(model.layers, model.layers[1:], kv_layers[1:], strict=False):

@@ -1,5 +1,3 @@
-"""Sampling on the device, and its results on the host."""
-
 from __future__ import annotations
 
 import itertools
@@ -31,16 +29,16 @@ from tidewheel_kernels import (
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Device tensors."""
+    """Device tensors of S sampled rows."""
 
-    token_ids: torch.Tensor | None  # [S] int64, -1 for non-finite logits; None: nothing is sampled
-    logprobs: LogprobsOutput | None = None  # for the plan's `logprob_rows`
-    prompt_logprobs: LogprobsOutput | None = None  # for the scored positions
+    token_ids: torch.Tensor | None  # [S] int64, -1: non-finite logits; None: no row samples
+    logprobs: LogprobsOutput | None = None  # of the plan's `logprob_rows`
+    prompt_logprobs: LogprobsOutput | None = None  # of the scored positions
     pooled: torch.Tensor | None = None  # [R, hidden_size] float32
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Sequence[bool]) -> torch.Tensor:
-    """Return token ids as in `SamplerOutput`, without host values; `flags` are those of `SamplingTensors`."""
+    """Return ids [S] int64 without reading device values; `flags`: those of `SamplingTensors`."""
     temperature, top_k, top_p, min_p, uniform = draw
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
 
@@ -48,10 +46,10 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
 def sample_tokens(
     logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, history: TokenHistory
 ) -> SamplerOutput:
-    """Sample one token per row of `logits` [S, V], which it may overwrite.
+    """Sample a token per row of `logits` [S, V], which it may overwrite.
 
-    vLLM's order: model log-probabilities; then allowed tokens, biases and forbidden tokens, penalties, masks,
-    temperature, top_k, top_p, min_p, and the draw.
+    Order of vLLM: log-probabilities, allowed tokens, biases, forbidden words, penalties, grammar masks, temperature,
+    top_k, top_p, min_p, draw.
     """
     if plan.changes_logits and logits.dtype != torch.float32:
         logits = logits.float()
@@ -84,7 +82,7 @@ def score_prompts(
     token_ids: torch.Tensor,
     scoring: PromptScoring,
 ) -> LogprobsOutput:
-    """Return log-probabilities of the prompt's own tokens, [P]; `logits_of` takes some of `states`, [P, …]."""
+    """Return log-probabilities [P]; `logits_of` maps a slice of `states` [P, …] to logits."""
     num_top = int(scoring.num_top.max())
     slices = zip(*(torch.split(tensor, SCORED_AT_ONCE) for tensor in (states, token_ids)), strict=True)
     outputs = [compute_logprobs(logits_of(some), tokens, num_top) for some, tokens in slices]
@@ -92,13 +90,13 @@ def score_prompts(
 
 
 def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan) -> torch.Tensor:
-    """Return the sum of each row's hidden states [P, hidden_size], as float32 [R, hidden_size]."""
+    """Return sums [R, hidden_size] float32 of states [P, hidden_size] by owner."""
     sums = torch.zeros(len(pooling.batch_indices), states.shape[1], dtype=torch.float32, device=states.device)
     return sums.index_add_(0, owners, states.float())
 
 
 class PendingStep:
-    """Tokens of one batch, whose copies to the host are queued at once: the next step may overwrite them."""
+    """Launched step. Copies to the host are queued at once: the next step may overwrite its tensors."""
 
     def __init__(
         self,
@@ -124,7 +122,6 @@ class PendingStep:
             self._copied.record()
 
     def wait(self) -> SampledTokens:
-        """Wait for the device and return the tokens."""
         if self._result is None:
             if self._copied is not None:
                 self._copied.synchronize()

@@ -1,5 +1,3 @@
-"""Sampling parameters by row, and the plan of one step."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,9 +23,9 @@ NO_LOGPROBS = -1
 
 
 def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
-    """Return [n] float32 in [0, 1): a pure function of (seed, position), independent of the batch.
+    """Return [n] float32 in [0, 1), a pure function of (seed, position).
 
-    A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on the finaliser of
+    Counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on the finaliser of
     SplitMix64 (Steele, Lea and Flood 2014).
     """
     counters = positions.astype(np.uint64) * _GOLDEN
@@ -51,18 +49,18 @@ NO_BIASES = BiasEntries(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float3
 
 class WordEntries(NamedTuple):
     lengths: Int32Array
-    token_ids: Int32Array  # all words, concatenated
+    token_ids: Int32Array  # concatenated words
 
 
 class LogitRules:
-    """Allowed tokens, logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
+    """Allowed tokens, biases, stop tokens forbidden before `min_tokens`, and forbidden words of a request."""
 
     def __init__(self, new: NewRow, vocab_size: int) -> None:
         self._always = NO_BIASES
         if new.sampling.logit_bias:
             bias = LogitBias.of(new.sampling.logit_bias)
             self._always = BiasEntries(bias.token_ids, bias.amounts)
-        # Masks of a grammar avoid stop tokens, but for a forced end, and have allowed tokens alone.
+        # Grammar masks handle stop and allowed tokens.
         stops, allowed = ((), ()) if new.grammar else (new.stop_token_ids, new.sampling.allowed_token_ids)
         self.allowed = packed(allowed, -(-vocab_size // 32)).view(np.int32) if allowed else None
         self._at_first = BiasEntries(
@@ -92,7 +90,7 @@ class LogitRules:
 
 
 class DrawColumns(NamedTuple):
-    """Columns [S]; see `tidewheel_kernels.SamplingTensors`."""
+    """Columns [S] of `tidewheel_kernels.SamplingTensors`."""
 
     temperature: Float32Array
     top_k: Int32Array
@@ -101,7 +99,6 @@ class DrawColumns(NamedTuple):
     uniform: Float32Array
 
     def padded(self, num_rows: int) -> DrawColumns:
-        """Append greedy rows up to `num_rows`."""
         extra = num_rows - len(self.temperature)
         if extra <= 0:
             return self
@@ -115,14 +112,14 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class AllowedColumns(NamedTuple):
-    """Tokens that R sampling rows may have, with a bit for each; all others are forbidden."""
+    """Bit sets of allowed tokens."""
 
     rows: Int32Array  # [R]
     words: Int32Array  # [R * words]
 
 
 class BiasColumns(NamedTuple):
-    """Columns [N], to add `values[i]` to the logit of `token_ids[i]` in sampling row `rows[i]`."""
+    """Columns [N]: `values[i]` is added to logit `token_ids[i]` of sampling row `rows[i]`."""
 
     rows: Int32Array
     token_ids: Int32Array
@@ -130,7 +127,7 @@ class BiasColumns(NamedTuple):
 
 
 class WordColumns(NamedTuple):
-    """See `tidewheel_kernels.WordTensors`."""
+    """Columns of `tidewheel_kernels.WordTensors`."""
 
     rows: Int32Array  # [W]
     starts: Int32Array  # [W]
@@ -139,7 +136,7 @@ class WordColumns(NamedTuple):
 
 
 class PenaltyColumns(NamedTuple):
-    """Columns [P]; see `tidewheel_kernels.PenaltyTensors`."""
+    """Columns [P] of `tidewheel_kernels.PenaltyTensors`."""
 
     rows: Int32Array
     num_prompt_tokens: Int32Array
@@ -162,7 +159,7 @@ class SamplingPlan:
     bias: BiasColumns | None
     words: WordColumns | None
     penalties: PenaltyColumns | None
-    logprob_rows: Int64Array  # [L] sampling rows with log-probabilities
+    logprob_rows: Int64Array  # [L] sampling rows
     num_top_logprobs: Int32Array  # [L]
     masks: MaskJob | None
 
@@ -173,11 +170,10 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """True if logits are sampled unchanged and without log-probabilities."""
         return not self.changes_logits and not len(self.logprob_rows)
 
     def groups(self, num_rows: int = 0) -> Groups:
-        """Return the arrays to send, the draw padded to `num_rows`."""
+        """Return the arrays to send, draws padded to `num_rows`."""
         return {
             "draw": self.draw.padded(num_rows),
             "allowed": self.allowed,
@@ -189,28 +185,27 @@ class SamplingPlan:
         }
 
 
-# Positions of prompts whose logits exist at once: those of 2,048 take 622 MB with 152,000 tokens in bfloat16, and the
-# product of 512 rows is still bound by arithmetic, not by reading the matrix once more.
+# Prompt positions whose logits exist at once: 2,048 take 622 MB (152,000 tokens, bfloat16), 512 are compute-bound.
 SCORED_AT_ONCE = 512
 
 
 class PromptScoring(NamedTuple):
-    """Chunks whose positions have logits too, for log-probabilities of the prompt tokens behind them."""
+    """R chunks with P scored prompt positions."""
 
-    batch_indices: Int64Array  # [R] in the batch
-    counts: Int32Array  # [R] positions from the start of the chunk
+    batch_indices: Int64Array  # [R]
+    counts: Int32Array  # [R] positions from the chunk's start
     num_top: Int32Array  # [R]
     scored: Int64Array  # [P] tokens of the step
-    with_sampled: Int64Array  # [S + P] those, and the tokens to sample from, ascending
-    sampled_rows: Int64Array  # [S] among both
-    scored_rows: Int64Array  # [P]
+    with_sampled: Int64Array  # [S + P] ascending
+    sampled_rows: Int64Array  # [S] indices into `with_sampled`
+    scored_rows: Int64Array  # [P] indices into `with_sampled`
 
 
 class PoolingPlan(NamedTuple):
-    """Rows of embeddings, and the tokens whose hidden states are added up for each."""
+    """R pooled rows, and the P tokens whose hidden states are summed."""
 
-    batch_indices: Int64Array  # [R] in the batch
-    hidden_indices: Int64Array  # [P] tokens
+    batch_indices: Int64Array  # [R]
+    hidden_indices: Int64Array  # [P] tokens of the step
     owners: Int64Array  # [P] in [0, R)
 
 
@@ -232,12 +227,12 @@ class SamplingTable:
         self._num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
         self._pools_last = np.zeros(max_num_seqs, dtype=np.bool_)
         self._pools_all = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._with_more: set[int] = set()  # rows that score their prompt, or pool
+        self._with_more: set[int] = set()  # that score or pool
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Raise `RowError` for parameters that fail."""
+        """Add and remove rows. Raise `RowError` for parameters that fail."""
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)
@@ -277,7 +272,7 @@ class SamplingTable:
         self.grammars.enter(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
-        """Return the plan, whose masks are computed from now on."""
+        """Return the plan and start its grammar masks."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
@@ -307,7 +302,7 @@ class SamplingTable:
         )
 
     def scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
-        """Return what to score; `sampled` [S] are the tokens to sample from."""
+        """Return the positions to score; `sampled` [S] are the tokens to sample from."""
         if not self._with_more:
             return None
         num_top = self._num_prompt_logprobs[batch.rows]
@@ -395,6 +390,5 @@ def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) ->
 
 
 def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
-    """Repeat the first number of each pair as often as the second says."""
     numbers, times = zip(*counts, strict=True)
     return np.repeat(np.array(numbers, dtype=np.int32), times)

@@ -1,5 +1,3 @@
-"""Arrays of a step on their way to the device, in one asynchronous copy."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +15,10 @@ GroupName = Literal[
     "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "mask_rows",
     "prompt", "pooling", "changes",
 ]  # fmt: skip
-Groups = Mapping[GroupName, Group | None]  # in the order of their memory
-TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
+Groups = Mapping[GroupName, Group | None]  # in memory order
+TypedViews = dict[np.dtype[Any], torch.Tensor]
 
-ALIGNMENT = 16  # bytes; every array starts at a multiple
+ALIGNMENT = 16  # bytes
 NUM_SLOTS = 3  # pinned buffers
 DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
@@ -32,7 +30,7 @@ DTYPES: dict[np.dtype[Any], torch.dtype] = {
 
 class DeviceArrays(Protocol):
     def group(self, name: GroupName) -> list[torch.Tensor]:
-        """Return device tensors, valid until the next `send`; empty for a None group."""
+        """Return tensors valid until the next `send`; empty for a None group."""
 
 
 class InputSender(Protocol):
@@ -41,7 +39,7 @@ class InputSender(Protocol):
 
 
 class SharedMemorySender:
-    """Sender on a CPU, whose tensors share the arrays' memory."""
+    """CPU sender whose tensors share the arrays' memory."""
 
     def send(self, groups: Groups) -> DeviceArrays:
         return _SharedArrays(groups)
@@ -56,10 +54,11 @@ class _SharedArrays:
 
 
 class StagingSender:
-    """Sender through a pinned buffer and a fixed device buffer.
+    """Sender through a pinned buffer into a fixed device buffer: one asynchronous copy, after all reads of old
+    content.
 
-    The first arrays keep their addresses while their sizes last, as graphs require. From the first array that does
-    not fit, all go into a new tensor. The copy is queued after all reads of the old content.
+    Leading arrays keep their addresses while their sizes stay, as graphs require. From the first array that does not
+    fit, all go into a new tensor.
     """
 
     def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:

@@ -1,5 +1,3 @@
-"""CUDA graphs of a runner, captured in one pool."""
-
 from __future__ import annotations
 
 import gc
@@ -22,15 +20,15 @@ class GraphSizes(NamedTuple):
     """Sizes to capture, ascending."""
 
     decodes: Sequence[int] = ()  # rows
-    prompts: Sequence[int] = ()  # tokens of steps with prompts
-    unsplit: Sequence[int] = ()  # of decodes, that get a graph without splits too
+    prompts: Sequence[int] = ()  # tokens
+    unsplit: Sequence[int] = ()  # rows, without splits
 
     def largest(self, count: int) -> GraphSizes:
         return GraphSizes(*(sizes[-count:] for sizes in self))
 
 
 class GraphBytes(NamedTuple):
-    """Device memory of each graph, the largest first."""
+    """Device bytes by graph, the largest first."""
 
     decodes: Sequence[int] = ()
     prompts: Sequence[int] = ()
@@ -56,7 +54,7 @@ class StepGraphs:
         self.prompts = PromptGraphs(pool, model, rows, kv_layers, sender) if isinstance(model, SplitLM) else None
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Capture, filling no row or block: smaller graphs reuse the memory of larger ones."""
+        """Capture with padding rows, the largest first, as smaller graphs reuse its memory."""
         num_decodes, num_prompts, num_unsplit = map(len, sizes)
         num_graphs = num_decodes + num_prompts + num_unsplit
 
@@ -80,7 +78,7 @@ class StepGraphs:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Prevent garbage collection from freeing memory that a capture needs."""
+    """Keep garbage collection from freeing memory that a capture needs."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

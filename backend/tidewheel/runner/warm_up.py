@@ -1,7 +1,7 @@
 """Synthetic steps that compile kernels before the first request.
 
-triton-lang compiles a kernel for each combination of constants, argument types, and whether pointers and integers are
-divisible by 16 or equal to 1. They follow from the number of decoding rows, context and chunk lengths, and sampling.
+triton-lang compiles for each combination of constants, argument types, and pointers and integers that are multiples
+of 16 or equal to 1: by number of decoding rows, context and chunk lengths, and sampling.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tidewheel.runner.profiling import StepSize, largest_step
 from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
-GROWTH = 4  # factor between successive sizes
+GROWTH = 4
 
 
 class BatchRunner(Protocol):
@@ -34,7 +34,7 @@ class BatchRunner(Protocol):
 
 
 class UnconstrainedGrammar:
-    """Grammar that allows all, its own matcher and pool."""
+    """Grammar that allows every token."""
 
     end_bit = 0
 
@@ -60,7 +60,7 @@ class UnconstrainedGrammar:
 
 
 class WarmUpRow(NamedTuple):
-    """Request with `context` cached tokens that computes `num_tokens`."""
+    """Request with `context` cached tokens."""
 
     context: int
     num_tokens: int
@@ -71,7 +71,7 @@ class WarmUpRow(NamedTuple):
 
 Settings = dict[str, Any]  # arguments of `SamplingParams`
 
-# Enables every sampling stage, so that its memory holds for any request.
+# Every sampling stage, so that its memory holds for any request.
 EVERY_STAGE = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5,
     prompt_logprobs=5,
@@ -84,7 +84,7 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Run every step, before the first request. Raise `ConfigError` if the cache leaves too little memory."""
+    """Run every step. Raise `ConfigError` if the cache leaves too little memory."""
     batches = list(warm_up_batches(runner.info))
     try:
         for done, batch in enumerate(batches):
@@ -131,7 +131,6 @@ def _mixed(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
 
 
 def _sampled(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
-    """Yield every way to sample, from model logits and from changed ones."""
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [WarmUpRow(0, 1, SamplingParams(**way, **changes))]
@@ -140,7 +139,6 @@ def _sampled(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:
-    """Merge every subset, smallest first."""
     chosen = itertools.chain.from_iterable(itertools.combinations(options, n) for n in range(len(options) + 1))
     return [{key: value for option in group for key, value in option.items()} for group in chosen]
 
@@ -163,7 +161,6 @@ def _longest_chunk(info: RunnerInfo) -> int:
 
 
 def _sizes(largest: int) -> Iterator[int]:
-    """Yield 1, 4, 16, … and `largest`."""
     size = 1
     while size < largest:
         yield size
@@ -172,7 +169,7 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: Int32Array) -> ScheduledBatch:
-    """Return a step of these rows, which share blocks: what they write is never read."""
+    """Return a step of rows that share blocks, as no written key is read."""
     num_rows = len(rows)
     lengths = [row.context + row.num_tokens for row in rows]
     num_blocks = [-(-length // block_size) for length in lengths]
@@ -195,7 +192,7 @@ def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: In
 
 
 def _new_row(index: int, row: WarmUpRow) -> NewRow:
-    token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # of the context, stale ones will do
+    token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # stale context tokens do
     num_tokens = row.context + row.num_tokens
     return NewRow(index, "", token_ids, num_tokens, row.sampling, index, (), row.bad_words_ids, grammar=row.grammar)
 

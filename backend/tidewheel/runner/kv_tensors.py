@@ -142,7 +142,7 @@ def decide_size(
 
 
 class KVTensors:
-    """Keys and values of all layers in one tensor, so that block copies take one launch. 8 bits are stored as bytes."""
+    """Keys and values of all layers in one tensor: block copies take one launch. 8-bit floats are stored as bytes."""
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape

@@ -1,12 +1,11 @@
-"""Device operations of an LLM engine, with one folder each.
+"""Device operations of an LLM engine, one folder each.
 
-``__init__.py``        The operation: arguments, checks, and a call of the implementation that `choice` returns.
-``reference.py``       Its tensors and its definition in plain torch.
-``triton_kernels.py``  The triton-lang kernels with their launchers, for a GPU.
-``cpu.py``             Fast torch operations and the launcher of the C kernel, for a CPU.
+``__init__.py`` Operation: arguments, checks, call of the implementation chosen by `choice`. ``reference.py`` Tensors,
+and the definition in plain torch. ``triton_kernels.py`` triton-lang kernels and launchers, for a GPU. ``cpu.py``
+torch operations and the launcher of the C kernel, for a CPU.
 
-Implementations of an operation take the same arguments, without defaults. Files that import triton-lang begin with
-``triton_`` and are imported when the first kernel runs. Launches use the current CUDA device.
+Implementations take the same arguments, without defaults. Files named ``triton_`` import triton-lang, when the first
+kernel runs. Launches use the current CUDA device.
 """
 
 from tidewheel_kernels.activation import silu_and_mul

@@ -1,9 +1,9 @@
 """Compile every kernel for absent GPUs, and report registers, stack, shared memory and instructions.
 
-``python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]``
+    python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]
 
-Launchers run on CPU tensors with the launch replaced by compilation. Exit status 1 if a kernel does not compile,
-needs too much shared memory, uses the stack where its case forbids it, or lacks an expected instruction.
+Launchers run on CPU tensors, compiling instead of launching. Exit status 1 if a kernel does not compile, needs too
+much shared memory, uses the stack where its case forbids it, or lacks an expected instruction.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tidewheel_kernels.launch_config import compile_target
 from tidewheel_kernels.switches import KernelUnavailable, tried
 
 ARCHITECTURES = (80, 90, 100)
-# CUDA programming guide, "Technical specifications per compute capability": bytes per block.
+# CUDA programming guide, "Technical specifications per compute capability", bytes per block.
 MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 # The same table.
 SHARED_PER_SM = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 WARPS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
 REGISTERS_PER_SM = 65_536
-SHARED_RESERVED = 1024  # bytes per program, taken by the driver
+SHARED_RESERVED = 1024  # bytes per program
 
 _POINTER_TYPES = {
     torch.bfloat16: "*bf16",
@@ -65,14 +65,14 @@ class CompileReport:
     num_warps: int
     num_stages: int
     registers: int  # per thread
-    stack: int  # bytes, as `shared`
+    stack: int  # bytes
     shared: int
-    problem: str  # empty if all is well
+    problem: str  # empty: none
     instructions: InstructionCounts = NONE
 
     @property
     def resident(self) -> int:
-        """Programs resident on a multiprocessor; warps get registers in units of 256."""
+        """Programs per multiprocessor; warps get registers in units of 256."""
         warp_registers = 256 * -(-32 * self.registers // 256)
         shared = 128 * -(-(self.shared + SHARED_RESERVED) // 128)
         by_registers = REGISTERS_PER_SM // max(warp_registers * self.num_warps, 1)
@@ -95,7 +95,7 @@ def compile_case(case: CompileCase, arch: int) -> list[CompileReport]:
 
 @contextmanager
 def _recorded_launches() -> Iterator[list[RecordedLaunch]]:
-    """Record ``kernel[grid](**arguments)`` instead of launching it."""
+    """Record launches instead of running them."""
     from triton.runtime.jit import KernelInterface
 
     launches: list[RecordedLaunch] = []
@@ -176,7 +176,7 @@ def _type_name(value: object) -> str:
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return registers per thread and stack bytes, which hold spilled registers."""
+    """Return registers per thread, and stack bytes including spilled registers."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,4 +1,4 @@
-"""Launches for `tidewheel_kernels.aot`: real shapes on tensors that are never read."""
+"""Launches for `tidewheel_kernels.aot`, with real shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY = 151_936
 class CompileCase:
     name: str
     call: Callable[[], object]
-    may_spill: tuple[int, ...] = ()  # architectures; elsewhere spills fail
+    may_spill: tuple[int, ...] = ()  # architectures that may spill
     default: bool = True  # in the tests' default run
     least_arch: int = 0
     switches: frozenset[Switch] = frozenset()
@@ -67,7 +67,7 @@ def _kv_cache(*, fp8: bool = False) -> None:
     cache, scales = _cache(64, 8, 128, BF16, fp8)
     ids = torch.empty(2, dtype=I64)
     write_kv_cache(k, k.clone(), ids, cache, cache.clone(), scales)
-    # Bytes, as the cache is kept.
+    # The cache is kept as bytes.
     copy_blocks((cache.view(torch.uint8) if fp8 else cache).unsqueeze(0), ids, ids.clone())
 
 
@@ -117,7 +117,7 @@ def _attention(
 
 
 _prefill = partial(_attention, query_len=256)
-# Few enough programs to split keys.
+# Few programs, so that keys are split.
 _split_decode = partial(_attention, query_len=1, num_kv_heads=1)
 _plain_decode = partial(_attention, query_len=1, max_seq_len=64)
 _invariant = partial(_attention, query_len=1, invariant=True)
@@ -227,7 +227,7 @@ CASES = (
     CompileCase("decode-128-split-float32", partial(_split_decode, 128, dtype=F32), default=False),
     CompileCase("sample", partial(_sample, sampled=True)),
     CompileCase("sample-bfloat16", partial(_sample, sampled=True, dtype=BF16), default=False),
-    # Rows that are not aligned.
+    # Unaligned rows.
     CompileCase("sample-50257", partial(_sample, sampled=True, vocabulary=50_257), may_spill=(100,), default=False),
     CompileCase("sample-small", partial(_sample, sampled=True, vocabulary=300), default=False),
     CompileCase("greedy", partial(_sample, sampled=False)),

@@ -1,4 +1,4 @@
-"""Count loads, stores and products in a kernel's PTX."""
+"""Instruction counts of a kernel's PTX."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _STREAMING = {
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Static instruction counts. Wide: 16 bytes per thread."""
+    """Static counts; wide means 16 bytes per thread."""
 
     tma_loads: int
     wgmma: int
     tcgen05: int
     mma: int
-    waits: int  # for the kernel before
-    early_loads: int  # in front of it
+    waits: int  # for the previous kernel
+    early_loads: int  # before it
     wide_loads: int
     narrow_loads: int
     wide_stores: int
@@ -56,17 +56,17 @@ def count(ptx: str) -> InstructionCounts:
 
 
 def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str, ...]:
-    """Return the fields of `InstructionCounts` that must not be zero."""
+    """Return the counts that must not be zero."""
     if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
-        return ()  # less than 16 bytes for each of 64 threads
+        return ()  # below 16 bytes for each of 64 threads
     if kernel == "write_kv_cache_kernel" and arguments["k_cache_ptr"].itemsize == 1:
-        return ("wide_loads",)  # as many elements are half the bytes
+        return ("wide_loads",)
     if kernel in _STREAMING:
         return "wide_loads", "wide_stores", *(["waits"] if arguments.get("STARTS_EARLY") else [])
     if kernel == "invariant_linear_kernel" and arguments["x_ptr"].itemsize == 2:
         return {90: "wgmma", 100: "tcgen05"}.get(arch, "mma"), "wide_loads"
     q = arguments.get("q_ptr")
-    # float32 is multiplied without tensor cores.
+    # float32 uses no tensor cores.
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         return ()
     if arguments.get("TMA"):

@@ -1,15 +1,15 @@
-"""Choose an implementation once for each operation, device type and dtype.
+"""Choice of an implementation for each operation, device type and dtype, made once.
 
 The environment variable ``TIDEWHEEL_KERNELS`` is one of:
 
 ``auto``       (default) On CUDA the triton-lang kernel. Elsewhere the first available of the C kernel (float32 and
-               bfloat16, with a C compiler), torch operations for a CPU and the reference.
+               bfloat16, with a C compiler), torch operations for a CPU, and the reference.
 ``torch``      The same without C kernels.
 ``reference``  The reference everywhere.
 ``triton``     The triton-lang kernel everywhere. Off the GPU, set ``TRITON_INTERPRET=1`` before triton is imported.
-``flash``      For `paged_attention` alone: prompts by FlashAttention-3, or an error that says why not.
+``flash``      `paged_attention` only: prompts by FlashAttention-3, or an error that says why not.
 
-``operation=kind`` is for one operation, and several have commas between: ``torch,rms_norm=reference``.
+``operation=kind`` sets one operation; commas separate settings: ``torch,rms_norm=reference``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# Names of all.
 _operations: set[str] = set()
 
 
 def preferences() -> dict[str, Preference]:
-    """Return the environment's preferences by operation; under "", that for others."""
+    """Return preferences by operation; "" is the key of all others."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     found: dict[str, Preference] = {"": "auto"}
     for item in filter(None, value.split(",")):
@@ -70,7 +69,7 @@ def triton_installed() -> bool:
 
 
 def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
-    """Return the kind of implementation, C kernels aside."""
+    """Return the kind, C kernels aside."""
     if preference == "reference":
         return "reference"
     on_gpu = device_type == "cuda"
@@ -90,12 +89,12 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 def runs_triton(device_type: str) -> bool:
-    """Return whether every operation on such tensors is a triton-lang kernel."""
+    """Return whether all operations on such tensors are triton-lang kernels."""
     return all(choose(device_type, kind, has_cpu=False) == "triton" for kind in preferences().values())
 
 
 class Op(Generic[P, R]):
-    """An operation with its implementations.
+    """Operation with its implementations.
 
     `name` is also its launcher in `triton_kernels` of `package`, and in `triton_flash` where `has_flash`.
     """
@@ -140,7 +139,7 @@ class Op(Generic[P, R]):
         return "native" if prefers_native and native_library(dtype) is not None else kind
 
     def implementation(self, kind: Kind) -> Callable[P, R]:
-        """Return the implementation of a kind, ignoring the environment."""
+        """Return an implementation, ignoring the environment."""
         if kind in ("triton", "flash"):
             module = "triton_kernels" if kind == "triton" else "triton_flash"
             launchers = importlib.import_module(f"{self._package}.{module}")

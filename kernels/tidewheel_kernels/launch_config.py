@@ -1,6 +1,6 @@
 """Block sizes, warps and pipeline stages of all launches; docs/kernels.md has the reasons.
 
-Attention tiles are the largest without register spills, but for float32 prefill with head_dim 128.
+Attention tiles are the largest without register spills, except float32 prefill with head_dim 128.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 
 from tidewheel_kernels.switches import is_on
 
-# With fewer keys per decode program the merge costs too much.
+# With fewer, the merge costs too much.
 MIN_KEYS_PER_SPLIT = 128
-MIN_KEYS_PER_SPLIT_OF_MANY = 1024  # where sequences alone fill the device
-# Decode programs: two hide each other's latency.
+MIN_KEYS_PER_SPLIT_OF_MANY = 1024  # where sequences fill the device
+# Two decode programs hide each other's latency.
 PROGRAMS_PER_SM = 2
 RESIDENT_PROGRAMS_PER_SM = 3
-# One-warp programs that read logits; 32 run at once.
+# One-warp programs; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 MIN_DOT_SIZE = 16  # of tl.dot
-# Products whose sums follow from the matrix: programs of a tile of rows, whatever the device, and their inputs.
+# Programs per tile of rows on any device, so that sums follow from the matrix.
 LINEAR_PROGRAMS = 128
 MIN_INPUTS_PER_SPLIT = 512
 MAX_LINEAR_SPLITS = 8
-# Of a thread of four warps, so that three programs are resident; to convert 8-bit floats ten more would be taken.
+# Per thread of four warps, for three resident programs; conversion of 8-bit floats takes ten more.
 FP8_REGISTERS = 168
-# Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
+# Warpgroup instructions read keys from shared memory, which leaves registers for larger tiles.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
-# Below it, in bytes, triton-lang 3.8 and 3.9 clear a bit of tensor descriptors.
+# Bytes, below which triton-lang 3.8 and 3.9 clear a bit of tensor descriptors.
 SMALL_TENSOR = 128 * 1024
 # Architecture for tensors off the GPU.
 compile_target: ContextVar[int] = ContextVar("compile_target", default=90)
@@ -46,13 +46,13 @@ class LaunchConfig(NamedTuple):
 
 
 class AttentionConfig(NamedTuple):
-    block_m: int  # rows: query tokens x query heads of one KV head
-    block_n: int  # keys per tile; divides the KV block
-    block_d: int  # head_dim rounded up to a power of two
+    block_m: int  # query tokens x query heads of one KV head
+    block_n: int  # keys; divides the KV block
+    block_d: int  # power of two
     num_warps: int
     num_stages: int
-    tma: bool = False  # copy keys and values with the tensor memory accelerator
-    max_registers: int | None = None  # of a thread
+    tma: bool = False  # tensor memory accelerator
+    max_registers: int | None = None  # per thread
 
 
 def next_power_of_2(n: int) -> int:
@@ -77,13 +77,13 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """Partition of a row of logits, by the vocabulary alone: a token must not depend on its batch."""
+    """Partition of a row of logits, by the vocabulary alone, so that a token does not depend on its batch."""
 
     chunk: int  # logits per partial result
     num_chunks: int
-    tile: int  # chunks that the first launch reads at once
+    tile: int  # chunks read at once by the first launch
     num_tiles: int
-    block: int  # logits that the second reads at once; a multiple of `chunk`
+    block: int  # logits read at once by the second; a multiple of `chunk`
     capacity: int  # candidates in registers
     num_warps: int  # one needs no barrier
     row_warps: int  # in the second launch
@@ -107,7 +107,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return the number of programs per row in the first launch: short ones, as the last run alone."""
+    """Return programs per row of the first launch; short ones, as the last run alone."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)
@@ -149,10 +149,10 @@ def prefill_config(
 
 
 def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
-    """Return the number of blocks to declare in a descriptor, at least the real `shape[0]`.
+    """Return the blocks to declare in a descriptor, at least `shape[0]`.
 
-    `driver.c` of triton-lang 3.8 and 3.9 adds up the bytes to the last element in 32 bits with a sign, and takes some
-    tensors over 2 GiB for small ones. No box is asked for beyond the real blocks, so a few more do no harm.
+    triton-lang 3.8 and 3.9 (`driver.c`) count bytes to the last element in signed 32 bits, and take some tensors over
+    2 GiB for small ones. Boxes stay within the real blocks, so more may be declared.
     """
     last_byte = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element_size
     wrapped, overflow = last_byte % 2**32, 2**31 - 1
@@ -166,7 +166,7 @@ def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: 
 def decode_config(
     head_dim: int, group: int, block_size: int, element_size: int, *, fp8: bool = False
 ) -> AttentionConfig:
-    """Return small tiles, with the next in flight, for a kernel that waits for memory."""
+    """Return small tiles, with the next in flight: the kernel waits for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
@@ -178,20 +178,20 @@ def decode_config(
 
 
 class LinearConfig(NamedTuple):
-    """Tiles and splits of a product, by its matrix alone: a row must not depend on its batch."""
+    """Tiles and splits of a product, by its matrix alone, so that a row does not depend on its batch."""
 
     block_m: int  # rows
     block_n: int  # outputs
     block_k: int  # inputs
     num_splits: int  # of the inputs
-    split_len: int  # a multiple of block_k; the last split may be shorter
+    split_len: int  # multiple of block_k
     num_warps: int
     num_stages: int
 
 
 @lru_cache
 def linear_config(out_features: int, in_features: int, element_size: int) -> LinearConfig:
-    """Return tiles that are good for prompts, and enough splits that a tile of rows fills a large device."""
+    """Return tiles suited to prompts, and enough splits for a tile of rows to fill a large device."""
     if element_size > 2:
         block_m, block_n, block_k, num_warps, num_stages = 32, 64, 16, 4, 2
     else:
@@ -203,8 +203,8 @@ def linear_config(out_features: int, in_features: int, element_size: int) -> Lin
 
 
 class DecodeSplits(NamedTuple):
-    extra: int  # programs of a KV head beyond one per sequence, for splits of the longest
-    min_keys: int  # in a split
+    extra: int  # programs per KV head beyond one per sequence
+    min_keys: int  # per split
 
 
 @lru_cache
@@ -221,7 +221,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 
 def splits_none(seq_lens: npt.NDArray[np.int32], limits: DecodeSplits) -> bool:
-    """Return whether the plan splits none of such decodes, whatever its tiles, and whatever their window."""
+    """Return whether the plan splits none of these decodes, for any tiles and window."""
     longest = int(seq_lens.max())
     return longest <= limits.min_keys or longest * limits.extra <= int(seq_lens.sum())
 
@@ -234,12 +234,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> int:
-    """Return a GPU's compute capability, such as 90."""
+    """Return a GPU's compute capability, e.g. 90."""
     return _capability(device) if device.type == "cuda" else compile_target.get()
 
 
 def starts_early(device: torch.device) -> bool:
-    """Return whether small kernels are launched while the one before them ends (programmatic dependent launch)."""
+    """Return whether small kernels start while the previous one ends (programmatic dependent launch)."""
     return is_on("dependent_launch") and architecture(device) >= 90
 
 

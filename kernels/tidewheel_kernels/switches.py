@@ -1,10 +1,9 @@
-"""Choices that no GPU has measured yet: off, unless the environment variable ``TIDEWHEEL_TRY`` names them.
+"""Options not yet measured on a GPU: off, unless the environment variable ``TIDEWHEEL_TRY`` names them (comma
+separated).
 
-Names have commas between:
-
-``dependent_launch``   Norms, rotation and SiLU are launched while the kernel before them ends (sm_90 and newer).
-``fast_accumulation``  Products of 8-bit floats are summed in the tensor cores alone.
-``flash_prompts``      Prompts go to FlashAttention-3 where it takes them.
+``dependent_launch`` Norms, rotation and SiLU start while the previous kernel ends (sm_90 and newer).
+``fast_accumulation`` Products of 8-bit floats are summed in the tensor cores alone. ``flash_prompts`` Prompts go to
+FlashAttention-3 where it takes them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal, get_args
 Switch = Literal["dependent_launch", "fast_accumulation", "flash_prompts"]
 
 ENVIRONMENT_VARIABLE = "TIDEWHEEL_TRY"
-# In place of the environment's, for compilation ahead of time and for tests.
+# Replaces the environment, for ahead-of-time compilation and tests.
 tried: ContextVar[frozenset[Switch] | None] = ContextVar("tried", default=None)
 
 

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, as kernels see it."""
+"""Programmatic dependent launch."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_inputs(STARTS_EARLY: tl.constexpr):
-    """Wait for the kernel before, and let the next one start early too. Only constants may be read in front of it."""
+    """Wait for the previous kernel and let the next start. Only constants may be read before."""
     if STARTS_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

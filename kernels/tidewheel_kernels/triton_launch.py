@@ -1,7 +1,7 @@
-"""Launch compiled kernels directly: triton-lang's own path takes 15 to 40 µs of the host for each launch.
+"""Direct launch of compiled kernels: triton-lang's own path takes 15 to 40 µs of host time.
 
-triton-lang compiles a kernel for types, for addresses and numbers that are multiples of 16, and for numbers equal to
-1. A `KernelLauncher` fixes the numbers, so each call checks only types and addresses of tensors.
+triton-lang specialises on types, on multiples of 16 and on numbers equal to 1. A `KernelLauncher` fixes the numbers,
+so each call checks only types and addresses of tensors.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-ENVIRONMENT_VARIABLE = "TIDEWHEEL_LAUNCH"  # "triton": only triton-lang's own path
-MAX_LAUNCHES = 512  # kept for each kernel
+ENVIRONMENT_VARIABLE = "TIDEWHEEL_LAUNCH"  # "triton": never direct
+MAX_LAUNCHES = 512  # per kernel
 ALIGNMENT = 16
-# Versions whose compiled kernels run with the same arguments; the tests have the oldest and the newest.
+# Versions whose compiled kernels take the same arguments; tests cover the oldest and the newest.
 FIRST_VERSION, END_VERSION = (3, 6), (3, 10)
-Direct = Callable[[tuple[int, ...], tuple[Any, ...]], object]  # of grid and stream, and arguments
-_RUNTIME = knobs.runtime  # whose hooks profilers set
+Direct = Callable[[tuple[int, ...], tuple[Any, ...]], object]  # (grid and stream), arguments
+_RUNTIME = knobs.runtime  # profilers set its hooks
 
 
 def binds() -> bool:
-    """Return whether compiled kernels may be launched directly here."""
+    """Return whether direct launches are possible."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     is_wanted = os.environ.get(ENVIRONMENT_VARIABLE) != "triton"
     return is_wanted and not knobs.runtime.interpret and FIRST_VERSION <= version < END_VERSION
 
 
 class KernelLauncher:
-    """Launches of `kernel` with these last arguments, the `constants`, and options of the compiler.
+    """Launcher of `kernel` with fixed last arguments (`constants`) and compiler options.
 
-    The kernel's first parameters are pointers. Between are tensor descriptors, or numbers that are not specialised.
+    First parameters are pointers; then come tensor descriptors, or numbers that are not specialised.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
@@ -46,9 +46,9 @@ class KernelLauncher:
         self._constants = tuple(constants.values())
         self._named = {**constants, **options}
         self._binds = binds()
-        # By device and dtypes, for tensors that are aligned.
+        # By device and dtypes, for aligned tensors.
         self._compiled: dict[tuple[Any, ...], Direct] = {}
-        self._aligned: tuple[int, ...] = ()  # indices of tensors whose alignment is compiled in
+        self._aligned: tuple[int, ...] = ()  # tensors whose alignment is compiled in
 
     def __call__(self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], *others: Any) -> None:
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -69,7 +69,7 @@ class KernelLauncher:
     def _through_triton(
         self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], others: Sequence[Any]
     ) -> None:
-        """Launch, and keep the kernel that triton-lang chose if all addresses are aligned."""
+        """Launch through triton-lang, and keep its kernel if all addresses are aligned."""
         arguments = dict(zip(self._names, (*tensors, *others), strict=True))
         compiled = self._kernel[grid](**arguments, **self._named)
         if compiled is None or not self._binds:
@@ -86,14 +86,14 @@ class KernelLauncher:
 
 
 def _direct(compiled: Any) -> Direct:
-    """Return a call of a compiled kernel that does what `CudaLauncher` does, if there is no memory to allocate."""
+    """Return a call that does what `CudaLauncher` does, if no memory must be allocated."""
     run, metadata, hooks = compiled.run, compiled.packed_metadata, (None, None, None)
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return lambda place, arguments: run(*place, compiled.function, metadata, *hooks, *arguments)
     launch, kernel = run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     no_scratch = (None, None)
     fixed: tuple[Any, ...] = (*kernel, *no_scratch, metadata, *hooks)
-    if hasattr(run, "kernel_signature"):  # from 3.7 on one C function serves all signatures
+    if hasattr(run, "kernel_signature"):  # from 3.7: one C function for all signatures
         fixed = (*kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature)
         return lambda place, arguments: launch(*place, *fixed, arguments)
     return lambda place, arguments: launch(*place, *fixed, *arguments)

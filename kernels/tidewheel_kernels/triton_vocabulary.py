@@ -1,4 +1,4 @@
-"""Load logits, reduce their chunks, and search them by value."""
+"""Logits by chunks: load, reduce, search by value."""
 
 import triton
 import triton.language as tl
@@ -13,28 +13,28 @@ def load_logits(row_ptr, column, vocabulary):
 
 @triton.jit
 def load_tile(row_ptr, first_chunk, vocabulary, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return [TILE, CHUNK] logits, -inf past the end of the row."""
+    """Return [TILE, CHUNK] logits, -inf past the row."""
     chunk = first_chunk + tl.arange(0, TILE)
     return load_logits(row_ptr, chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], vocabulary)
 
 
 @triton.jit
 def chunk_maxima(x):
-    """Return [TILE]: the largest logit of each chunk, NaN if it holds one."""
+    """Return [TILE] maxima, NaN for chunks with one."""
     num_nan = tl.sum((x != x).to(tl.int32), axis=1)
     return tl.where(num_nan > 0, float("nan"), tl.max(x, axis=1))
 
 
 @triton.jit
 def chunk_weights(x, maxima, scale):
-    """Return [TILE]: the sum of ``exp2((x - maximum) * scale)`` of each chunk."""
+    """Return [TILE] sums of ``exp2((x - maximum) * scale)``."""
     origin = tl.where(maxima == float("-inf"), 0.0, maxima)
     return tl.sum(tl.exp2((x - origin[:, None]) * scale), axis=1)
 
 
 @triton.jit
 def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Return maxima, their largest, and a flag: no logit is NaN or +inf, some are finite."""
+    """Return maxima, their largest, and whether no logit is NaN or +inf and some are finite."""
     chunk = tl.arange(0, CHUNKS)
     maxima = tl.load(maxima_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"))
     max_logit = tl.max(maxima, axis=0)
@@ -45,7 +45,6 @@ def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def middle(low, high):
-    """Return a number in (low, high]."""
     # high - low may overflow.
     pivot = low * 0.5 + high * 0.5
     return tl.where(pivot > low, pivot, high)
@@ -74,7 +73,7 @@ def element(values, index, SIZE: tl.constexpr):
 
 @triton.jit
 def crossing(weight, cumulative, target, SIZE: tl.constexpr):
-    """Return the first lane with a weight that reaches above the target; if rounding hides it, the last."""
+    """Return the first lane with a weight that exceeds the target; if rounding hides it, the last."""
     lane = tl.arange(0, SIZE)
     first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
     last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)

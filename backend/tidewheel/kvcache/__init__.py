@@ -1,1 +1,1 @@
-"""Blocks of the KV cache: sharing, eviction, host tier and sessions. No torch."""
+"""Blocks of the KV cache; without torch."""

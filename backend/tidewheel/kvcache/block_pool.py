@@ -9,13 +9,13 @@ from tidewheel.errors import InternalError, require
 class BlockPool:
     """Blocks ``0 … num_blocks - 1``, each in one of four states:
 
-    * *in use*: ``ref_count > 0``. A full, computed block gets a hash. It is never written again and may be shared.
-    * *kept*: ``ref_count == 0`` with a keeper. It is not evicted.
+    * *in use*: ``ref_count > 0``. Once full and computed, it has a hash, is never written again and may be shared.
+    * *kept*: ``ref_count == 0`` with a keeper; not evicted.
     * *cached*: ``ref_count == 0`` with a hash, in the free list. `lookup` finds it, `allocate` may evict it.
     * *empty*: ``ref_count == 0`` without a hash, in the free list.
 
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. All
-    moves are O(1). Lists are several times cheaper to read singly than numpy arrays.
+    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. Lists are
+    cheaper to read singly than numpy arrays.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,13 +28,13 @@ class BlockPool:
         self.ref_count: list[int] = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
-        self._keepers: dict[int, int] = {}  # kept block → number of keepers
-        # Circular: the sentinel at index num_blocks precedes the next block to evict.
+        self._keepers: dict[int, int] = {}  # number of keepers
+        # Circular; the sentinel num_blocks precedes the next block to evict.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take and evict free blocks; return None without effect if there are too few."""
+        """Take and evict free blocks; None without effect if there are too few."""
         if count > self.num_free:
             return None
         sentinel, links, hashes, ref_count = self.num_blocks, self._next, self._hashes, self.ref_count
@@ -49,13 +49,13 @@ class BlockPool:
                 hashes[block_id] = None
                 self.num_cached -= 1
             block_id = links[block_id]
-        links[sentinel] = block_id  # cuts out the taken run
+        links[sentinel] = block_id
         self._previous[block_id] = sentinel
         self.num_free -= count
         return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Remove one holder of each block. The first freed is evicted first."""
+        """Remove one holder of each block; the first freed is evicted first."""
         ref_count, keepers = self.ref_count, self._keepers
         for block_id in block_ids:
             references = ref_count[block_id] - 1
@@ -70,7 +70,7 @@ class BlockPool:
                 self._append(block_id)
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Add a holder to each block, with its content."""
+        """Add a holder to each block."""
         for block_id in block_ids:
             self.ref_count[block_id] += 1
             if self.ref_count[block_id] > 1:
@@ -81,7 +81,7 @@ class BlockPool:
                 self._unlink(block_id)
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Add one keeper to each block."""
+        """Add a keeper to each block."""
         for block_id in block_ids:
             if self.ref_count[block_id] == 0 and block_id not in self._keepers:
                 self._unlink(block_id)
@@ -89,7 +89,7 @@ class BlockPool:
             self._keepers[block_id] = self._keepers.get(block_id, 0) + 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Remove one keeper of each block. The first freed is evicted first."""
+        """Remove one keeper of each block; the first freed is evicted first."""
         for block_id in block_ids:
             keepers = self._keepers.get(block_id, 0) - 1
             if keepers < 0:
@@ -109,7 +109,6 @@ class BlockPool:
         return self._blocks.get(block_hash)
 
     def lookup_prefix(self, block_hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Return the blocks of the leading contents."""
         block_ids: list[int] = []
         with suppress(KeyError):  # `extend` keeps the prefix; a Python loop takes three times as long
             block_ids.extend(map(self._blocks.__getitem__, block_hashes))
@@ -119,7 +118,7 @@ class BlockPool:
         return self._hashes[block_id]
 
     def register_hashes(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Register full blocks in use. Of equal contents, the first block gets the hash."""
+        """Register full blocks in use; of equal contents, only the first."""
         blocks, hashes, ref_count = self._blocks, self._hashes, self.ref_count
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if ref_count[block_id] == 0 or hashes[block_id] is not None:
@@ -129,7 +128,6 @@ class BlockPool:
                 hashes[block_id] = block_hash
 
     def drop_hash(self, block_id: int) -> None:
-        """Forget the content of a block in use."""
         if self.ref_count[block_id] == 0:
             raise InternalError(f"block {block_id} is free: its hash goes when it is evicted")
         block_hash = self._hashes[block_id]
@@ -165,7 +163,7 @@ class BlockPool:
         require(hashed == self._blocks, "blocks and their hashes disagree")
 
     def _append(self, block_id: int) -> None:
-        """Put an empty block at the head of the free list, a cached one at its tail."""
+        """Link an empty block at the head of the free list, a cached one at its tail."""
         links, back = self._next, self._previous
         if self._hashes[block_id] is None:
             before, after = self.num_blocks, links[self.num_blocks]

@@ -10,8 +10,8 @@ from tidewheel.errors import InternalError, require
 class HostTier:
     """Slots ``0 … num_slots - 1`` in host memory, found by content digest, each in one of three states:
 
-    * *empty*: it has no content.
-    * *idle*: `lookup` finds its content, `insert` may evict it, least recently used first.
+    * *empty*: no content.
+    * *idle*: `lookup` finds it, `insert` may evict it, least recently used first.
     * *pinned*: a copy to or from it is queued or in flight.
     """
 
@@ -23,7 +23,7 @@ class HostTier:
         self._keys: list[bytes | None] = [None] * num_slots
         self._pins = [0] * num_slots
         self._empty = list(range(num_slots - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in order of eviction
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free_slots(self) -> int:
@@ -40,7 +40,7 @@ class HostTier:
         return self._keys[slot]
 
     def insert(self, key: bytes) -> int | None:
-        """Give a new content a slot, pinned once; return None if all slots are pinned."""
+        """Return a slot for new content, pinned once; None if all are pinned."""
         if key in self._slots:
             raise InternalError("a content would be in two slots of the host tier")
         if self._empty:
@@ -64,7 +64,7 @@ class HostTier:
             self._pins[slot] += 1
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """Remove one pin of each slot. The first unpinned is evicted first."""
+        """Remove one pin of each slot; the first unpinned is evicted first."""
         for slot in slots:
             if self._pins[slot] == 0:
                 raise InternalError(f"host slot {slot} is unpinned more often than it was pinned")
@@ -77,7 +77,7 @@ class HostTier:
                 self._idle[slot] = None
 
     def drop(self, key: bytes | None) -> None:
-        """Forget a content. A pinned slot becomes empty after its copy."""
+        """Forget a content; a pinned slot becomes empty after its copy."""
         slot = None if key is None else self._slots.get(key)
         if slot is None:
             return

@@ -16,7 +16,7 @@ from tidewheel.stats import EngineStats
 
 
 class FreedBlockCounter:
-    """Counter of unkept blocks that only departing rows hold. O(blocks of the row)."""
+    """Counter of blocks outside `kept` that only departing rows hold."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: Collection[int]) -> None:
         self._ref_count = ref_count
@@ -25,7 +25,7 @@ class FreedBlockCounter:
         self._holders: Counter[int] = Counter()  # departing rows per block
 
     def add(self, row: int) -> int:
-        """Add a departing row; return how many more blocks it frees."""
+        """Add a departing row; return the blocks it frees."""
         self._holders.update(self._tables[row])
         return self.num_freed(row)
 
@@ -33,7 +33,7 @@ class FreedBlockCounter:
         self._holders.subtract(self._tables[row])
 
     def num_freed(self, row: int) -> int:
-        """Return how many blocks of the row all added rows free."""
+        """Return the row's blocks that the added rows free."""
         holders, ref_count, kept = self._holders, self._ref_count, self._kept
         return sum([holders[b] == ref_count[b] and b not in kept for b in self._tables[row]])
 
@@ -68,17 +68,16 @@ class KVCacheManager:
         self.prefixes = PrefixCache(
             self._pool, self._host, self.sessions.table, block_size, is_enabled=enable_prefix_caching
         )
-        self._tables: dict[int, list[int]] = {}  # row → blocks in logical order
-        self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and final
+        self._tables: dict[int, list[int]] = {}  # blocks in logical order, by row
+        self._num_sealed: dict[int, int] = {}  # leading full and computed blocks, by row
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty and evictable blocks, and blocks of sessions alone."""
+        """Empty, evictable and session blocks."""
         return self._pool.num_free + self._pool.num_kept
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that steps in flight will free."""
         return self._transfers.num_returning_blocks()
 
     def update_stats(self) -> EngineStats:
@@ -99,7 +98,7 @@ class KVCacheManager:
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
         """Return the prompt but its last token as a hit in the leader's row, which must have computed it.
 
-        There is none while the row waits for transfers.
+        No hit while the row waits for transfers.
         """
         if leader_row in self._transfers.arrivals:
             return NO_HIT
@@ -110,14 +109,14 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return how many free blocks are lacking if `keep_free` stay free, beside one that the batch copies from."""
+        """Return the free blocks that lack if `keep_free` stay free, and a cached tail is copied."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the hit and further blocks; return False without effect if these or a host content lack.
+        """Give a new row the hit and further blocks; False without effect if blocks or a host content lack.
 
         A session loses its tail if no block is left for the copy.
         """
@@ -145,7 +144,7 @@ class KVCacheManager:
         self._transfers.pin(slots, sources)
         own, first = self._take(num_new - takes_over), len(hit.host_keys)
         if takes_over:
-            own.insert(first, sources.pop())  # the pin becomes the row's hold
+            own.insert(first, sources.pop())
         targets = own[first : first + len(sources)]
         self._transfers.arrivals[row] = IncomingBlocks(hit.host_keys, slots, own[: len(slots)], sources, targets)
         return own
@@ -170,7 +169,7 @@ class KVCacheManager:
             stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
-        """Add a block to each row; return the blocks, or None without effect if too few are free."""
+        """Add a block to each row and return them; None without effect if too few are free."""
         if len(rows) > self.num_free_blocks:
             return None
         new_blocks = self._take(len(rows))
@@ -196,19 +195,19 @@ class KVCacheManager:
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of full blocks to the host tier, before `free`; return how many will be there."""
+        """Queue copies of full blocks to the host tier, before `free`; return the number that will be there."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session, before `free`, never for wrong content."""
+        """Keep the computed tokens as the request's session, before `free`."""
         if self.prefixes.is_enabled and request.session_id and row not in self._transfers.arrivals:
             self.commit(row, request, num_computed_tokens)
             self.sessions.keep(request, self._tables[row], num_computed_tokens, now)
 
     def forget(self, row: int) -> None:
-        """Forget the content of the row's blocks, which is wrong."""
+        """Forget the content of the row's blocks."""
         for block_id in self._tables[row]:
             self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
@@ -229,7 +228,7 @@ class KVCacheManager:
             self._transfers.hold(table, after_step)
 
     def take_transfers(self, step_id: int) -> TransferArrays:
-        """Return the queued copies, which this step must perform."""
+        """Return the copies that this step must perform."""
         transfers, arrivals = self._transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]
@@ -245,7 +244,7 @@ class KVCacheManager:
         self._transfers.abandon()
 
     def check_invariants(self) -> None:
-        """Raise `InternalError`. O(blocks)."""
+        """Raise `InternalError`."""
         self._pool.check_invariants()
         self._host.check_invariants()
         self._transfers.check_invariants()

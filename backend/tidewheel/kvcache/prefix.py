@@ -1,4 +1,4 @@
-"""Cached prefixes, found by digests of full blocks, chained by SHA-256.
+"""Cached prefixes by digests of full blocks, chained by SHA-256.
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
@@ -27,7 +27,7 @@ _DOMAIN = b"tidewheel kv block v2\0"
 
 
 def root_hash(tenant: str, salt: str) -> bytes:
-    """Return the digest before the first block. The length separates tenant and salt."""
+    """Return the digest before the first block; the length separates tenant and salt."""
     name, secret = (text.encode("utf-8", "surrogatepass") for text in (tenant, salt))
     return sha256(_DOMAIN + struct.pack("<Q", len(name)) + name + secret).digest()
 
@@ -38,17 +38,17 @@ def parent_hash(request: Request, num_blocks: int) -> bytes:
 
 
 def tail_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the digest of a partial block, which no full block has."""
+    """Return the digest of a partial block."""
     return sha256(parent + tokens).digest()
 
 
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
-    """Return the most cached blocks that leave one token to compute."""
+    """Return the most cached blocks that leave a token to compute."""
     return (num_tokens - 1) // block_size
 
 
 def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int) -> None:
-    """Extend `request.block_hashes` to `num_full_blocks`. The request must have the tokens."""
+    """Extend `request.block_hashes` to `num_full_blocks`."""
     hashes = request.block_hashes
     start, stop = len(hashes) * block_size, num_full_blocks * block_size
     if start >= stop:
@@ -75,20 +75,20 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _int32_struct(count: int) -> struct.Struct:
-    """Return a packer, for short lists several times faster than numpy."""
+    """Return a packer, several times faster than numpy for short lists."""
     return struct.Struct(f"<{count}i")
 
 
 class PrefixHit(NamedTuple):
-    """Whole blocks of the pool, then of the host tier, then part of a block, which is copied on write."""
+    """Prefix of whole pool blocks, then host blocks, then a partial tail, which is copied on write."""
 
-    block_ids: tuple[int, ...]  # shared, in the pool
+    block_ids: tuple[int, ...]
     num_tokens: int  # in all three
-    host_keys: tuple[bytes, ...] = ()  # next, in the host tier
-    tail_block: int = -1  # of the part, if in the pool
-    tail_key: bytes = b""  # of the part, if in the host tier
-    session: KVSession | None = None  # owner of the part; None: a fork's leader
-    num_session_tokens: int = 0  # of these, from the request's session
+    host_keys: tuple[bytes, ...] = ()
+    tail_block: int = -1  # in the pool, or -1
+    tail_key: bytes = b""  # in the host tier
+    session: KVSession | None = None  # owner of the tail
+    num_session_tokens: int = 0  # from the request's session
 
     @property
     def num_blocks(self) -> int:
@@ -99,7 +99,7 @@ NO_HIT = PrefixHit((), 0)
 
 
 class PrefixCache:
-    """Prefixes in pool, host tier and sessions, or under computation. Disabled, it finds nothing."""
+    """Prefixes in pool, host tier and sessions, or being computed; empty if disabled."""
 
     def __init__(
         self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int, *, is_enabled: bool
@@ -109,11 +109,11 @@ class PrefixCache:
         self._host = host
         self._sessions = sessions
         self._block_size = block_size
-        self.computing: dict[bytes, int] = {}  # block digest → row that computes it
-        self._announced: dict[int, list[bytes]] = {}  # row → digests it may be computing
+        self.computing: dict[bytes, int] = {}  # row by block digest
+        self._announced: dict[int, list[bytes]] = {}  # digests by row
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes."""
+        """Return the longest cached prefix that leaves a token to compute. Valid until the cache changes."""
         if not self.is_enabled:
             return NO_HIT
         limit = self._extend(request)
@@ -125,14 +125,14 @@ class PrefixCache:
         return hit if session is None else self._with_session(hit, session, request)
 
     def estimate(self, request: Request) -> int:
-        """Estimate the tokens of `find` by binary search: blocks rarely stay without their predecessors."""
+        """Estimate the tokens of `find` by binary search: blocks rarely stay without predecessors."""
         if not self.is_enabled:
             return 0
         limit = self._extend(request)
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
-        """Return the hit's host slots, or None if one was evicted."""
+        """Return the hit's host slots; None if one was evicted."""
         keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
         slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
         return slots if len(slots) == len(keys) else None
@@ -143,7 +143,7 @@ class PrefixCache:
             return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
-        row, run = next(groupby(rows), (None, ()))  # runs in C
+        row, run = next(groupby(rows), (None, ()))
         return (0, -1) if row is None else (len(list(run)), row)
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
@@ -168,7 +168,7 @@ class PrefixCache:
         return self._pool.lookup(key) is None and self._host.lookup(key) is None
 
     def _with_session(self, hit: PrefixHit, session: KVSession, request: Request) -> PrefixHit:
-        """Add the session's tail to the hit and count the session's tokens."""
+        """Add the session's tail to the hit."""
         num_shared = min(hit.num_blocks, len(session.keys))
         while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
             num_shared -= 1

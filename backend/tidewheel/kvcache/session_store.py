@@ -10,10 +10,10 @@ from tidewheel.request import Request
 
 
 class SessionStore:
-    """Content of sessions. Their blocks are *kept* in the pool, but count as free.
+    """Blocks of sessions, *kept* in the pool but counted as free.
 
-    When nothing else is free, the least recently used session gives its blocks up: to the host tier if there is one,
-    else the session ends. Requests share full blocks and copy the tail, so two may use one session.
+    When nothing else is free, the least recently used session moves to the host tier, or ends without one. Requests
+    share full blocks and copy the tail, so two may use one session.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class SessionStore:
             self._release(gone)
 
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens, within quotas. Without time to live the session ends. Full blocks have hashes."""
+        """Keep the computed tokens within quotas; end the session without time to live."""
         if request.session_ttl <= 0.0:
             self._remove(request.tenant, request.session_id)
             return
@@ -44,7 +44,7 @@ class SessionStore:
         num_full = num_computed_tokens // size
         extend_block_hashes(request, num_full, size)
         hashes = request.block_hashes
-        # The lookup finds one block of equal contents. It stops at content forgotten as wrong.
+        # One block of equal contents is found; wrong content is not.
         blocks = self._pool.lookup_prefix(hashes[: self._limited(request.tenant, num_full)])
         keys = tuple(hashes[: len(blocks)])
         parent = parent_hash(request, len(keys))
@@ -72,7 +72,6 @@ class SessionStore:
                 self._remove(*session.name)
 
     def surrender_tail(self, session: KVSession) -> None:
-        """Free the block of the session's tail."""
         self._pool.release(self.table.give_up_blocks(session, len(session.blocks) - 1))
         session.tail_tokens = session.tail_key = b""
 
@@ -93,7 +92,7 @@ class SessionStore:
 
     def _write_out(self, session: KVSession) -> bool:
         """Queue copies to the host tier, head first; return whether any will be there."""
-        blocks = self._pool.lookup_prefix(session.keys)  # stops at content forgotten as wrong
+        blocks = self._pool.lookup_prefix(session.keys)  # wrong content is not found
         keys = session.keys[: len(blocks)]
         if session.tail_tokens and keys == session.keys:
             blocks, keys = (*blocks, session.tail_block), (*keys, session.tail_key)

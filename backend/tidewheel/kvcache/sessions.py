@@ -14,20 +14,20 @@ SessionName = tuple[str, str]  # tenant, session_id
 
 
 class SessionLimits(NamedTuple):
-    max_sessions: int = 4096  # of all tenants together
+    max_sessions: int = 4096  # of all tenants
     max_session_blocks: int | None = None
     tenants: Mapping[str, TenantLimits] = MappingProxyType({})
 
 
 @dataclass(eq=False, slots=True)
 class KVSession:
-    """Digests of full blocks, then tokens of the partial last block."""
+    """Digests of full blocks, and tokens of the partial last block."""
 
     tenant: str
     session_id: str
-    parent: bytes  # digest before the tail: last of `keys`, or the root
+    parent: bytes  # digest before the tail
     keys: tuple[bytes, ...]
-    tail_tokens: bytes  # int32 little endian; empty: no tail
+    tail_tokens: bytes  # int32 little endian; may be empty
     tail_key: bytes
     blocks: tuple[int, ...]  # in the pool, tail last; empty once given up
     expires_at: float
@@ -43,7 +43,7 @@ class KVSession:
 
 
 class SessionTally:
-    """Counts by name, and the name with the highest. Calls are O(1)."""
+    """Counts by name, and the name with the highest, in O(1)."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -54,7 +54,7 @@ class SessionTally:
         return self._counts.get(name, 0)
 
     def add(self, name: str, change: int) -> None:
-        """Add `change`, 1 or -1."""
+        """Add 1 or -1."""
         old = self._counts.pop(name, 0)
         if old:
             del self._names[old][name]
@@ -68,7 +68,6 @@ class SessionTally:
             self._highest = new
 
     def leader(self) -> str:
-        """Return the name with the highest count, longest unchanged."""
         return next(iter(self._names[self._highest]))
 
 
@@ -82,10 +81,10 @@ class _TenantSessions:
 
 
 class SessionTable:
-    """Sessions by name, and by tenant in order of use. Calls are O(1) amortised.
+    """Sessions by name, and by tenant in order of use, in O(1) amortised.
 
-    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most. The
-    caller releases the blocks of removed sessions.
+    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most.
+    Callers release the blocks of removed sessions.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -93,8 +92,8 @@ class SessionTable:
         self._sessions: dict[SessionName, KVSession] = {}
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()  # with blocks, least recently used first
         self._tenants: dict[str, _TenantSessions] = {}
-        self._accounts = SessionTally()  # sessions per account
-        self._members: dict[str, SessionTally] = {}  # sessions per tenant, by account
+        self._accounts = SessionTally()  # by account
+        self._members: dict[str, SessionTally] = {}  # by account and tenant
         self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
     def reconfigure(self, limits: SessionLimits) -> list[KVSession]:
@@ -110,7 +109,7 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Return the blocks that the tenant's sessions keep, shared ones counted twice."""
+        """Return the blocks of the tenant's sessions, shared ones counted twice."""
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:
@@ -141,7 +140,6 @@ class SessionTable:
         return [self._drop(event.subject) for event in self._expiries.pop_due(now)]
 
     def oldest_resident(self) -> KVSession | None:
-        """Return the least recently used session with blocks."""
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: KVSession, num_kept: int = 0) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ NO_TRANSFERS = TransferArrays(*[np.empty(0, dtype=np.int32)] * 6)
 class IncomingBlocks(NamedTuple):
     """Content that a new row receives with its first batch."""
 
-    keys: tuple[bytes, ...]  # contents of the full `blocks`
+    keys: tuple[bytes, ...]  # of the full `blocks`
     slots: list[int]  # to read
     blocks: list[int]  # to fill
-    copy_sources: list[int]  # at most one block, copied in part
+    copy_sources: list[int]  # at most one, copied in part
     copy_targets: list[int]
 
 
@@ -49,9 +49,8 @@ class _StepHolds(NamedTuple):
 class TransferQueue:
     """Copies of the next batch, and what steps in flight hold.
 
-    A batch performs its transfers before it computes: out, in, then copies. So blocks written out need no pin. Blocks
-    copied from are held until the step is done: no swap of the batch overwrites them. Slots are pinned as long: no
-    batch writes a slot that it reads.
+    A batch copies out, in, then inside, before it computes; so blocks written out need no pin. Sources are held until
+    the step is done, lest a swap overwrites them; slots are pinned as long, lest a batch writes a slot that it reads.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:
@@ -60,11 +59,11 @@ class TransferQueue:
         self._host = host
         self._out_blocks: list[int] = []
         self._out_slots: list[int] = []
-        self.arrivals: dict[int, IncomingBlocks] = {}  # by row, with the next batch; sources are pinned
+        self.arrivals: dict[int, IncomingBlocks] = {}  # by row; sources are pinned
         self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))  # in flight
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Queue copies until the host tier is full; return how many leading keys will be there."""
+        """Queue copies until the host tier is full; return the number of leading keys that will be there."""
         for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
             if self._host.lookup(key) is not None:
                 continue
@@ -76,7 +75,7 @@ class TransferQueue:
         return len(keys)
 
     def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
-        """Protect the sources of an arrival, before blocks are taken for it."""
+        """Protect the sources of incoming blocks, before blocks are taken."""
         self._host.pin(slots)
         self._pool.touch(copy_sources)
 
@@ -88,7 +87,7 @@ class TransferQueue:
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[TransferArrays, dict[int, IncomingBlocks]]:
-        """Assign queued transfers to a step; return them and arrivals by row."""
+        """Assign queued transfers to a step; return them and incoming blocks by row."""
         if not self.arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
         arrivals, self.arrivals = self.arrivals, {}
@@ -119,7 +118,7 @@ class TransferQueue:
                 self._pool.free(table)
 
     def abandon(self) -> None:
-        """End all steps in flight and forget what they may never have written."""
+        """End all steps in flight; forget what they may not have written."""
         steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []

@@ -1,1 +1,1 @@
-"""Models: a checkpoint folder in, a `CausalLM` out."""
+pass

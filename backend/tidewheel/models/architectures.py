@@ -1,4 +1,4 @@
-"""Architectures: native ones with the shape of their decoder, others through transformers, or refused and why."""
+"""Architectures: native, through transformers, or refused and why."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _SINKS = "its attention has sinks"
 _ENCODER_DECODER = "it is a decoder with cross-attention to an encoder"
 _BIDIRECTIONAL = "its attention is not causal"
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
-# Frequencies depend on the batch's longest sequence, so one request would change another.
+# Frequencies depend on the batch's longest sequence.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeTraits:
-    """Traits of a native architecture that `config.json` does not state."""
+    """Traits of a native architecture that `config.json` omits."""
 
     qk_norm: bool = False
-    qkv_bias: bool | None = None  # None: the configuration's `attention_bias`, for output too
+    qkv_bias: bool | None = None  # None: `attention_bias`, for output too
     mlp_bias: bool = False  # read from `mlp_bias`
-    head_dim: int | None = None  # default; None: hidden_size / num_attention_heads
-    num_kv_heads: int | None = None  # default; None: num_attention_heads
-    sliding_window: int | None = None  # default of `sliding_window`
-    windowed_layers: str = "none"  # none, all, or chosen: by `use_sliding_window` and `layer_types`
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_kv_heads: int | None = None  # None: num_attention_heads
+    sliding_window: int | None = None  # default
+    windowed_layers: str = "none"  # none, all, or chosen by the configuration
 
 
 NATIVE: dict[str, NativeTraits] = {
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[str, ...]] = {  # by cause
 
 
 def native_traits(fields: ConfigFields) -> NativeTraits | None:
-    """Return native traits, or None for transformers. Raise `ConfigError` for a refused model."""
+    """Return native traits, None for transformers. Raise `ConfigError` for a refused model."""
     name = architecture(fields)
     for cause, names in REFUSED.items():
         if name in names:
@@ -111,7 +111,7 @@ def _rope_types(config: Any) -> Iterator[str]:
 
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 256
-ACTIVATIONS = ("silu", "swish")  # names of one function
+ACTIVATIONS = ("silu", "swish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k before rotation
+    qk_norm: bool = False  # RMSNorm over each head, before rotation
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -142,7 +142,7 @@ class ModelConfig:
 
 
 def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
-    """Raise `ConfigError` with the key, its value and what is accepted."""
+    """Raise `ConfigError` with key, value and what is accepted."""
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     num_q_heads = fields.integer("num_attention_heads")
@@ -191,7 +191,7 @@ def _sliding_windows(fields: ConfigFields, traits: NativeTraits, num_layers: int
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full
-    # An explicit null disables the window; an absent key means the architecture's default.
+    # An explicit null disables the window; without the key, the architecture's default holds.
     window = fields.optional_integer("sliding_window") if "sliding_window" in fields.values else traits.sliding_window
     if traits.windowed_layers == "all":
         return full if window is None else (window,) * num_layers

@@ -1,5 +1,3 @@
-"""Interface of a model to the runner."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -9,7 +7,7 @@ import torch
 
 from tidewheel_kernels import AttentionMetadata
 
-Progress = Callable[[str, float], None]  # stage name, fraction done in [0, 1]
+Progress = Callable[[str, float], None]  # stage, fraction in [0, 1]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -21,14 +19,14 @@ DTYPES: dict[str, torch.dtype] = {
 class KVLayer(NamedTuple):
     keys: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     values: torch.Tensor  # like keys
-    scales: torch.Tensor | None = None  # [2, num_kv_heads] float32, of keys and values of 8 bits
+    scales: torch.Tensor | None = None  # [2, num_kv_heads] float32, for 8 bits
 
 
 class ModelShape(NamedTuple):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int  # output width
+    vocab_size: int
     hidden_size: int
     intermediate_size: int  # widest activation of a layer
 
@@ -42,7 +40,7 @@ class CausalLM(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Return whether `forward` is known to neither wait for the device nor read its values."""
+        """Return whether `forward` never waits for the device."""
         ...
 
     def forward(
@@ -51,7 +49,7 @@ class CausalLM(Protocol):
         positions: torch.Tensor,  # [T] int64
         meta: AttentionMetadata,
         kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, unique
+        logit_indices: torch.Tensor,  # [S] int64, ascending, unique
     ) -> torch.Tensor:
         """Return logits [S, vocab_size] in the model's dtype or float32."""
         ...
@@ -59,7 +57,7 @@ class CausalLM(Protocol):
 
 @runtime_checkable
 class EmbeddingLM(CausalLM, Protocol):
-    """Model whose hidden states can be had."""
+    """Model with hidden states."""
 
     def forward_with_hidden(
         self,
@@ -68,9 +66,9 @@ class EmbeddingLM(CausalLM, Protocol):
         meta: AttentionMetadata,
         kv_layers: Sequence[KVLayer],
         logit_indices: torch.Tensor,
-        hidden_indices: torch.Tensor,  # [P] int64, tokens whose hidden states are wanted
+        hidden_indices: torch.Tensor,  # [P] int64
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `forward` does, and the normed states [P, hidden_size] that logits are made of."""
+        """Return logits as `forward` does, and normed states [P, hidden_size]."""
         ...
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
@@ -79,32 +77,30 @@ class EmbeddingLM(CausalLM, Protocol):
 
 
 class AttentionInput(NamedTuple):
-    """Forward pass before an attention."""
+    """State of a layer before its attention."""
 
     queries: torch.Tensor  # [T, num_q_heads, head_dim]
     residual: torch.Tensor  # [T, hidden_size]
 
 
 class TokenLocations(NamedTuple):
-    """Where the tokens of a step are."""
-
-    positions: torch.Tensor  # [T] int64, in their sequences
-    slots: torch.Tensor  # [T] int64, in the cache; negative ones are padding
+    positions: torch.Tensor  # [T] int64, in the sequence
+    slots: torch.Tensor  # [T] int64, in the cache; negative: padding
 
 
 class SplitLayer(Protocol):
-    """Layer around its attention, which alone needs more than the number of tokens."""
+    """Layer split at its attention, the only part that depends on sequence lengths."""
 
     def begin(
         self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
     ) -> AttentionInput:
-        """Compute up to the attention; fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
+        """Compute up to the attention and fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
         ...
 
     def attend(
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the attention [T, num_q_heads, head_dim], in `out` if given."""
+        """Return [T, num_q_heads, head_dim], in `out` if given."""
         ...
 
     def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,17 +110,17 @@ class SplitLayer(Protocol):
 
 @runtime_checkable
 class SplitLM(CausalLM, Protocol):
-    """Model whose `forward` can be cut at its attentions."""
+    """Model that can be split at its attentions."""
 
     @property
     def layers(self) -> Sequence[SplitLayer]: ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return `x` [T, hidden_size] of the first layer, whose residual is None."""
+        """Return the first layer's `x` [T, hidden_size]; its residual is None."""
         ...
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Return logits [S, vocab_size] from what the last layer returns."""
+        """Return logits [S, vocab_size] from the last layer's result."""
         ...
 
 

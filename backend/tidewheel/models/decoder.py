@@ -1,7 +1,4 @@
-"""Native decoder: Llama, Mistral, Qwen2 and Qwen3 are one program with different flags.
-
-Its layers are plain classes, without a module tree on the hot path.
-"""
+"""Native decoder of Llama, Mistral, Qwen2 and Qwen3, in plain classes without a module tree on the hot path."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from tidewheel_kernels import (
 )
 from tidewheel_kernels.scaled_linear import MULTIPLE as QUANTIZED_MULTIPLE
 
-# Rows that oneDNN optimises its layout for: the layout for 16 and more is also better for fewer.
+# Rows for which oneDNN chooses its layout; the layout for 16 and more also suits fewer.
 PACKED_ROWS = 64
 FINELY_PADDED_ROWS = 64
 
@@ -42,7 +39,7 @@ class Linear:
         self._scales: torch.Tensor | None = None  # [out_features, 1], of 8-bit weights
 
     def quantize(self) -> int:
-        """Round the weights to 8 bits, with a scale for each output. Return the bytes that this saves."""
+        """Round the weights to 8 bits, with a scale for each output. Return the bytes saved."""
         before = self.weight.nbytes
         self.weight, self._scales = quantize_rows(self.weight)
         return before - self.weight.nbytes - self._scales.nbytes
@@ -66,7 +63,7 @@ class Linear:
 
 
 class InvariantLinear(Linear):
-    """Gives a row the same result, bit by bit, in any batch."""
+    """Product that gives a row the same bits in any batch."""
 
     def pack(self) -> None:
         pass
@@ -76,9 +73,9 @@ class InvariantLinear(Linear):
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up: by at most one row for a decode step, by a quarter for more.
+    """Round up, by at most one row for a decode step, by a quarter for more.
 
-    oneDNN keeps half a megabyte for each of up to a thousand row counts. Time grows with the rows.
+    oneDNN keeps half a megabyte for each of up to a thousand row counts.
     """
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
@@ -92,11 +89,11 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Weights:
-    """Uninitialised tensors by their names in a Hugging Face checkpoint; parts of a fused matrix are views."""
+    """Uninitialised tensors by checkpoint name; parts of a fused matrix are views."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> None:
         self._dtype, self._device = dtype, device
-        self.is_invariant = invariant  # layers keep rows apart
+        self.is_invariant = invariant
         self.by_name: dict[str, torch.Tensor] = {}
         self.linears: list[Linear] = []
 
@@ -105,7 +102,7 @@ class Weights:
         return tensor
 
     def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
-        """Return one layer of all `parts`: name after the prefix → output features."""
+        """Return a fused layer; `parts`: name after the prefix → output features."""
         weights = self._empty(sum(parts.values()), in_features)
         biases = self._empty(sum(parts.values())) if bias else None
         for kind, fused in (("weight", weights), ("bias", biases)):
@@ -190,7 +187,7 @@ class DecoderLayer:
         return self.attention(queries, meta, kv, out)
 
     def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's output and the sum before it, both [T, hidden_size]; the next norm adds them."""
+        """Return the layer's output and the residual, both [T, hidden_size]; the next norm adds them."""
         projected = self.attention.output(attended.view(attended.shape[0], -1))
         normed, residual = add_norm(projected, residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
@@ -199,7 +196,7 @@ class DecoderLayer:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RMSNorm of ``x + residual``, and that sum."""
+    """Return RMSNorm of ``x + residual``, and the sum."""
     result = rms_norm(x, weight, eps, residual)
     return result if isinstance(result, tuple) else (result, x)
 
@@ -220,7 +217,7 @@ class Decoder:
     ) -> None:
         weights = Weights(dtype, device, invariant=deterministic)
         self.config = config
-        # Else a row that changes its logits would have those of the whole batch drawn from as float32.
+        # Otherwise a row that changes its logits would have the whole batch drawn from float32.
         self._logits_dtype = torch.float32 if deterministic else dtype
         self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
@@ -243,11 +240,11 @@ class Decoder:
         )  # fmt: skip
 
     def ignores(self, name: str) -> bool:
-        """Return whether this is a table of an old export, or the copy of a tied matrix."""
+        """Return whether a checkpoint tensor is unused: old rotation tables, copies of a tied matrix."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
     def check_quantization(self, wanted: Quantization) -> None:
-        """Raise `ConfigError` if a matrix has no size that products of 8 bits can have."""
+        """Raise `ConfigError` if the size of a matrix does not suit 8-bit products."""
         for rows, columns in (layer.weight.shape for layer in self._linears if layer is not self.lm_head):
             if wanted != "none" and (rows % QUANTIZED_MULTIPLE or columns % QUANTIZED_MULTIPLE):
                 raise ConfigError(
@@ -256,12 +253,12 @@ class Decoder:
                 )
 
     def quantize(self) -> None:
-        """Round the matrices of all layers to 8 bits; forget `destinations`. Embedding and output stay."""
+        """Round the layers' matrices to 8 bits and forget `destinations`. Embedding and output stay."""
         self.destinations.clear()
         self.weights_bytes -= sum(layer.quantize() for layer in self._linears if layer is not self.lm_head)
 
     def pack(self) -> None:
-        """Lay weights out for computation; forget `destinations`, whose memory is freed matrix by matrix."""
+        """Lay weights out for computation and forget `destinations`; memory is freed matrix by matrix."""
         self.destinations.clear()
         for layer in self._linears:
             layer.pack()
@@ -296,7 +293,7 @@ class Decoder:
         return embedding(token_ids, self.embedding)
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
-        if len(logit_indices) < len(x):  # else all tokens, in order
+        if len(logit_indices) < len(x):
             x, residual = x.index_select(0, logit_indices), residual.index_select(0, logit_indices)
         return self.logits_of(self._normed(x, residual))
 
@@ -306,7 +303,7 @@ class Decoder:
     def _run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last layer's output and the sum before it, both [T, hidden_size]."""
+        """Return the last output and residual, both [T, hidden_size]."""
         x, places = self.embed(token_ids), TokenLocations(positions, meta.slot_mapping)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):

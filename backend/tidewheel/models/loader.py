@@ -50,7 +50,7 @@ def _load_through_transformers(
     device: torch.device,
     progress: Progress,
 ) -> LoadedModel:
-    # Importing transformers takes seconds, which native models save.
+    # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
     name = architecture(fields)
@@ -86,7 +86,7 @@ def _load_native(
         decoder = Decoder(
             shape, max_model_len=max_model_len, dtype=dtype, device=device, deterministic=config.deterministic
         )
-    except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
+    except RuntimeError as error:  # the CPU allocator raises it, and CUDA a subclass
         raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
     if config.load_format == "dummy":
         fill_random(decoder.destinations, config.seed, progress)
@@ -99,7 +99,7 @@ def _load_native(
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
-    """Raise `ConfigError` for settings that only the native decoder has."""
+    """Raise `ConfigError` for settings of the native decoder."""
     if config.quantization != "none":
         raise ConfigError(
             f"quantization is {config.quantization}: {architecture} runs through transformers, whose weights stay as "

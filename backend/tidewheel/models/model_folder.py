@@ -1,5 +1,3 @@
-"""Folder of a Hugging Face model, and its untrusted `config.json`."""
-
 from __future__ import annotations
 
 import json
@@ -18,10 +16,10 @@ log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INT = 2**31 - 1
-MAX_CONTEXT = 1 << 24  # tokens: a table of rotations takes 1 KiB for each at a head of 128
+MAX_CONTEXT = 1 << 24  # tokens: a rotation table takes 1 KiB each at a head of 128
 MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
-# Data only: code and pickled weights are never fetched.
+# Code and pickled weights are never fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
@@ -39,7 +37,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(folder: Path) -> ConfigFields:
-    """Return the checked fields of `config.json`. Raise `ConfigError` for a folder in a format that is not served."""
+    """Return the checked fields of `config.json`. Raise `ConfigError` for a format that is not served."""
     if refusal := foreign_format(folder):
         raise ConfigError(refusal)
     path = folder / "config.json"
@@ -128,9 +126,7 @@ def one_line(error: Exception, limit: int = 400) -> str:
 
 
 def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
-    """Return the folder, or that of a Hugging Face repository, which is downloaded unless it is cached. Empty
-    `cache_dir`: that of Hugging Face.
-    """
+    """Return a local folder, or one downloaded from Hugging Face to `cache_dir` (empty: its default)."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision:
@@ -151,7 +147,7 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
 
 
 def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path | None:
-    """Return the folder without a download; None for a Hugging Face id that is not in the cache."""
+    """Return the folder without a download; None for an id that is not cached."""
     is_id = model.count("/") == 1 and not Path(model).is_absolute()
     if Path(model).expanduser().exists() or not is_id:
         return resolve_folder(model)

@@ -1,5 +1,3 @@
-"""Rotary position embedding: its configuration, frequencies, and table."""
-
 from __future__ import annotations
 
 import math
@@ -15,12 +13,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotation parameters; those of other `rope_type`s are unused."""
+    """Rotation parameters, some for one `rope_type` only."""
 
     rope_type: str
     theta: float
     factor: float = 1.0
-    original_context: int = 0  # context length before scaling, for llama3 and yarn
+    original_context: int = 0  # before scaling; llama3 and yarn
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -30,7 +28,7 @@ class RopeConfig:
 
     @property
     def extended_context(self) -> int:
-        """Positions that the scaling extends to, or 0."""
+        """Positions after scaling, or 0."""
         return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
 
 
@@ -98,7 +96,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Slow long waves, keep short ones and blend between them, as Llama 3.1's `apply_scaling`."""
+    """Blend slowed long waves with plain short ones (`apply_scaling` of Llama 3.1)."""
     wavelength = 2 * math.pi / plain
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_context / wavelength - low) / (high - low)
@@ -107,7 +105,7 @@ def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Ramp between interpolated and plain frequencies (YaRN, section 3.2, "NTK-by-parts")."""
+    """Blend interpolated and plain frequencies (YaRN, section 3.2, "NTK-by-parts")."""
 
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

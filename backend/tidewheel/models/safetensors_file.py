@@ -1,7 +1,7 @@
 """Safetensors files: validated, and read in chunks of bounded size.
 
-Layout: 8 bytes little endian length n, n bytes of JSON header, then data. The header maps names to dtype, shape and
-byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
+Layout: 8 bytes little endian length n, n bytes of JSON header, data. The header maps names to dtype, shape and byte
+range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-MAX_PARTS = 512  # per read: preadv(2) takes 1,024 buffers
+MAX_PARTS = 512  # preadv(2) takes 1,024 buffers
 
 
 class HeaderError(ValueError):
-    """Header problem, without the file's name."""
+    """Problem of a header; the message lacks the file's name."""
 
 
 class TensorEntry(NamedTuple):
@@ -55,7 +55,7 @@ class SafetensorsFile:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 header = file.read(8)
-                self.data_start = 8 + _header_size(header, size)  # bytes from the start of the file
+                self.data_start = 8 + _header_size(header, size)  # bytes
                 header = file.read(self.data_start - 8)
             self.entries = parse_header(header, size - self.data_start)
         except OSError as error:
@@ -87,7 +87,7 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
-    """Return entries by name; `data_size` counts the bytes after the header."""
+    """Return entries by name, for `data_size` bytes of data."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -145,15 +145,15 @@ def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
 
 
 class ChunkPart(NamedTuple):
-    begin: int  # bytes from the start of the file's data
+    begin: int  # bytes from the start of the data
     end: int
     dtype: torch.dtype  # in the file
-    destination: torch.Tensor  # flat view [n], of its own dtype
+    destination: torch.Tensor  # flat view [n]
 
 
 @dataclass(frozen=True, slots=True)
 class FileChunk:
-    """Contiguous bytes of a file; parts start at multiples of their element size from its start."""
+    """Contiguous bytes of a file; parts are aligned to their element size within it."""
 
     file: SafetensorsFile
     parts: tuple[ChunkPart, ...]
@@ -174,7 +174,7 @@ class FileChunk:
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[FileChunk]:
-    """Return reads of at most `max_bytes` (a multiple of 8), in file order, for every destination."""
+    """Return reads of at most `max_bytes` (a multiple of 8), in file order."""
     return [
         FileChunk(file, parts)
         for file in files

@@ -1,7 +1,7 @@
-"""transformers' attention interface, pointed at the paged cache, and the proof that this computes the same.
+"""transformers' attention interface on the paged cache, and a probe that both compute the same.
 
-The library passes the layer but not the step, and many models drop keyword arguments. So a model's layers share a
-slot with the running step's attention.
+The library passes the layer but not the step, and many models drop keyword arguments, so all layers share a slot with
+the step's attention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tidewheel.models.model_folder import one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
-IMPLEMENTATION = "tidewheel"  # name in transformers of `attention_forward`
-_SLOT = "tidewheel_attention"  # attribute of every module after `install`
+IMPLEMENTATION = "tidewheel"  # name in transformers
+_SLOT = "tidewheel_attention"  # module attribute
 NO_INTERFACE = "its attention does not go through transformers' interface"
 NUM_TOKENS = 16
-# Bookkeeping arguments; any other one that is set changes the attention.
+# Arguments that do not change the attention.
 HARMLESS = frozenset({
     "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
@@ -56,7 +56,7 @@ class AttentionHook(Protocol):
 
 
 class AttentionSlot:
-    """Attention of a model's running step, on one thread."""
+    """Holder of the running step's attention; one thread."""
 
     def __init__(self) -> None:
         self._hook: AttentionHook | None = None
@@ -94,7 +94,7 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend; transformers calls this and sets the signature."""
+    """Attend. transformers calls this and sets the signature."""
     slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
@@ -122,7 +122,7 @@ class PagedAttention:
 
 
 class AttentionProbe(PagedAttention):
-    """Attention of one sequence, with a cache made at each layer's first call."""
+    """Attention of one sequence that makes each layer's cache at its first call."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.caches: dict[int, KVLayer] = {}
@@ -140,7 +140,7 @@ class AttentionProbe(PagedAttention):
 
 
 def _expected_window(config: Any, layer: int) -> int | None:
-    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
+    """Return 0 for no window, None if unknown."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -165,12 +165,12 @@ def _check_call(call: AttentionCall, window: int | None) -> None:
 
 
 class ProbeResult(NamedTuple):
-    kv_shapes: list[tuple[int, int]]  # num_kv_heads and head_dim of each layer
+    kv_shapes: list[tuple[int, int]]  # num_kv_heads, head_dim
     vocab_size: int  # width of the logits
 
 
 def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> ProbeResult:
-    """Run a few tokens with paged attention and with transformers' own; raise `ConfigError` if the logits differ.
+    """Compare paged attention with transformers' own on a few tokens. Raise `ConfigError` if logits differ.
 
     This finds biases, sinks and masks that do not arrive as arguments.
     """

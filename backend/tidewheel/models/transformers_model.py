@@ -1,4 +1,4 @@
-"""Other causal decoders of transformers, with paged attention."""
+"""Causal decoders of transformers, with paged attention."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tidewheel.models.transformers_attention import IMPLEMENTATION, NO_INTERFACE
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
 
-# A checkpoint must not choose its implementation: some fetch code.
+# Keys that choose an implementation, some of which fetch code.
 IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 
 
 class TransformersModel:
-    """`CausalLM` around a transformers model: one packed sequence in, logits of chosen tokens out."""
+    """`CausalLM` around a transformers model, with one packed sequence."""
 
-    is_capturable = False  # masks, rotation caches and experts depend on the architecture: a trial tells
+    is_capturable = False  # a trial decides
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model
@@ -72,7 +72,7 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
     values = {k: v for k, v in fields.values.items() if not k.startswith("_") and k not in IMPLEMENTATION_KEYS}
     try:
         config = cls.config_class.from_dict(values)
-    except Exception as error:  # validators may raise anything
+    except Exception as error:
         raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {one_line(error)}") from error
     check_config(config, name)
     return cls, config
@@ -94,9 +94,9 @@ def load_transformers_model(
     progress: Progress,
     dummy_seed: int | None = None,
 ) -> TransformersModel:
-    """Load the model, with random weights if `dummy_seed` is given."""
+    """Load the model, or fill it with random weights if `dummy_seed`."""
     if dummy_seed is None:
-        files = checkpoint_files(folder)  # validate every file before the library reads it
+        files = checkpoint_files(folder)  # validates files before the library reads them
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)
     try:
         if dummy_seed is None:
@@ -105,8 +105,8 @@ def load_transformers_model(
             model = _random(cls, config, dtype, device, dummy_seed)
     except ConfigError:
         raise
-    except Exception as error:  # layers may raise anything
-        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # the model has its own attention table
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # own attention table
             raise ConfigError(f"{cls.__name__} is not offered: {NO_INTERFACE}") from error
         raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
     progress(STAGE, 1.0)

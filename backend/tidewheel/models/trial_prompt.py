@@ -1,4 +1,4 @@
-"""A prompt to try a model with: always the same, as it has to be before the first request."""
+"""Fixed random prompt to try a model with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tidewheel_kernels import AttentionMetadata
 
-# Limit of `relative_difference` of the logits of two ways to compute the same.
+# Limit of `relative_difference` between logits of equivalent computations.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -17,7 +17,7 @@ def random_tokens(count: int, vocab_size: int, device: torch.device) -> torch.Te
 
 
 def one_sequence(num_tokens: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """Return the layout of one prompt in the first blocks of a cache."""
+    """Return the layout of one prompt in the first blocks."""
     bounds, length = np.array([0, num_tokens], dtype=np.int32), np.array([num_tokens], dtype=np.int32)
     return AttentionMetadata(
         slot_mapping=torch.arange(num_tokens, device=device),
@@ -33,6 +33,6 @@ def one_sequence(num_tokens: int, block_size: int, device: torch.device) -> Atte
 
 
 def relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the RMS of the difference, relative to that of what is expected."""
+    """Return the RMS of the difference over the RMS of `expected`."""
     values, expected = values.float(), expected.float()
     return float((values - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-20))

@@ -1,6 +1,6 @@
-"""Threaded reading of checkpoint chunks, into host memory or through a pinned ring, in order and bounded memory.
+"""Threaded reading of checkpoint chunks in order and bounded memory, into host memory or through a pinned ring.
 
-Files are read with preadv(2): if one shrinks, a read comes back short, where a mapping ends the process (SIGBUS).
+preadv(2) reads a shrunk file short, where a mapping would end the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOTS_PER_READER = 2  # one is read while the other is copied
 
 
 class ChunkSink(Protocol):
-    """Way of chunks to tensors. Chunk i may be read after chunk ``i - num_slots`` is delivered."""
+    """Destination of chunks. Chunk i may be read after chunk ``i - num_slots`` is delivered."""
 
     @property
     def num_slots(self) -> int: ...
@@ -33,14 +33,14 @@ class ChunkSink(Protocol):
         """Wait for free memory and return a chunk's buffers. Any thread."""
 
     def deliver(self, index: int, chunk: FileChunk) -> None:
-        """Start to bring a read chunk to its destinations. One thread, in order."""
+        """Start copying a read chunk to its tensors. One thread, in order."""
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait for all copies."""
 
 
 class HostSink:
-    """Carrier to host memory: read directly, or through a buffer if the dtype changes."""
+    """Sink in host memory: reads directly, or through a buffer to convert the dtype."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -63,12 +63,11 @@ class HostSink:
 
 
 class CopyEvent(Protocol):
-    def synchronize(self) -> None:
-        """Wait until the device reaches the event."""
+    def synchronize(self) -> None: ...
 
 
 class CopyStream(Protocol):
-    """Queue of copies to a device, and their host memory."""
+    """Queue of copies to a device."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return [num_bytes] uint8 that the device can read. Any thread."""
@@ -77,14 +76,14 @@ class CopyStream(Protocol):
         """Queue a copy, converting the dtype."""
 
     def mark(self) -> CopyEvent:
-        """Return an event after everything queued so far."""
+        """Return an event after all queued work."""
 
     def finish(self) -> None:
-        """Wait for all queued work; later computation comes after it."""
+        """Wait for queued work and order later computation after it."""
 
 
 class RingSink:
-    """Carrier to a device, through slots that are reused after the device has copied them."""
+    """Sink on a device, through slots that are reused once copied."""
 
     def __init__(self, lane: CopyStream, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -98,7 +97,7 @@ class RingSink:
         copied, memory = self._copied[slot], self._slots[slot]
         if copied is not None:
             copied.synchronize()
-        if memory is None:  # allocated on first read: a small model needs few slots
+        if memory is None:  # at the first read: a small model needs few
             self._slots[slot] = memory = self._lane.allocate(self._slot_bytes)
         return [_bytes(memory[: chunk.size])]
 
@@ -118,11 +117,11 @@ class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # A destination's memory may have been used, and freed, on the current stream.
+        # A destination's memory may still be in use on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        with torch.cuda.device(self._device):  # the current device is a property of each thread
+        with torch.cuda.device(self._device):  # the current device is thread-local
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -161,9 +160,9 @@ def carrier_to(device: torch.device) -> ChunkSink:
 
 
 def stream_chunks(chunks: Sequence[FileChunk], carrier: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
-    """Read, deliver and report every chunk; wait for all.
+    """Read, deliver and report every chunk, and wait for all. No thread is left.
 
-    Raise `ConfigError`, naming the file, if it cannot be read or ends early. No thread is left.
+    Raise `ConfigError`, naming a file that cannot be read or ends early.
     """
     reading: deque[tuple[int, FileChunk, Future[None]]] = deque()
 

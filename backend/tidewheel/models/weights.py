@@ -1,4 +1,4 @@
-"""Checkpoint files into model tensors: streamed, converted, and proven complete, without pickle."""
+"""Checkpoint tensors: streamed, converted, checked for completeness, without pickle."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STAGE = "weights"
 RANDOM_STD = 0.02
-NUM_NAMED = 3  # names in an error before it only counts
+NUM_NAMED = 3  # in an error message
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` if weights of `num_bytes` exceed the free memory of `device`. It says what would fit."""
+    """Raise `ConfigError`, naming what would fit, if weights of `num_bytes` exceed free memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"
@@ -50,7 +50,7 @@ def _what_would_fit(num_bytes: int, dtype: torch.dtype, free: int, total: int, d
 
 
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
-    if os.path.lexists(folder / INDEX_NAME):  # one that cannot be read is told by its reader
+    if os.path.lexists(folder / INDEX_NAME):  # its reader reports an unreadable one
         paths = _indexed_paths(folder)
     elif os.path.lexists(folder / SINGLE_NAME):
         paths = [folder / SINGLE_NAME]
@@ -85,7 +85,7 @@ def load_weights(
 ) -> None:
     """Copy every tensor to its contiguous destination, converting the dtype.
 
-    Raise `ConfigError` for a missing tensor, and for one without a destination unless it is `ignored`.
+    Raise `ConfigError` for a missing tensor, and for one without destination unless `ignored`.
     """
     files = list(files)
     check_names(files, destinations, ignored)
@@ -136,7 +136,7 @@ def named(names: Iterable[str]) -> str:
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
-    """Fill weights on their device, equal for equal names, shapes, seed and device model, in any order."""
+    """Fill weights on their device, equal for equal names, shapes, seed and device model."""
     generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):
         if name.endswith("norm.weight"):

@@ -1,1 +1,1 @@
-"""Admission, order of service, token budget and preemption. No torch, no clock."""
+"""Decisions of who runs in the next step; without torch and clock."""

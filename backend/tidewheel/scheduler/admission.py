@@ -1,5 +1,3 @@
-"""Admission to the waiting set: limits, deadlines, rates, breaker."""
-
 from __future__ import annotations
 
 import math
@@ -16,14 +14,14 @@ from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
 from tidewheel.stats import WaitingRoom
 
-_FIRST_RETRY_MS = 250  # before any start
+_FIRST_RETRY_MS = 250
 _MIN_RETRY_MS = 50
 _MAX_RETRY_MS = 30_000
-_SMOOTHING = 0.1  # weight of the newest interval
+_SMOOTHING = 0.1
 
 
 def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limit: int) -> None:
-    """Raise `InvalidRequest` unless prompt and output have tokens and fit into `limit`."""
+    """Raise `InvalidRequest` unless prompt and output fit into `limit`."""
     if num_prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: give at least one token")
     if max_tokens < 1:
@@ -63,7 +61,7 @@ class AdmissionControl:
             self._state.stats.num_shed_by_class = self.breaker.num_shed = num_shed
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Queue all requests or raise; return the evicted ones. Check first what no retry can change."""
+        """Queue all requests or raise; return the evicted ones."""
         tenant, count = requests[0].tenant, len(requests)
         self._tenant_counts.observe_arrival(tenant, count)
         for request in requests:
@@ -112,7 +110,7 @@ class AdmissionControl:
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
-        """Settle ended requests. Only STOP and LENGTH teach lengths; refusals and cancels are no failures."""
+        """Settle ended requests. Only STOP and LENGTH train the predictor; refusals and cancels are no failures."""
         for request in requests:
             self._tenants.settle(request, now)
             self._tenant_counts.observe_end(request)
@@ -135,7 +133,7 @@ class AdmissionControl:
                 raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
-        """Reserve `num_tokens` per request, or raise `DeadlineExceeded` or `Busy`."""
+        """Reserve `num_tokens` per request. Raise `DeadlineExceeded` or `Busy`."""
         request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
@@ -152,7 +150,7 @@ class AdmissionControl:
         self._tenants.reserve(requests, num_tokens, now)
 
     def _observe_oldest(self, now: float) -> None:
-        """Report long waits to the breaker: such requests may never start."""
+        """Report long waits to the breaker: these requests may never start."""
         limit = self._config.breaker_queue_time_s
         if limit is None:
             return
@@ -174,17 +172,15 @@ class AdmissionControl:
 
 
 class WaitingLimits:
-    """Limits of the waiting set, and the retry hint."""
-
     def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
         self.config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._last_start: float | None = None
-        self._start_interval: float | None = None  # smoothed
+        self._start_interval: float | None = None
 
     def check(self, request: Request, count: int) -> None:
-        """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
+        """Raise `InvalidRequest` if `count` such requests can never wait together or run."""
         limits, num_prompt_tokens, max_tokens = self.config, request.num_prompt_tokens, request.max_tokens
         check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
         size = f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens}"
@@ -205,9 +201,9 @@ class WaitingLimits:
     def choose_evictions(
         self, request: Request, count: int, service_class: Priority, state: SchedulerState, now: float
     ) -> list[Request]:
-        """Choose at most `MAX_DISPLACED` requests to evict for `count` new ones, or raise `WaitingSetFull`."""
+        """Return at most `MAX_DISPLACED` requests to evict. Raise `WaitingSetFull`."""
         limits, waiting = self.config, state.waiting
-        # Excess, at most the newcomer's own: a lowered limit evicts nothing.
+        # a lowered limit evicts nothing
         num_requests = count - max(limits.max_waiting_requests - waiting.num_new, 0)
         num_prompt_tokens = count * request.num_prompt_tokens
         num_tokens = num_prompt_tokens - max(limits.max_waiting_tokens - waiting.num_new_tokens, 0)
@@ -259,7 +255,7 @@ class WaitingLimits:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Estimate the time until half of the waiting set has started. A long silence counts as the interval."""
+        """Estimate the time until half of the waiting set has started."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)
@@ -281,7 +277,7 @@ class WaitingLimits:
 def check_deadline(
     state: SchedulerState, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
 ) -> None:
-    """Raise `DeadlineExceeded` if the deadline precedes now, or the first token expected by a busy engine."""
+    """Raise `DeadlineExceeded` if the deadline precedes now, or the first token expected of a busy engine."""
     if request.deadline is None:
         return
     left = request.deadline - now

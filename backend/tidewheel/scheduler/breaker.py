@@ -10,9 +10,9 @@ from tidewheel.request import Priority
 PERIOD_S = 5.0  # before a state is judged
 MAX_PERIOD_S = 60.0
 NUM_PROBES = 5
-MIN_ENDS = 20  # before errors open the breaker
-MIN_STARTS = 5  # before queue times do
-WINDOW = 50  # observations per mean, roughly
+MIN_ENDS = 20  # before errors count
+MIN_STARTS = 5  # before queue times count
+WINDOW = 50  # observations per mean
 
 _MAX_LEVEL = 3
 _WORSE = 2.0
@@ -26,7 +26,7 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class LoadSignal:
-    """Mean of recent observations. They fade by count, not by time, so that slow failing traffic counts."""
+    """Mean of recent observations, fading by count, so that slow failing traffic counts."""
 
     name: str
     unit: str
@@ -39,7 +39,7 @@ class LoadSignal:
         self.mean += (value - self.mean) / min(self.count, WINDOW)
 
     def excess(self, min_count: int) -> float:
-        """Return mean / limit; 0 without either."""
+        """Return mean / limit; 0 without limit or evidence."""
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
@@ -50,10 +50,9 @@ class CircuitBreaker:
         OPEN       → OPEN        over the limit again: shed one more class
         OPEN       → HALF_OPEN   within it for a period: admit `NUM_PROBES` of the best shed class
         HALF_OPEN  → OPEN        probes over the limit: shed the same classes for twice the time
-        HALF_OPEN  → CLOSED      probes within it, or the period ends: shed one class less; half open until none is
+        HALF_OPEN  → CLOSED      probes within it, or the period ends: shed one class less, until none
 
-    Queue times count for their class and lower ones: a backlog of LOW sheds LOW alone. Transitions discard all
-    observations.
+    Queue times count for their class and lower ones. Transitions discard observations.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
@@ -63,7 +62,7 @@ class CircuitBreaker:
         self.level = 0
         self.num_shed = [0] * len(Priority)  # by class
         self._period = PERIOD_S
-        self._until = 0.0  # when the state is judged
+        self._until = 0.0  # end of the period
         self._num_probes = 0
         self._reason = ""
 

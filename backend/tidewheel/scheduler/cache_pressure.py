@@ -1,5 +1,3 @@
-"""Room in the KV cache: rows to preempt, and the expected growth of rows beside which a request may enter."""
-
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
@@ -15,9 +13,9 @@ from tidewheel.scheduler.step_plan import StepPlan
 
 
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows until the rest of `needy` can have a block each; return rows that wait for blocks in flight.
+    """Preempt rows until the rest of `needy` can grow by a block; return rows that wait for blocks in flight.
 
-    No row leaves for a lower class.
+    No row is preempted for a lower class.
     """
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
@@ -31,7 +29,7 @@ def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> l
             for row in victims:
                 state.preempt(row, now)
             break
-        served = served[columns.classes[served] < lowest_class]  # the lowest class waits instead
+        served = served[columns.classes[served] < lowest_class]  # the lowest class waits
     needy = needy[columns.running[needy]]
     num_waiting = max(len(needy) - kv.num_free_blocks, 0)
     if not num_waiting:
@@ -44,10 +42,9 @@ def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> l
 def victims_for(
     state: SchedulerState, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool
 ) -> list[int]:
-    """Choose rows to preempt for a CRITICAL request, from lower classes without a planned chunk.
+    """Return rows of lower classes to preempt for a CRITICAL request; none if they do not suffice or are not needed.
 
-    Choose none if all together are too few, or if rows or blocks in flight suffice. Where tenants take turns, choose
-    only rows that come after the request: another would return before it, and take the blocks again.
+    With fair tenants, only rows after the request in the order of service: others would return before it.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -72,13 +69,12 @@ def victims_for(
 
 
 def _comes_after(state: SchedulerState, row: int, request: Request) -> bool:
-    """Return whether a row of a lower class comes after the request in the order of service."""
     waiting = state.waiting
     return not state.policy.by_tenant or waiting.key(state.columns.request(row)) > waiting.key(request)
 
 
 def _most_freed(state: SchedulerState, rows: list[int]) -> int:
-    """Return an upper bound. O(rows)."""
+    """Return an upper bound."""
     columns, kv = state.columns, state.kv
     stays = columns.running.copy()
     stays[rows] = False
@@ -88,16 +84,16 @@ def _most_freed(state: SchedulerState, rows: list[int]) -> int:
 
 
 def protected_row(columns: RowColumns) -> int:
-    """Return the oldest row of the best class. It always progresses."""
+    """Return the oldest row of the best class, which is never preempted."""
     rows = columns.running.nonzero()[0]
     order = np.lexsort((columns.sequences[rows], columns.arrival_times[rows], columns.classes[rows]))
     return int(rows[order[0]])
 
 
 def order_of_victims(state: SchedulerState, lowest_class: int) -> list[int]:
-    """Return running rows of `lowest_class` or lower: lowest class, fewest computed tokens, youngest first.
+    """Return rows of `lowest_class` or lower: lowest class, fewest computed tokens, youngest first.
 
-    Rows preempted `max_preemptions` times go last. Rows that are ending are left out.
+    Rows preempted `max_preemptions` times go last; ending rows are left out.
     """
     columns = state.columns
     rows = (columns.running & ~columns.are_ending() & (columns.classes >= lowest_class)).nonzero()[0]
@@ -122,9 +118,9 @@ def choose_victims(
     growing: Iterable[int] = (),
     min_victims: int = 0,
 ) -> list[int] | None:
-    """Choose needed victims from `rows`, in order, that free `num_missing` blocks; None if impossible.
+    """Return the needed victims, in order, that free `num_missing` blocks; None if impossible.
 
-    A `growing` victim saves a block. Blocks in `kept` do not count.
+    A `growing` victim saves a block; `kept` blocks do not count.
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)
@@ -137,7 +133,7 @@ def choose_victims(
         num_missing -= departures.add(row) + (row in relieved)
     if num_missing > 0 or len(victims) < min_victims:
         return None
-    for row in victims[-2::-1]:  # the last one was needed
+    for row in victims[-2::-1]:  # the last was needed
         loss = departures.num_freed(row) + (row in relieved)
         if loss <= -num_missing and len(victims) > min_victims:
             departures.take_back(row)
@@ -154,7 +150,7 @@ def _alone(
     kept: Sequence[int],
     relieved: Container[int],
 ) -> list[int]:
-    """Return one row instead, in no better class and not preempted often enough, if it frees enough."""
+    """Return a single row that frees enough, in no better class and not preempted too often; else `victims`."""
     columns = state.columns
     best_class = int(columns.classes[victims].min())
     spent = columns.num_preemptions >= state.config.max_preemptions
@@ -169,31 +165,31 @@ def _alone(
 
 
 def _num_returning_blocks(state: SchedulerState) -> int:
-    """Return a lower bound on blocks returning from batches in flight."""
+    """Return a lower bound on blocks that batches in flight free."""
     departures = state.kv.departures()
     ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
     return state.kv.num_held_blocks + sum([departures.add(row) for row in ending])
 
 
 def _num_growing_next(columns: RowColumns) -> int:
-    """Return an upper bound on rows that grow next."""
+    """Return an upper bound."""
     starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
     return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))
 
 
-AHEAD: Float64Array = 4.0 * 2.0 ** np.arange(16)  # steps from now: 4 to 131,072
-CAUTION = 2.0  # standard deviations that must be free beside the mean
+AHEAD: Float64Array = 4.0 * 2.0 ** np.arange(16)  # steps
+CAUTION = 2.0  # standard deviations beside the mean
 
 
 class GrowthForecast:
-    """Need for cache slots t steps from now: a request has grown by t, or ended and given back its own slots.
+    """Expected cache slots t steps from now: a request has grown by t, or ended and freed its o own slots.
 
-    With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
+    With p(t) the chance of running on, from `OutputPredictor.survival`, it adds
 
         mean        p · (t + o) - o
         variance    p · (1 - p) · (t + o)²
 
-    Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
+    Compare Past-Future scheduling (Gong et al., ASPLOS 2025).
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -207,7 +203,7 @@ class GrowthForecast:
         self._of_rows = np.zeros((2, len(AHEAD)))
 
     def num_missing_slots(self, request: Request, hit: PrefixHit, *, keep_free: int) -> float:
-        """Return the slots that lack, or 0 and count the request. Longest outputs that fit need no estimate."""
+        """Return the missing slots, or 0 and count the request."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         left = request.max_tokens - request.num_output_tokens
@@ -233,7 +229,7 @@ class GrowthForecast:
 def _moments(
     curve: tuple[Float64Array, Float64Array], outputs: Float64Array, lefts: Float64Array, own: Float64Array
 ) -> Float64Array:
-    """Return mean and variance, [2, len(AHEAD)]."""
+    """Return [2, len(AHEAD)]."""
     now = np.interp(outputs, *curve).clip(1e-9)[:, None]
     alive = np.interp(outputs[:, None] + AHEAD, *curve) / now
     alive *= lefts[:, None] > AHEAD

@@ -14,12 +14,10 @@ from tidewheel.stats import EngineStats
 
 NEVER = -np.inf
 NO_STOP = -1  # padding
-NUM_RECENT = 128  # tokens of a row before write-back
+NUM_RECENT = 128  # tokens before write-back
 
 
 class TenantIds:
-    """Dense ids of running tenants."""
-
     def __init__(self, num_rows: int) -> None:
         self.ids: dict[str, int] = {}
         self.names = [""] * num_rows
@@ -43,11 +41,11 @@ class TenantIds:
 
 
 class RowColumns:
-    """Running requests as a struct of arrays, so that a step loops over no attributes. In every row
+    """Running requests as arrays [num_rows]. In every row
 
         num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens
 
-    The left side is the next position to schedule. The middle includes sampled tokens that only the device knows.
+    The left side is the next position to schedule; the middle includes sampled tokens that only the device knows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -61,13 +59,13 @@ class RowColumns:
         self.num_computed_tokens = _int32(num_rows)
         self.num_inflight_tokens = _int32(num_rows)
         self.num_inflight_samples = _int32(num_rows)
-        self.num_slots = _int32(num_rows)  # in its blocks
+        self.num_slots = _int32(num_rows)
         self.num_grown_blocks = _int32(num_rows)  # since entry
         self.last_token_times: npt.NDArray[np.float64] = np.full(num_rows, NEVER)
         self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)
-        self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # requests that have left
+        self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # number of requests that left
         self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [max ids, num_rows]
-        self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # 0 if classes do not count
+        self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # 0: no classes
         self.arrival_times: npt.NDArray[np.float64] = np.zeros(num_rows)
         self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.num_preemptions = _int32(num_rows)
@@ -80,7 +78,7 @@ class RowColumns:
         self._requests = np.full(num_rows, None, dtype=object)
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # memo of `requests`
         self._last_requests: list[Request] = []
-        self._free_rows = list(range(num_rows))  # heap: low rows first keep the runner's tables compact
+        self._free_rows = list(range(num_rows))  # heap: low rows keep tables compact
         self._left_rows: list[int] = []
 
     @property
@@ -101,12 +99,11 @@ class RowColumns:
         return self._free_rows[0]
 
     def enter(self, request: Request, hit: PrefixHit, num_blocks: int, block_size: int, service_class: int) -> int:
-        """Give the request the lowest free row."""
         row = heapq.heappop(self._free_rows)
         num_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_tokens[row] = request.num_tokens
-        # A grammar that can only end does so before `min_tokens`; its masks see to the rest.
+        # masks of a grammar handle `min_tokens`
         min_tokens = request.sampling.min_tokens if request.grammar is None else 0
         self.min_num_tokens[row] = num_prompt_tokens + min_tokens
         self.max_num_tokens[row] = request.max_num_tokens
@@ -142,13 +139,13 @@ class RowColumns:
         return request
 
     def write_back_some(self, step_id: int) -> None:
-        """Write back every `NUM_RECENT`th row: none overflows."""
+        """Write back every `NUM_RECENT`th row, so that none overflows."""
         for row in range(step_id % NUM_RECENT, self.num_rows, NUM_RECENT):
             if self.num_recent[row]:
                 self.write_back(row)
 
     def leave(self, row: int) -> None:
-        """Write back and free the row. The new epoch voids results in flight."""
+        """Free the row; the new epoch voids results in flight."""
         request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
@@ -183,16 +180,16 @@ class RowColumns:
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def is_prefilling(self, row: int) -> bool:
-        """Return whether tokens known at entry are still unscheduled."""
+        """Return whether tokens known at entry are unscheduled."""
         start = self.num_computed_tokens[row] + self.num_inflight_tokens[row]
         return bool(start < self.num_entered_tokens[row])
 
     def are_ending(self) -> BoolArray:
-        """Return a mask of rows whose token in flight is their last."""
+        """Return the rows whose token in flight is their last."""
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
-        """Return rows that miss one token, its positions, and rows that miss several; none that end in flight."""
+        """Return rows that miss one token, its positions, and rows that miss several; no ending rows."""
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))
@@ -205,7 +202,6 @@ class RowColumns:
         self.last_step[rows] = step_id
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
-        """Append one sampled token to each row; return the requests."""
         num_tokens = self.num_tokens.take(rows) + 1
         self.num_tokens[rows] = num_tokens
         self.num_inflight_samples[rows] -= 1

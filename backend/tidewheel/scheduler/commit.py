@@ -19,7 +19,7 @@ class InFlightStep(NamedTuple):
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] at scheduling
     scheduled_at: float  # seconds
-    started: list[Request]  # in this step, for the first time
+    started: list[Request]  # for the first time
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
@@ -36,7 +36,7 @@ def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def commit_step(
     state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
 ) -> StepOutputs:
-    """Apply the answer to requests still in their rows."""
+    """Apply sampled tokens to requests still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
     for index, states in (sampled.pooled or {}).items():
@@ -94,7 +94,7 @@ def _keep_prompt_logprobs(
     live: BoolArray,
     found: Mapping[int, list[TopLogprobs]],
 ) -> None:
-    """Add to each request those that it has not yet: after a preemption, some come again."""
+    """Add new entries: a preempted prompt is computed again."""
     for index, entries in found.items():
         if live[index]:
             kept = columns.request(int(rows[index])).prompt_logprobs
@@ -102,7 +102,7 @@ def _keep_prompt_logprobs(
 
 
 def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Count computed tokens and publish blocks known at entry. Blocks of decoded tokens can wait until the end."""
+    """Count computed tokens; publish blocks known at entry, those of output at the end."""
     columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     ends = starts + counts
@@ -120,7 +120,7 @@ def _charge_outputs(counters: VirtualCounters, columns: RowColumns, rows: RowArr
 
 
 def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
-    """Return index and reason of each end. Check `min_tokens` too, in case the sampler does not."""
+    """Return index and reason of each end."""
     num_tokens = columns.num_tokens.take(rows)
     is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
     is_last = num_tokens >= columns.max_num_tokens.take(rows)

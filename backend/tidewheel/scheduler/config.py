@@ -15,17 +15,17 @@ _PREEMPTION_MODES = typing.get_args(PreemptionMode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulingSettings):
-    """Scheduler settings. Raises `ConfigError` with name and value."""
+    """Raise `ConfigError` with name and value."""
 
     max_model_len: int
-    max_inflight_steps: int = 1  # 1, or 2 to overlap host and device
-    watermark: float = 0.01  # share of the blocks that an admission leaves free
+    max_inflight_steps: int = 1  # 2 overlaps host and device
+    watermark: float = 0.01  # fraction of blocks that admission leaves free
     policy: str = "priority"
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
-    swap_seconds_per_block: float | None = None  # per copy to or from host; None: no host tier
+    swap_seconds_per_block: float | None = None  # one way; None: no host tier
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    target_tpot_s: float | None = None  # adapts the token budget; None: fixed
-    governor_target_latency_s: float | None = None  # limit of the step time; None: memory only
+    target_tpot_s: float | None = None  # adapts the token budget
+    governor_target_latency_s: float | None = None  # of a step; None: memory only
 
     def __post_init__(self) -> None:
         SchedulingSettings.__post_init__(self)
@@ -44,12 +44,11 @@ class SchedulerConfig(SchedulingSettings):
 
     @property
     def num_rows(self) -> int:
-        """Most running requests; the budget gives each a token."""
+        """Most running requests: the budget gives each a token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Most tokens of one request per step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     def limits_of(self, tenant: str) -> TenantLimits:

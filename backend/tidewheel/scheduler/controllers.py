@@ -1,5 +1,3 @@
-"""Limits of the next step, learned from earlier steps."""
-
 from __future__ import annotations
 
 import math
@@ -23,16 +21,16 @@ BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
 
 _GAIN = 0.2
-_AIM = 0.97  # of the target, where the dead band ends
+_AIM = 0.97  # of the target
 _DEAD_BAND = 0.03  # around the aim
 _MAX_CHANGE = 0.25  # of the logarithm, per step
-_LIMITED = 0.9  # of the budget: emptier steps never raise it
+_LIMITED = 0.9  # of the budget; emptier steps never raise it
 _LATENCY_LOW = 0.9  # of the target
-_MEMORY_S = 30.0  # time constant of peak use per request
+_MEMORY_S = 30.0  # time constant of peak use
 _NO_USE = 1e-6
 _MOST_LOWERED = 0.75  # of the running requests
-_SMOOTHING = 0.2  # weight of the newest step
-_BUSY_SECONDS = 1.0  # time constant of the busy fraction
+_SMOOTHING = 0.2
+_BUSY_SECONDS = 1.0  # time constant
 
 
 class AppliedStep(NamedTuple):
@@ -42,16 +40,15 @@ class AppliedStep(NamedTuple):
     num_tokens: int
     num_running: int
     kv_usage: float  # 0 to 1
-    busy: float  # step time over wall time, smoothed
+    busy: float  # step time / wall time, smoothed
 
 
 class TpotController:
-    """Controller of the token budget: decoding steps take `target_s`, their TPOT.
+    """Controller of the token budget that holds `target_s` as the time of decoding steps.
 
-    Clamped integral control:  ln B ← ln B + gain · ln(0.97 · target / step time)
-
-    In full steps, d ln t / d ln B is between 0 and 1 on any device, so the loop gain is at most 0.2: no overshoot,
-    even two steps late (z² - z + g has real roots for g ≤ 1/4). Only steps that use the budget raise it.
+    Clamped integral control: ln B ← ln B + gain · ln(0.97 · target / step time). In full steps d ln t / d ln B is
+    between 0 and 1, so the loop gain is at most 0.2: no overshoot, even two steps late (z² - z + g has real roots for
+    g ≤ 1/4). Only steps that use the budget raise it.
     """
 
     def __init__(self, target_s: float, max_budget: int, min_budget: int) -> None:
@@ -75,12 +72,12 @@ class TpotController:
 
 
 class SeqsGovernor:
-    """Controller of the number of running requests, from 1 to `max_num_seqs`, twice a second.
+    """Controller of the number of running requests, twice a second.
 
-    Requests leave only when they end, so steady lowering would overshoot. Instead the limit falls, by at most a
-    quarter, to as many requests as use 85 % of the blocks and meet the target. It rises by 1/32 of `max_num_seqs`, to
-    at most 85 % at the peak blocks per request of the last half minute: young requests still grow. A loaded device is
-    always busy, so a reached limit rises too.
+    Requests leave only when they end, so steady lowering would overshoot. The limit falls, by at most a quarter, to
+    as many as use 85 % of the blocks and meet the target. It rises by 1/32 of `max_num_seqs`, to at most 85 % at the
+    peak blocks per request of 30 s, as young requests still grow; a loaded device is always busy, so a reached limit
+    rises too.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
@@ -88,7 +85,7 @@ class SeqsGovernor:
         self.target_s = target_latency_s
         self._most = max_num_seqs
         self._latency: float | None = None
-        self._usage_each = 0.0  # peak share of the blocks, fading
+        self._usage_each = 0.0  # peak fraction of blocks, fading
         self._decided_at = -math.inf
 
     def observe(self, step: AppliedStep) -> None:
@@ -117,8 +114,6 @@ class SeqsGovernor:
 
 
 class StepControl:
-    """Strategy, controllers and learned costs."""
-
     def __init__(self, config: SchedulerConfig, keep_free: int) -> None:
         self._config = config
         self._keep_free = keep_free
@@ -131,7 +126,7 @@ class StepControl:
         self._busy = 0.0
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Keep what was learned, but for a strategy or controller with other settings."""
+        """Keep estimates; replace what has other settings."""
         before, self._config = self._config, config
         self.estimate.max_num_batched_tokens = config.max_num_batched_tokens
         if config.strategy != before.strategy:
@@ -161,11 +156,10 @@ class StepControl:
         )
 
     def predict_seconds(self, batch: ScheduledBatch) -> float | None:
-        """Return the longest time to expect of the step; None before the first one."""
         return self._step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, state: SchedulerState, now: float) -> None:
-        """Learn from an applied batch, which started when the one before it ended."""
+        """Learn from an applied batch, which started when the previous one ended."""
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
@@ -196,12 +190,11 @@ class StepControl:
 
     def _max_joins(self, waiting: WaitingSet, num_running: int, now: float) -> int:
         oldest = waiting.oldest_arrival
-        limit = max(self.max_num_seqs, num_running)  # lowering the limit ends no request
+        limit = max(self.max_num_seqs, num_running)  # a lowered limit ends no request
         view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
         return self.strategy.max_joins(now, view)
 
 
 def _controlled(config: SchedulerConfig) -> tuple[object, ...]:
-    """Return the settings that controllers start from."""
     budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
     return budget, seqs, config.target_tpot_s, config.enable_seqs_governor, config.governor_target_latency_s

@@ -1,5 +1,3 @@
-"""Estimates from past requests and steps: output lengths, step times, waiting times, cost of a preemption."""
-
 from __future__ import annotations
 
 import math
@@ -14,15 +12,15 @@ import numpy.typing as npt
 QUANTILE = 0.5  # least mean absolute error
 MAX_CELLS = 2048
 MIN_SEEN = 8.0  # outputs before a cell counts
-NUM_KNOWN = 200  # outputs after which running ones are ignored
+NUM_KNOWN = 200  # outputs after which running requests are ignored
 
-_FORGET = 0.99  # per output: about the last 100 count
+_FORGET = 0.99  # per output
 _BINS_PER_OCTAVE = 4
-_NUM_BINS = 21 * _BINS_PER_OCTAVE  # up to 2^21 tokens
+_NUM_BINS = 21 * _BINS_PER_OCTAVE
 _MAX_SCALE = 1e12
 _ERROR_SMOOTHING = 0.01
 
-_EDGES: list[float] = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]  # bin i: [edge i, i + 1)
+_EDGES: list[float] = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]
 _LENGTHS = np.array(_EDGES)
 
 _Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all
@@ -30,7 +28,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class LengthHistogram:
-    """Output lengths in quarter-octave bins. Each weighs 1 / `_FORGET` times the last, so that old ones fade."""
+    """Output lengths in quarter-octave bins; each weighs 1 / `_FORGET` times the one before."""
 
     __slots__ = ("_scale", "_total", "_weights")
 
@@ -58,7 +56,7 @@ class LengthHistogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Return the length that a fraction > 0 does not exceed, linear within bins."""
+        """Return the length that a fraction > 0 does not exceed."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
@@ -68,16 +66,16 @@ class LengthHistogram:
 
 
 class OutputPredictor:
-    """Median output length by tenant and prompt length. Beyond `max_cells` the least recently used is dropped."""
+    """Median output length by tenant and prompt length, in an LRU of `max_cells`."""
 
     def __init__(self, prior_tokens: int, *, quantile: float = QUANTILE, max_cells: int = MAX_CELLS) -> None:
         self._quantile = quantile
         self._max_cells = max_cells
-        self.prior = float(prior_tokens)  # tokens
-        self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict()  # least recently used first
-        self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}  # all tenants, by bucket
+        self.prior = float(prior_tokens)
+        self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict()
+        self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}  # by bucket
         self.num_observed = 0
-        self.mean_abs_error = 0.0  # in tokens, over about the last 100 outputs
+        self.mean_abs_error = 0.0  # tokens, over about 100 outputs
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Return output tokens in [1, `max_tokens`]."""
@@ -96,9 +94,8 @@ class OutputPredictor:
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
         """Return ascending output lengths and the share of outputs longer than each (Kaplan-Meier estimate, 1958).
 
-        Running requests count as outputs of at least their length, or the first, short outputs would stand for all.
-        Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below `MIN_SEEN`, the prior fills in: geometric lengths
-        with twice its mean.
+        Running requests count as outputs of at least their length, as short outputs end first; their weight falls to
+        0 at `NUM_KNOWN` ends. Below `MIN_SEEN` ends a geometric prior with twice its mean fills in.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self.prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
@@ -122,11 +119,11 @@ class OutputPredictor:
         self.mean_abs_error += smoothing * (abs(predicted - num_output_tokens) - self.mean_abs_error)
 
 
-_STEP_FORGET = 0.98  # per step: about the last 50 count
+_STEP_FORGET = 0.98  # per step
 _MIN_STEPS = 8
-_TIME_CONSTANT_S = 10.0  # time constant of evidence
+_TIME_CONSTANT_S = 10.0  # of evidence
 _MIN_BACKLOG_S = 0.5  # before a pace counts
-_MAX_FACTOR = 2.0  # of the expected time: pauses predict nothing
+_MAX_FACTOR = 2.0  # of the expected time, for pauses
 
 
 def _fade(now: float, last: float) -> float:
@@ -136,8 +133,7 @@ def _fade(now: float, last: float) -> float:
 class StepTime:
     """Least squares with exponential forgetting: ``seconds ≈ overhead + seconds_per_token · chunk tokens``.
 
-    Decoding rows are overhead. Attention over earlier chunks is part of the slope, on average. Weighted means and
-    covariances are updated in place (West, "Updating mean and variance estimates", CACM 1979).
+    Updated in place (West, "Updating mean and variance estimates", CACM 1979).
     """
 
     def __init__(self) -> None:
@@ -146,8 +142,8 @@ class StepTime:
         self._weight = 0.0
         self._mean_tokens = 0.0
         self._mean_seconds = 0.0
-        self._var = 0.0  # weighted sum of squared token deviations
-        self._cov = 0.0  # same for tokens · seconds
+        self._var = 0.0  # weighted sum of squared deviations
+        self._cov = 0.0  # same, tokens · seconds
 
     @property
     def seconds_per_token(self) -> float:
@@ -176,11 +172,11 @@ class StepTime:
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict the step; 0 before any, the mean without a slope."""
+        """Predict a step; without a slope the mean, 0 before any."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
     def longest_seconds(self, num_chunk_tokens: int) -> float | None:
-        """Predict the step as for `seconds`; without a slope, a token counts as much as a step. None before any."""
+        """Predict an upper bound: without a slope, a token takes a step. None before any step."""
         if not self._num_steps:
             return None
         if self.seconds_per_token > 0.0:
@@ -189,12 +185,12 @@ class StepTime:
 
 
 class ServiceEstimate:
-    """Waiting and prefill times, from step times and the pace of starts while requests wait. 0 without evidence."""
+    """Waiting and prefill times, from step times and starts under backlog; 0 without evidence."""
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._last: float | None = None  # end of the last step, if requests still waited
+        self._last: float | None = None  # end of the last step, under backlog
         self._seen_at = 0.0
         self._tokens = 0.0  # started under backlog, faded
         self._seconds = 0.0  # of backlog, faded
@@ -214,7 +210,7 @@ class ServiceEstimate:
         return self._tokens / self._seconds
 
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
-        """Return the time until all tokens ahead have started: with free rows, at most their prefill."""
+        """Return the time until all tokens ahead have started; with free rows, at most their prefill."""
         pace = self.tokens_per_second(now)
         seconds = 0.0 if pace is None else num_tokens_ahead / pace
         if has_free_rows and self._step_time.is_fresh(now):
@@ -222,7 +218,6 @@ class ServiceEstimate:
         return seconds
 
     def prefill_seconds(self, num_tokens: int, now: float) -> float:
-        """Return the prefill time with the whole budget."""
         if not self._step_time.is_fresh(now):
             return 0.0
         whole, rest = divmod(num_tokens, self.max_num_batched_tokens)
@@ -231,10 +226,10 @@ class ServiceEstimate:
 
 
 class PreemptionCost:
-    """Choice between recompute and swap, by device time. vLLM (SOSP 2023, section 4.5) leaves it to the user.
+    """Choice between recompute and swap by device time (left to the user by vLLM, SOSP 2023, section 4.5).
 
-    recompute    computed tokens · seconds per chunk token        learned by `StepTime`
-    swap         2 · blocks · seconds per block                   out and in
+    recompute    computed tokens · `seconds_per_token`
+    swap         2 · blocks · seconds per block
     """
 
     def __init__(self, step_time: StepTime, swap_seconds_per_block: float | None) -> None:
@@ -242,7 +237,7 @@ class PreemptionCost:
         self._swap_seconds_per_block = swap_seconds_per_block
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        """Return False without tier or slope."""
+        """Return False without host tier or slope."""
         if self._swap_seconds_per_block is None:
             return False
         swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block

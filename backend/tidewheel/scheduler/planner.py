@@ -1,7 +1,7 @@
-"""Plan of one step: which rows get its tokens, and which requests enter.
+"""Plan of one step: rows that get its tokens, and requests that enter.
 
-A request that cannot enter is not overtaken, or smaller ones would starve it, unless it waits for the strategy or for
-a prefix under computation.
+A request that cannot enter is not overtaken, lest smaller ones starve it, unless it waits for the strategy or for a
+prefix being computed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import BlockedRequest, SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 
-MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
-MAX_SKIPPED = 16  # requests per step that wait for a prefix
+MAX_DIGESTS = 1024  # computed per step
+MAX_SKIPPED = 16  # requests per step
 
 
 class EntryOutcome(enum.Enum):
     ENTERED = enum.auto()
     SKIPPED = enum.auto()  # waits for a prefix; others may enter
-    MOVED = enum.auto()  # reordered
-    BLOCKED = enum.auto()  # nothing enters behind it
+    MOVED = enum.auto()  # in another class
+    BLOCKED = enum.auto()  # nothing enters after it
 
 
 def plan_step(state: SchedulerState, limits: StepLimits, now: float) -> StepPlan:
@@ -99,14 +99,14 @@ class _EntryPlanner:
         self._now = now
         self._is_open = True
         self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
-        self._growth: GrowthForecast | None = None  # made on demand
-        self.short: BlockedRequest | None = None  # the last that was tried
+        self._growth: GrowthForecast | None = None
+        self.short: BlockedRequest | None = None  # the last one tried
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}
 
     def run(self, before: Rank | None = None) -> None:
-        """Admit requests before this key, until one cannot enter."""
+        """Admit requests with keys below `before`, until one cannot enter."""
         while self._is_open and self._state.waiting:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
@@ -130,7 +130,7 @@ class _EntryPlanner:
         return next(waiting, None)
 
     def _num_cached_tokens(self, request: Request) -> int:
-        """Return 0 if the step has too few digests left."""
+        """Return 0 if the step's digests are used up."""
         count = self._cached.get(request.request_id)
         if count is None:
             kv = self._state.kv
@@ -142,7 +142,7 @@ class _EntryPlanner:
         return count
 
     def _try(self, request: Request) -> EntryOutcome:
-        """Admit the request with blocks for all its tokens, so that no prompt under way runs out."""
+        """Admit with blocks for all tokens, so that no prompt under way runs out."""
         state, plan = self._state, self._plan
         self.short = None
         if not self._has_turn(request):
@@ -155,7 +155,7 @@ class _EntryPlanner:
         if not plan.is_short(request.num_tokens - hit.num_tokens):
             return EntryOutcome.BLOCKED
         if self._make_way(request, hit):
-            hit = state.find_hit(request)  # offloading may have evicted its host blocks
+            hit = state.find_hit(request)  # offloading may evict its host blocks
         elif not self._fits(request, hit):
             return EntryOutcome.BLOCKED
         return EntryOutcome.ENTERED if self._enter(request, hit) else EntryOutcome.BLOCKED
@@ -190,7 +190,7 @@ class _EntryPlanner:
         return True
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether row and tokens, or blocks beyond the expected growth, are free."""
+        """Return whether row, tokens and blocks beyond the expected growth are free."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
@@ -203,7 +203,7 @@ class _EntryPlanner:
         return num_slots <= 0.0
 
     def _note_missing(self, request: Request, hit: PrefixHit, num_missing: int | None = None) -> None:
-        """Note a request that waits for so many more blocks; None: for its own and those that are kept."""
+        """Record the blocked request and the blocks it lacks (None: its own plus the reserve)."""
         kv, num_free = self._state.kv, self._state.kv.num_free_blocks
         if num_missing is None:
             keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)
@@ -232,7 +232,7 @@ class _EntryPlanner:
         return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a row computes the prefix in this step, or most of the missing tokens later."""
+        """Return whether a row computes the prefix in this step, or most missing tokens later."""
         state = self._state
         if request.needs_all_states:
             return False
@@ -245,7 +245,7 @@ class _EntryPlanner:
         reached = self._plan.chunk_ends.get(row, position)
         if reached >= hit.num_blocks * state.kv.block_size + num_shared:
             return True
-        is_behind = state.waiting.key(columns.request(row)) > state.waiting.key(request)  # the row may starve
+        is_behind = state.waiting.key(columns.request(row)) > state.waiting.key(request)  # it may starve
         return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
 
 

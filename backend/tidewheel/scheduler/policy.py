@@ -1,6 +1,6 @@
-"""Orders of service: keys of requests, smallest first, computed when a request is queued or changes class.
+"""Orders of service: request keys, smallest first, computed when a request is queued or changes class.
 
-The order decides which request enters next, gets the rest of the token budget, and keeps its blocks.
+The order decides who enters next, gets the rest of the budget, and keeps its blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Rank = tuple[float, ...]  # key, arrival, arrival number: a total order
 
 class Policy(NamedTuple):
     key: Callable[[Request], OrderKey]
-    level_parts: int = 1  # leading parts of the key that are the level
-    by_class: bool = True  # classes count, for victims too; CRITICAL preempts
-    by_tenant: bool = False  # tenants take turns
-    by_arrival: bool = False  # within a class; cached prefixes may go ahead
-    by_cache: bool = False  # the key needs `num_cached_tokens` at arrival
+    level_parts: int = 1  # leading parts of the key
+    by_class: bool = True  # classes count; CRITICAL preempts
+    by_tenant: bool = False  # fair turns
+    by_arrival: bool = False  # within a class; cached prefixes may go first
+    by_cache: bool = False  # needs `num_cached_tokens` at arrival
 
 
 def _output_left(request: Request) -> OrderKey:
@@ -42,10 +42,8 @@ def _density(request: Request) -> OrderKey:
 def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached_tokens: int = 0) -> float:
     """Return tokens computed per token of KV held for one step (BlendServe, Zhao et al., 2024, arXiv:2411.16102).
 
-        compute    prompt - cached + output
-        memory     prompt · output + output² / 2        tokens held, summed over decode steps
-
-    FLOPs and bytes per token are equal for all requests, so the ratio needs neither.
+    compute    prompt - cached + output
+    memory     prompt · output + output² / 2
     """
     output = max(num_output_tokens, 1.0)
     compute = num_prompt_tokens - num_cached_tokens + output
@@ -65,7 +63,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:
-    """Return the place of a request. Overdue ones precede their class, by arrival."""
+    """Return the sort key; overdue requests precede their class."""
     key = policy.key(request)
     if is_overdue and len(key) > 1:
         key = (key[0], -math.inf)
@@ -77,6 +75,6 @@ def level_of(policy: Policy, request: Request) -> Rank:
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the largest level that shares a request's budget: an aged one shares with its old class."""
+    """Return the largest level that shares a request's budget; an aged request shares with its old class."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

@@ -13,11 +13,11 @@ from tidewheel.scheduler.tenancy import VirtualCounters
 
 MAX_DISPLACED = 16  # per arrival
 MAX_LANES = 16  # tenants tried after the next one
-WINDOW = 64  # requests compared by cached prefix, or looked at for the best class of their tenants
+WINDOW = 64  # requests compared
 
 
 class SortedQueue:
-    """List sorted by unique key. For thousands of entries one `memmove` is cheaper than a heap."""
+    """List sorted by unique key: for thousands of entries one `memmove` is cheaper than a heap."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Rank, Request]] = []
@@ -46,17 +46,17 @@ class SortedQueue:
 
 
 class TenantQueues(NamedTuple):
-    """Waiting requests of one tenant or all."""
+    """Waiting requests of one tenant, or of all."""
 
     new: SortedQueue  # never started
-    returning: SortedQueue  # preempted, or its leader has started
+    returning: SortedQueue  # preempted, or the leader has started
 
     def queue_of(self, request: Request) -> SortedQueue:
         return self.new if request.is_new else self.returning
 
 
 class WaitingSet:
-    """Waiting requests, in a lane per tenant if tenants take turns. A group's entry is its leader."""
+    """Waiting requests, by tenant if tenants take turns. Only the leader of a group is queued."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class WaitingSet:
     ) -> None:
         self._policy = policy
         self._counters = counters
-        self._best_class = best_class  # that a tenant may ask for
+        self._best_class = best_class  # of a tenant
         self._lanes: dict[str, TenantQueues] = {}
-        self._ages = SortedQueue()  # new entries by class and arrival
-        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new requests
+        self._ages = SortedQueue()  # new requests by class and arrival
+        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens
         self._num_new: dict[str, int] = {}  # by tenant
         self._crowds: list[tuple[float, str]] = []  # (new requests / weight, tenant), ascending
-        self.num_new = 0  # never started; bounded by admission
+        self.num_new = 0  # bounded by admission
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
@@ -85,7 +85,7 @@ class WaitingSet:
         return sum(self._new_tokens.values())
 
     def own_part(self, request: Request) -> str:
-        """Return the number of new requests of its tenant, in words for a message. Empty without fairness."""
+        """Return a tenant's number of new requests, for a message; empty without fairness."""
         return "" if self._counters is None else f" ({self._num_new.get(request.tenant, 0)} of its own tenant)"
 
     @property
@@ -104,7 +104,7 @@ class WaitingSet:
         return request if request is not None and request.service_class is service_class else None
 
     def num_tokens_ahead(self, service_class: Priority) -> int:
-        """Count new prompt tokens certain to be served before a newcomer: none if tenants take turns."""
+        """Return new prompt tokens served before a newcomer; 0 if tenants take turns."""
         policy = self._policy
         if policy.by_tenant:
             return 0
@@ -157,7 +157,7 @@ class WaitingSet:
         self._insert(lane, request)
 
     def candidates(self, *, with_new: bool) -> Iterator[Request]:
-        """Yield entries in order of service. The set must not change meanwhile."""
+        """Yield requests in order of service. The set must not change meanwhile."""
         for lane in self._next_lanes(with_new=with_new):
             if with_new and lane.returning:
                 yield from heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
@@ -165,17 +165,16 @@ class WaitingSet:
                 yield from lane.new if with_new else lane.returning
 
     def key(self, request: Request) -> Rank:
-        """Return the sort key of a running or waiting request: the smallest is served first."""
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield the entries that a newcomer may displace, in order. A newcomer is a group of `count` requests.
+        """Yield the requests that a newcomer, a group of `count`, may displace, in order.
 
-        Without fairness: entries of lower classes, lowest class and newest first. With fairness, three kinds in turn:
-        1. entries of lower classes of other tenants that may not ask for the newcomer's class (`max_priority`);
-        2. entries of the tenant with most waiting requests per weight, while it has more than the newcomer's tenant
-           would have, in classes that the newcomer's tenant may ask for;
-        3. entries of lower classes of the newcomer's own tenant.
+        Without fairness: lower classes, lowest and newest first. With fairness, in turn:
+        1. lower classes of tenants whose `max_priority` is below the newcomer's class;
+        2. requests of the tenant with most waiting per weight, while it has more than the newcomer's tenant would
+           have, in classes that tenant may ask for;
+        3. lower classes of the newcomer's tenant.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
@@ -195,7 +194,7 @@ class WaitingSet:
         gone: list[Request],
         weight: Callable[[str], float],
     ) -> Iterator[Request]:
-        """Yield the entries of kinds 2 and 3 of `displaceable`, after the entries `gone` were displaced."""
+        """Yield kinds 2 and 3 of `displaceable`, after `gone`."""
         tenant, best = newcomer.tenant, self._best_class(newcomer.tenant)
         counts = {victim.tenant: self._num_new[victim.tenant] for victim in gone}
         for victim in gone:
@@ -268,8 +267,8 @@ def next_in_line(
 ) -> Request | None:
     """Return the request with the longest cached prefix of the first `WINDOW`, in the first one's class.
 
-    The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. A request that is
-    not new is neither preferred nor overtaken.
+    The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. A started request
+    is neither preferred nor overtaken.
     """
     first = next(waiting, None)
     if first is None or not first.is_new or first.arrival_time <= before:

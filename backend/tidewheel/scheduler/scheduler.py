@@ -1,8 +1,8 @@
 """Continuous batching without prefill and decode phases.
 
-Each step spends a token budget on the gaps between tokens and computed tokens. `schedule` reserves and `apply`
-commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is scheduled before the sampled
-tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops the extra token.
+Each step spends a token budget on the gaps between tokens and computed tokens. `schedule` reserves, `apply` commits;
+in between a batch is *in flight*. With `max_inflight_steps` 2, a batch is scheduled before the last tokens are known:
+ends by length are known ahead, at other ends `apply` drops the extra token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tidewheel.stats import EngineStats, WaitingRoom
 
 
 class Scheduler:
-    """Owner of requests from `add` to their end. Not thread safe. `now` is monotonic seconds."""
+    """Owner of requests from `add` to their end. Not thread safe; `now` is in monotonic seconds."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class Scheduler:
         self._now = 0.0
 
     def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
-        """Take other settings, also while batches are in flight. No request ends. Rows can only become fewer."""
+        """Change settings, also with batches in flight. No request ends; rows can only become fewer."""
         require(config.num_rows <= self._state.columns.num_rows, f"{config.num_rows} rows are more than there are")
         self._config = config
         self._control.reconfigure(config)
@@ -65,11 +65,11 @@ class Scheduler:
         return self._state.num_waiting
 
     def add(self, request: Request, now: float) -> list[Request]:
-        """Add a request; return the evicted ones. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
+        """Return the evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
         return self.add_group([request], now)
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Add all requests or none. They differ in id and seed; all but the first name it as `leader`."""
+        """Add all requests or none. They differ in id and seed; all but the first have it as `leader`."""
         self._now = now
         evicted = self._admission.admit(requests, now)
         self._admission.observe_ends(evicted, now)
@@ -84,7 +84,7 @@ class Scheduler:
         return request
 
     def expire(self, now: float) -> list[Request]:
-        """End requests past their deadline, and sessions. Only requests that never started get an error."""
+        """End sessions, and requests past their deadline; only those that never started get an error."""
         self._now = now
         self._state.kv.sessions.expire(now)
         state, expired = self._state, []
@@ -146,11 +146,11 @@ class Scheduler:
         return batch
 
     def predict_seconds(self, batch: ScheduledBatch) -> float | None:
-        """Return the longest time to expect of the step; None before the first one."""
+        """Return the longest expected seconds; None before the first step."""
         return self._control.predict_seconds(batch)
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
-        """Apply the oldest batch in flight. Raise `InternalError`, without effect, for another batch or answer."""
+        """Apply the oldest batch in flight. Raise `InternalError`, without effect, for any other."""
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
         check_answer(batch, sampled)
@@ -166,7 +166,6 @@ class Scheduler:
         return outputs
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
-        """Count requests that a front end refused, by tenant."""
         self._admission.observe_refused(refused)
 
     def stats(self) -> EngineStats:
@@ -182,12 +181,11 @@ class Scheduler:
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:
-        """Return the ages of the oldest requests that never started, by the class that they have now."""
+        """Return seconds by current class, of requests that never started."""
         oldest = (self._state.waiting.oldest(service_class) for service_class in Priority)
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
     def unfinished(self) -> Iterator[Progress]:
-        """Yield all requests, in order of arrival."""
         columns = self._state.columns
         for request in self._state.requests.values():
             if request.row < 0:

@@ -1,8 +1,8 @@
 """Changes of service class.
 
-Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that
-waits once more in HIGH or CRITICAL is *overdue*: it goes ahead of its class, by arrival. A request drops a class for
-the block quota of its tenant, once, and at its soft deadline.
+Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that ages
+again in HIGH or CRITICAL is *overdue*: it precedes its class. A request drops a class once over its tenant's block
+quota, and at its soft deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tidewheel.scheduler.state import SchedulerState
 
 
 def reclassify_due(state: SchedulerState, now: float) -> None:
-    """Apply due lifts and drops. Followers move with a leader they wait for."""
+    """Apply due lifts and drops, also to followers of a waiting leader."""
     for time, _, request in state.timetable.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
             request.lift_time = None
@@ -29,7 +29,7 @@ def reclassify_due(state: SchedulerState, now: float) -> None:
 
 
 def is_over_quota(state: SchedulerState, request: Request) -> bool:
-    """Return whether the request takes its tenant over quota. Shared blocks count for each request or session."""
+    """Return whether the request takes its tenant over quota. Shared blocks count for each holder."""
     limit = state.config.limits_of(request.tenant).max_blocks
     if limit is None or request.was_over_quota:
         return False
@@ -41,7 +41,7 @@ def is_over_quota(state: SchedulerState, request: Request) -> bool:
 
 
 def drop_over_quota(state: SchedulerState, request: Request, now: float) -> bool:
-    """Drop a group a class if over quota; return whether it moved."""
+    """Drop a group one class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False
     for member in (request, *request.followers):

@@ -17,26 +17,26 @@ from tidewheel.stats import BlockShortage
 
 
 class BlockedRequest(NamedTuple):
-    """Request that a plan could not enter for want of blocks."""
+    """Request that could not enter for want of blocks."""
 
     request: Request
-    num_own: int  # free blocks that its tokens take
-    num_needed: int  # with those that running requests are expected to take
+    num_own: int  # free blocks for its tokens
+    num_needed: int  # with expected growth of running requests
     num_free: int  # after the plan
 
 
 class RequestTimers:
-    """Deadlines and lifts to come."""
+    """Deadlines and lifts of requests."""
 
     def __init__(self, ageing_s: float, *, ages_all: bool) -> None:
         self.deadlines = EventHeap[Request](_is_unfinished)
         self.soft_deadlines = EventHeap[Request](_is_unfinished)
         self.lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
         self._ageing_s = ageing_s
-        self._ages_all = ages_all  # HIGH and CRITICAL too, because they may become overdue
+        self._ages_all = ages_all  # HIGH and CRITICAL may become overdue
 
     def with_ageing(self, ageing_s: float, *, ages_all: bool) -> RequestTimers:
-        """Return a timetable without lifts."""
+        """Return timers without lifts."""
         other = RequestTimers(ageing_s, ages_all=ages_all)
         other.deadlines, other.soft_deadlines = self.deadlines, self.soft_deadlines
         return other
@@ -78,8 +78,8 @@ class SchedulerState:
         self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
         self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
-        self.stats = kv.stats  # shared with the cache
-        self.short: BlockedRequest | None = None  # as of the last plan
+        self.stats = kv.stats
+        self.short: BlockedRequest | None = None  # of the last plan
         self.last_applied = -1
         self.timetable = RequestTimers(config.ageing_s, ages_all=not self.policy.by_arrival)
         self._leaders: dict[str, Request] = {}  # running, with followers
@@ -96,7 +96,7 @@ class SchedulerState:
         return self.config.limits_of(tenant).max_priority
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Order all requests by other settings. They age from when they began to."""
+        """Re-rank all requests; ageing keeps its start time."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
         since = [self.timetable.ages_since(request) for request in (*queued, *running)]
         self.config, self.policy = config, POLICIES[config.policy]
@@ -133,7 +133,7 @@ class SchedulerState:
         self.timetable.start_ageing(leader, leader.arrival_time, len(self.requests))
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
-        """Move a request and its followers to a class, waiting since `since`; None: overdue."""
+        """Change the class of a request and its followers, ageing from `since`; None: overdue."""
         is_overdue = since is None
         if request.state is RequestState.RUNNING:
             request.service_class = service_class
@@ -150,7 +150,7 @@ class SchedulerState:
             self.timetable.start_ageing(request, since, len(self.requests))
 
     def shortage(self) -> BlockShortage | None:
-        """Return the blocks that the first request in line still waits for, if it does."""
+        """Return what the first request in line lacks; None if it lacks no blocks."""
         short, num_free = self.short, self.kv.num_free_blocks
         if short is None or next(self.waiting.candidates(with_new=True), None) is not short.request:
             return None
@@ -171,7 +171,7 @@ class SchedulerState:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """Give the request a row; return its block table, or None if blocks are short."""
+        """Give the request a row; return its block table, None if blocks are short."""
         kv, columns = self.kv, self.columns
         row = columns.next_free_row()
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
@@ -189,7 +189,6 @@ class SchedulerState:
         return list(blocks)
 
     def preempt(self, row: int, now: float) -> None:
-        """Queue the row's request again, with its output but no blocks."""
         request = self.columns.write_back(row)
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
@@ -203,7 +202,7 @@ class SchedulerState:
         self.timetable.start_ageing(request, now, len(self.requests))
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
-        """End a request. Without `keep_cached`, drop its blocks from the cache."""
+        """End a request; drop its blocks from the cache unless `keep_cached`."""
         if request.state is RequestState.RUNNING:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
@@ -220,7 +219,7 @@ class SchedulerState:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Queue followers whose leader has computed the prompt but its last token, which each computes itself."""
+        """Queue followers whose leader has computed all but the last prompt token."""
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:

@@ -17,7 +17,7 @@ class StepLimits(NamedTuple):
     max_running: int  # for entering only
     max_joins: int  # requests that never started
     max_scores: int  # prompt positions with logits
-    keep_free: int  # blocks that an admission leaves while others run
+    keep_free: int  # blocks, while others run
 
 
 class StepChunk(NamedTuple):
@@ -28,27 +28,27 @@ class StepChunk(NamedTuple):
 
 
 class SplitChunk(NamedTuple):
-    position: int  # index of the chunk
-    num_missing: int  # uncomputed tokens of the request
-    level: Rank  # largest that may share the budget
-    max_tokens: int  # of the chunk
+    position: int  # of the chunk
+    num_missing: int  # tokens
+    level: Rank  # largest that shares the budget
+    max_tokens: int
 
 
 class StepPlan:
     """Next batch, within a token budget.
 
-    A prompt that exceeds the budget left takes half of it. The other half goes to requests behind it, of its level,
-    with less than half as much to compute: they gain more than it loses. The unused rest returns to it.
+    A prompt that exceeds the budget left takes half of it. The other half goes to requests of its level that follow
+    and have less than half as much to compute: they gain more than it loses. The rest returns to it.
     """
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.token_budget = limits.token_budget  # left
-        self.num_joined = 0  # including followers
+        self.num_joined = 0  # with followers
         self.started: list[Request] = []  # for the first time
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decode rows that need a block
-        self.num_sitting_out = 0  # decode rows that get none
+        self.num_sitting_out = 0  # decode rows without a block
         self.is_scarce = False  # only CRITICAL requests enter
         self._decode_starts = _ids([])
         self._chunks: list[StepChunk] = []
@@ -91,11 +91,11 @@ class StepPlan:
         return self._cut is None or level <= self._cut.level
 
     def is_short(self, num_missing: int) -> bool:
-        """Return whether so few tokens may share a cut budget."""
+        """Return whether a request with so few missing tokens may share a split budget."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank, *, scores: bool = False) -> None:
-        """`scores`: each position has logits, of which a step has few."""
+        """Add a chunk; with `scores` each position has logits, limited per step."""
         most = self.limits.max_chunk_tokens
         if scores:
             most = min(most, max(self._num_scores_left, 1))
@@ -105,7 +105,7 @@ class StepPlan:
             level = level if self._cut is None else min(level, self._cut.level)
             self._cut = SplitChunk(len(self._chunks), end - start, level, most)
         if scores:
-            self._num_scores_left -= min(end - start, most)  # the rest of a cut chunk may be given back
+            self._num_scores_left -= min(end - start, most)  # the rest of a split chunk may be given back
         self._chunks.append(StepChunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
 
@@ -123,7 +123,7 @@ class StepPlan:
         self._block_ids += block_ids
 
     def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: TransferArrays) -> ScheduledBatch:
-        chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
+        chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens first
         num_decodes = len(self.decode_rows)
         n = num_decodes + len(chunks)
         rows, starts = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int32)

@@ -10,9 +10,9 @@ FIRST_WINDOW_S = 0.050
 MIN_WINDOW_S = 0.010
 MAX_WINDOW_S = 0.100
 BATCHES_PER_REVIEW = 10
-TOLERANCE = 1.2  # latency / target above which the window shrinks
+TOLERANCE = 1.2  # latency / target that shrinks the window
 
-_SMOOTHING = 0.1  # weight of the newest batch
+_SMOOTHING = 0.1
 _GROWTH = 1.2
 _FIRST_STEP = 1.25
 _MIN_STEP = 1.02
@@ -22,7 +22,7 @@ _MAX_GAP_S = 1.0  # idle time says nothing about load
 class JoinView(NamedTuple):
     num_running: int
     num_waiting: int
-    oldest_arrival: float  # seconds; meaningless if none waits
+    oldest_arrival: float  # seconds; undefined if none waits
     max_num_seqs: int
 
 
@@ -37,11 +37,9 @@ class StrategyConfig:
 
 
 class Strategy:
-    """Batches of new requests. A batch may join over several steps before the next one forms."""
-
     def __init__(self, config: StrategyConfig) -> None:
         self._config = config
-        self._num_left = 0  # not joined yet
+        self._num_left = 0
 
     def max_joins(self, now: float, view: JoinView) -> int:
         self._num_left = min(self._num_left, view.num_waiting)
@@ -53,7 +51,7 @@ class Strategy:
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Learn the time from its oldest arrival to the applied step."""
+        """Learn the time from a batch's oldest arrival to its applied step."""
 
     def _form(self, now: float, view: JoinView) -> int:
         """Return the size of the batch to form, or 0."""
@@ -61,14 +59,14 @@ class Strategy:
 
 
 class ContinuousStrategy(Strategy):
-    """Requests that join in any step."""
+    """Join in any step."""
 
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting
 
 
 class StaticStrategy(Strategy):
-    """Batches when nothing runs, and `batch_size` wait or the oldest for `batch_timeout_s`."""
+    """Form batches when nothing runs, and `batch_size` wait or the oldest has for `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
         size = min(self._config.batch_size, view.max_num_seqs)
@@ -105,7 +103,7 @@ class BatchWindow:
 
 
 class DynamicStrategy(Strategy):
-    """Batches when the oldest has waited for the window, or all free places can be filled."""
+    """Form batches when the oldest has waited for the window, or fills all free rows."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
@@ -121,7 +119,7 @@ class DynamicStrategy(Strategy):
 
 
 class HybridStrategy(DynamicStrategy):
-    """Dynamic batches. All join below `hybrid_threshold` running and waiting, or above `hybrid_backlog` waiting."""
+    """Dynamic batches, but all join below `hybrid_threshold` requests or above `hybrid_backlog` waiting."""
 
     def _form(self, now: float, view: JoinView) -> int:
         is_low = view.num_running + view.num_waiting < self._config.hybrid_threshold
@@ -131,7 +129,7 @@ class HybridStrategy(DynamicStrategy):
 
 
 class PredictiveStrategy(Strategy):
-    """Batches of the number expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
+    """Form batches of the size expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)

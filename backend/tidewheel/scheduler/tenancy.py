@@ -1,5 +1,3 @@
-"""Tenants: rate limits, figures, and fair turns."""
-
 from __future__ import annotations
 
 import heapq
@@ -14,8 +12,8 @@ from tidewheel.request import Request
 from tidewheel.stats import TenantFigures
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
-BURST_S = 1.0  # a bucket holds what this time brings, and at least 1
-MAX_BUCKETS = 8192  # tenants without an entry
+BURST_S = 1.0  # content of a full bucket, at least 1
+MAX_BUCKETS = 8192  # without an entry
 MAX_LABELS = 64
 OTHERS = "other"
 _LABEL_CHARS = 64
@@ -24,7 +22,7 @@ _REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
-    """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, but with debt).
+    """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, with debt).
 
     In time t it passes at most ``rate · t + burst``, or ``rate · t`` plus the largest cost: a cost over `burst` needs
     a full bucket and leaves a debt.
@@ -39,7 +37,6 @@ class TokenBucket:
         self._filled_at = -math.inf
 
     def inherit(self, other: TokenBucket) -> None:
-        """Take the level of a bucket with another rate, debt included."""
         self._level, self._filled_at = min(other._level, self.burst), other._filled_at
 
     def level(self, now: float) -> float:
@@ -49,7 +46,7 @@ class TokenBucket:
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take the cost, into debt if needed. A negative one refills."""
+        """Take the cost, into debt if needed; a negative one refills."""
         self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
@@ -58,20 +55,20 @@ _Buckets = dict[str, TokenBucket]  # by limit
 
 
 class TenantTable:
-    """Token buckets by tenant, reserved at admission and settled at the end. Calls are O(1).
+    """Token buckets by tenant, reserved at admission and settled at the end, in O(1).
 
-    Tenants with an entry keep theirs. Others share those of `*` or, if it gives each its own, are forgotten: full
-    buckets first (new ones are full too), beyond `MAX_BUCKETS` the least recently used.
+    Tenants without an entry share the buckets of `*`, or each has its own, of which full ones are dropped, and beyond
+    `MAX_BUCKETS` the least recently used.
     """
 
     def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets
         self._tenants = tenants
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
-        self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
+        self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # LRU
 
     def reconfigure(self, tenants: Mapping[str, TenantLimits]) -> None:
-        """Change limits. A tenant keeps what is left in its buckets."""
+        """Change limits; buckets keep their levels."""
         before = {**self._unnamed, **self._named}
         self._tenants = tenants
         self._named = {name: _make_buckets(limits, before.get(name)) for name, limits in tenants.items()}
@@ -97,7 +94,7 @@ class TenantTable:
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Take or return the difference between use and reservation. Requests that never started used nothing."""
+        """Take or return the difference between use and reservation; no use before the start."""
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
@@ -117,7 +114,7 @@ class TenantTable:
         return buckets
 
     def _forget(self, now: float) -> None:
-        """Drop up to two tenants per new one: the table shrinks after a crowd."""
+        """Drop up to two tenants per new one, so the table shrinks after a crowd."""
         for account, buckets in list(islice(self._unnamed.items(), 2)):
             is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
             if len(self._unnamed) < self._max_buckets and not is_full:
@@ -141,14 +138,13 @@ def _describe(tenant: str, account: str) -> str:
 
 
 class TenantCounts:
-    """Figures by label: the first `MAX_LABELS` configured tenants, and `other`."""
+    """Figures by label: the first `MAX_LABELS` tenants, and `other`."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.figures: dict[str, TenantFigures] = {}
         self.reconfigure(names)
 
     def reconfigure(self, names: Iterable[str]) -> None:
-        """Keep the figures of labels that stay."""
         named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
         self._labels = {name: _label(name) for name in named}
         labels = (*self._labels.values(), OTHERS)
@@ -181,9 +177,9 @@ def _label(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS]
 
 
-INPUT_WEIGHT = 1.0  # per prompt token
-OUTPUT_WEIGHT = 2.0  # per output token
-MAX_IDLE_TENANTS = 4096  # remembered
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+MAX_IDLE_TENANTS = 4096
 
 _MIN_STALE = 64  # before a rebuild
 
@@ -196,11 +192,11 @@ class VirtualCounters:
         (input weight · prompt tokens + output weight · output tokens) / weight of the tenant
 
     Activation lifts a tenant to the least active counter, or else to the last active tenant's, so absence saves up
-    nothing. The service of active tenants differs by at most 2U: U is the larger of the costs of the longest prompt
-    and of all outputs of running requests.
+    nothing. The service of active tenants differs by at most twice the cost of the longest prompt or of all running
+    outputs.
 
-    Calls cost O(log tenants) amortised: counters only grow, so heap entries are updated at the top. Beyond
-    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten.
+    Counters only grow, so heap entries are updated at the top. Beyond `MAX_IDLE_TENANTS`, idle tenants with the least
+    counters are forgotten.
     """
 
     def __init__(self, weight: Callable[[str], float], max_idle: int = MAX_IDLE_TENANTS) -> None:
@@ -211,7 +207,7 @@ class VirtualCounters:
         self._heap: list[tuple[float, int, str]] = []
         self._num_activations = 0
         self._floor = 0.0
-        self._last = ""  # last active tenant
+        self._last = ""  # active
 
     def activate(self, tenant: str) -> None:
         if tenant in self._active:
@@ -241,7 +237,7 @@ class VirtualCounters:
         self._counters[tenant] = self._counters.get(tenant, self._floor) + cost
 
     def counter(self, tenant: str) -> float:
-        """Return the counter that activation would set."""
+        """Return the counter after activation."""
         return max(self._counters.get(tenant, 0.0), self._floor)
 
     def least(self) -> str | None:
@@ -249,7 +245,7 @@ class VirtualCounters:
         return self._heap[0][2] if self._heap else None
 
     def _refresh(self) -> None:
-        """Bring the least active counter to the top of the heap, and raise the floor to it."""
+        """Bring the least active counter to the top of the heap; raise the floor to it."""
         heap = self._heap
         while heap:
             counter, order, tenant = heap[0]

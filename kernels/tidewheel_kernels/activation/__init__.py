@@ -1,5 +1,3 @@
-"""Gated activation of the feed-forward block."""
-
 from __future__ import annotations
 
 import torch

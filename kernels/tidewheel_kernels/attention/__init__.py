@@ -1,5 +1,3 @@
-"""Causal attention of packed queries over the paged KV cache."""
-
 from __future__ import annotations
 
 import torch
@@ -27,14 +25,13 @@ def paged_attention(
     scales: torch.Tensor | None = None,  # as `kv_cache` says
     invariant: bool = False,
 ) -> torch.Tensor:
-    """Return the attention output [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
+    """Return causal attention [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
 
-    A query at position p sees keys at positions <= p, and with ``sliding_window = W > 0`` only those > p - W.
-    ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h //
-    (num_q_heads // num_kv_heads)``. Cache slots past `seq_lens` may hold anything.
+    A query at position p sees keys at positions <= p, with ``sliding_window = W > 0`` only those > p - W. ``soft_cap
+    = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h // (num_q_heads
+    // num_kv_heads)``. Cache slots past `seq_lens` may hold anything.
 
-    With ``invariant``, the triton-lang kernel gives a query bitwise the same result as a decode, in any chunk of its
-    prompt and in any batch. Other implementations promise no such thing.
+    With ``invariant``, the triton-lang kernel gives a query bitwise the result of a decode, in any chunk and batch.
     """
     _check(q, k_cache, v_cache, scale, sliding_window, soft_cap, scales)
     if out is None:

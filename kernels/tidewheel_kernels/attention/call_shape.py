@@ -1,4 +1,4 @@
-"""Layout and mask of an attention call, which its launches are bound to; addresses and batch are left out."""
+"""Layout and mask of an attention call, bound to its launches; without addresses and batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallShape(NamedTuple):
         return self.num_q_heads // self.num_kv_heads
 
     def constants(self, config: AttentionConfig) -> dict[str, int | float | bool]:
-        """Return the last arguments of the kernels for prompts and for decodes."""
+        """Return the last arguments of the kernels."""
         return {
             # With a soft cap, logits are in units of it.
             "logit_scale": (2.0 / self.soft_cap if self.soft_cap else 1.0) * LOG2_E * self.scale,

@@ -26,7 +26,7 @@ def paged_attention_cpu(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Gather keys and values by slot, then make one dense call per group of rows.
+    """Gather keys and values by slot, then attend densely by groups of rows.
 
     The plan is made once per `AttentionMetadata` object, whose tensors must not change meanwhile.
     """
@@ -116,7 +116,7 @@ def paged_attention_native(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Attend in C; with scales, or for more query heads than a job holds, in torch."""
+    """Attend in C; in torch with scales, or for more query heads than a job holds."""
     if scales is not None or q.shape[1] > MAX_GROUP * k_cache.shape[2]:
         paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
         return

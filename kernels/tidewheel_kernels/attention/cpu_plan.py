@@ -1,4 +1,4 @@
-"""Group query rows for dense attention calls with little padding."""
+"""Groups of query rows for dense attention calls with little padding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ Ints = npt.NDArray[np.int64]
 
 # Longer chunks are cut, which keeps masks small.
 MAX_QUERY_LEN = 256
-# Padded keys that cost less than a call (measured: 0.4 µs, 40 µs).
+# Padded keys that cost less than a call (0.4 µs to 40 µs).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Longer chunks only join ones with equally many keys: planning two of 256 queries and 2,500 keys took 4.7 ms
-# together, 1.9 ms apart.
+# Longer chunks join only equal numbers of keys: two of 256 queries and 2,500 keys took 4.7 ms together, 1.9 ms apart.
 MAX_PADDED_QUERY_LEN = 16
-# Keys of a group stay in the second-level cache: 64 decodes of 20 to 200 keys took 3.5 ms a layer in parts of 2 MiB,
-# 2.9 ms in these.
+# Keys of a group fit the second-level cache: 64 decodes of 20 to 200 keys took 3.5 ms a layer with 2 MiB, 2.9 ms so.
 MAX_GATHERED_BYTES = 1 << 19
 
 
@@ -37,9 +35,9 @@ class PlanKey(NamedTuple):
 
 
 class AttentionGroup(NamedTuple):
-    """Pieces with equal query length, for one attention call.
+    """Pieces of equal query length for one attention call.
 
-    With one query each, keys are gathered with all heads, as few long rows are faster; else once per query head.
+    Single queries gather keys with all heads, as few long rows are faster; others once per query head.
     """
 
     num_seqs: int
@@ -52,12 +50,12 @@ class AttentionGroup(NamedTuple):
 
 class AttentionPlan(NamedTuple):
     groups: list[AttentionGroup]
-    empty_rows: torch.Tensor  # [n] int64 rows of sequences without keys
+    empty_rows: torch.Tensor  # [n] int64, sequences without keys
 
 
 @dataclass(frozen=True)
 class QueryPieces:
-    """Columns: piece i has query_len[i] queries of a sequence and the keys [key_start, key_end)."""
+    """Columns: piece i has query_len[i] queries of a sequence and keys [key_start, key_end)."""
 
     seq: Ints
     first_row: Ints
@@ -101,7 +99,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> QueryPieces:
 
 
 def grouped(pieces: QueryPieces, max_keys: int) -> Iterator[QueryPieces]:
-    """Yield parts with little padding; if of several pieces, with at most `max_keys` padded keys."""
+    """Yield parts with little padding, at most `max_keys` padded keys unless a single piece."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()
@@ -121,7 +119,6 @@ def _group(pieces: QueryPieces, block_tables: npt.NDArray[np.int32], key: PlanKe
     query_len, num_keys = int(pieces.query_len[0]), int(pieces.num_keys.max())
     positions = pieces.key_start[:, None] + np.arange(num_keys)
     exists = positions < pieces.key_end[:, None]
-    # Pad with the first key.
     positions = np.where(exists, positions, pieces.key_start[:, None])
     blocks = block_tables[pieces.seq[:, None], positions // key.block_size].astype(np.int64)
     slots = blocks * key.block_size + positions % key.block_size

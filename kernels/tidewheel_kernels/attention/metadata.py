@@ -11,7 +11,7 @@ HostInts = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Layout of a packed batch of B sequences with T query tokens over a paged KV cache.
+    """Packed batch of B sequences with T query tokens over a paged KV cache.
 
     Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, its last tokens. Its token p lies in block
     ``block_tables[i, p // block_size]`` at offset ``p % block_size``. Decodes, of one token, come first: row i is
@@ -20,11 +20,11 @@ class AttentionMetadata:
     A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
     sequence's last block are never read.
 
-    In a CUDA graph the integers are frozen upper bounds, and there are no host copies. Without `may_split`, a decode
-    has one program per KV head, however long it is. CPU attention plans once per object, so each step needs one.
+    In a CUDA graph the integers are upper bounds, and host copies are missing. Without `may_split`, a decode has one
+    program per KV head. CPU attention plans once per object, so each step needs its own.
     """
 
-    slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset, -1 = padding
+    slot_mapping: torch.Tensor  # [T] int64; -1: padding
     block_tables: torch.Tensor  # [B, max_blocks] int32
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     seq_lens: torch.Tensor  # [B] int32; keys, including this step's tokens
@@ -40,7 +40,7 @@ class AttentionMetadata:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """Return the host copy; make it from the device if there is none."""
+        """Return the host copy, made from the device if missing."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:

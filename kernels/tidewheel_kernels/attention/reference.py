@@ -36,7 +36,7 @@ def paged_attention_reference(
 
 
 def visible_keys(query_len: int, seq_len: int, sliding_window: int, *, device: torch.device) -> torch.Tensor:
-    """Return [query_len, seq_len] bool: the keys that the last `query_len` tokens see."""
+    """Return [query_len, seq_len] bool for the last `query_len` tokens."""
     position = torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
     key = torch.arange(seq_len, device=device).unsqueeze(0)
     visible = key <= position

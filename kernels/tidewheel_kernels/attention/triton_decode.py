@@ -1,4 +1,4 @@
-"""Programs share the keys of long decodes; a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
+"""Long decodes shared among programs; a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
 
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
 _INDEX_TENSORS = ["plan_ptr", "block_tables_ptr", "seq_lens_ptr"]
 _SMALL_TENSORS = [*_INDEX_TENSORS, "scales_ptr"]
-# All splits of one sequence with eight KV heads.
+# Splits of one sequence with eight KV heads.
 MERGE_BLOCK_SPLITS = 64
 
 
@@ -28,7 +28,7 @@ def _keys_of_program(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Return (seq, seq_len, begin, end, num_splits): sequence and tiles of this program; no split: nothing to do."""
+    """Return (seq, seq_len, begin, end, num_splits) of this program; no splits: no work."""
     seq = tl.program_id(1)
     num_splits = 1
     if SPLIT:
@@ -49,11 +49,11 @@ def decode_attention_kernel(
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     v_cache_ptr,  # like k_cache_ptr
     out_ptr,  # [num_seqs, num_q_heads, head_dim]
-    partial_ptr,  # float32 [num_partials, num_q_heads, head_dim], then [num_partials, num_q_heads], with SPLIT
+    partial_ptr,  # float32 [num_partials, num_q_heads, head_dim], then [num_partials, num_q_heads]
     plan_ptr,  # [programs, FIELDS], with SPLIT
     block_tables_ptr,  # [num_seqs, max_blocks]
     seq_lens_ptr,  # [num_seqs]
-    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
+    scales_ptr,  # [2, num_kv_heads], for 8 bits
     num_partials,
     SPLIT: tl.constexpr,
     logit_scale,
@@ -136,7 +136,6 @@ def merge_splits_kernel(
     for chunk in range(0, num_splits, BLOCK_SPLITS):
         split = chunk + tl.arange(0, BLOCK_SPLITS)
         place = (first + split) * num_heads + head
-        # Neither load waits for the other.
         log2_sum = tl.load(log2_sum_ptr + place, mask=split < num_splits, other=float("-inf"))
         partial = tl.load(
             partial_ptr + place[:, None] * HEAD_DIM + column[None, :],

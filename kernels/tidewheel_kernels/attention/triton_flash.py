@@ -1,6 +1,6 @@
-"""Prompts by FlashAttention-3 (Shah et al. 2024), which torch calls; the rest by our kernels.
+"""Prompts by FlashAttention-3 (Shah et al. 2024) through torch; the rest by our kernels.
 
-The library is a package of its own: torch brings FlashAttention-2, and refuses block tables with it.
+The library is a separate package: torch's FlashAttention-2 refuses block tables.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tidewheel_kernels.choice import ENVIRONMENT_VARIABLE, preference_for
 from tidewheel_kernels.launch_config import architecture, decode_config
 from tidewheel_kernels.switches import KernelUnavailable
 
-FIRST_TORCH = (2, 13)  # whose `varlen_attn_out` takes block tables
+FIRST_TORCH = (2, 13)  # first with block tables in `varlen_attn_out`
 LIBRARY = "flash_attn_interface"
 logger = logging.getLogger(__name__)
 
 
 class PromptCall(NamedTuple):
-    """Prompts, as far as FlashAttention-3 may take them or not."""
+    """Properties of prompts that decide whether FlashAttention-3 takes them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,22 +65,22 @@ def attend_prompts(
     scale: float,
     sliding_window: int,
 ) -> None:
-    """Write the rows of `out` that belong to prompts; the first of `cu_seqlens_q` skips the others."""
+    """Write the rows of `out` that belong to prompts, which `cu_seqlens_q` starts with."""
     from torch.nn.attention.varlen import varlen_attn_out
 
     first = meta.num_decodes
     varlen_attn_out(
         out, q, k_cache, v_cache, meta.cu_seqlens_q[first:], None, meta.max_seqlen_q, meta.max_seq_len,
         scale=scale, enable_gqa=True, seqused_k=meta.seq_lens[first:], block_table=meta.block_tables[first:],
-        window_size=(sliding_window - 1, 0),  # keys before the query's own; -1: all
+        window_size=(sliding_window - 1, 0),  # keys before the query; -1: all
     )  # fmt: skip
 
 
 @lru_cache
 def takes(call: PromptCall) -> bool:
-    """Return whether FlashAttention-3 takes such prompts, and make torch call it.
+    """Return whether FlashAttention-3 takes such prompts, and activate it in torch.
 
-    Raise KernelUnavailable if it does not and the environment demands it.
+    Raise `KernelUnavailable` if it does not and the environment demands it.
     """
     obstacle = objection_here(call)
     if obstacle is None:
@@ -95,7 +95,7 @@ def takes(call: PromptCall) -> bool:
 
 
 def objection_here(call: PromptCall) -> str | None:
-    """Return why FlashAttention-3 cannot take these prompts in this environment, or None; see `objection`."""
+    """Return the objection in this environment, or None."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return objection(call, version, architecture(call.device), importlib.util.find_spec(LIBRARY) is not None)
 

@@ -1,7 +1,7 @@
-"""The launchers of attention, and the kernel for any number of queries: a program per tile of queries and KV head.
+"""Launchers of attention, and the kernel for prompts: a program per tile of queries and KV head.
 
-Decode rows go to the split-KV kernel of `triton_decode`, unless results must not depend on the batch. With TMA, the
-tensor memory accelerator copies keys and values in boxes.
+Decodes go to the split-KV kernel of `triton_decode`, unless results must be invariant. With TMA, the tensor memory
+accelerator copies keys and values in boxes.
 """
 
 from functools import lru_cache
@@ -32,7 +32,6 @@ from tidewheel_kernels.launch_config import (
 )
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
-# These change with every batch.
 _VARYING = ["first_seq", "num_seqs"]
 _SMALL_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "scales_ptr"]
 # Making one takes microseconds.
@@ -41,7 +40,7 @@ _descriptors = WeakIdKeyDictionary()
 
 @triton.jit
 def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return the owner of `tile`: sequence i has those from ``start_i // BLOCK_Q + i`` on, without a prefix sum."""
+    """Return the owner of `tile`: sequence i's start at ``start_i // BLOCK_Q + i``, without a prefix sum."""
     left = 0
     right = num_seqs
     while left < right:
@@ -57,7 +56,7 @@ def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.con
 @triton.jit
 def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
     """Return (seq, start, query_len, first_query) of this program."""
-    # The longest programs, with most keys, start first.
+    # Programs with most keys start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_row = tl.load(cu_seqlens_ptr + first_seq)
     nth = _sequence_of_tile(cu_seqlens_ptr + first_seq, first_row, tile, num_seqs, BLOCK_Q)
@@ -78,7 +77,7 @@ def _key_tiles(
     HAS_WINDOW: tl.constexpr,
     ONE_LOOP: tl.constexpr,
 ):
-    """Return (first, full, masked, end): all queries see all keys of tiles [full, masked), some of the others.
+    """Return (first, full, masked, end): in tiles [full, masked) all queries see all keys.
 
     With ONE_LOOP, [masked, end) are all tiles.
     """
@@ -126,13 +125,13 @@ def _attend(
 ):
     tiles = _key_tiles(first_position, seq_len, sliding_window, BLOCK_Q, BLOCK_N, HAS_WINDOW, ONE_LOOP)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
-    # Parts: begin of the window, tiles without a mask, diagonal. Which one a tile is in depends on where the chunk
-    # begins, and their code may be contracted differently.
+    # Parts: start of the window, tiles without a mask, diagonal. Their code may be contracted differently, and the
+    # part of a tile depends on where the chunk begins.
     FIRST_PART: tl.constexpr = 2 if ONE_LOOP else (0 if HAS_WINDOW else 1)
     if TMA:
         last_tile = tiles[3] - 1
         if ONE_LOOP:
-            last_tile = tl.maximum(last_tile, 0)  # padding among decodes has no key
+            last_tile = tl.maximum(last_tile, 0)  # padding has no key
         logits = first_logits(q, tiles[0], block_table_ptr, k_cache, kv_head, BLOCK_SIZE, BLOCK_N, BLOCK_D)
         for part in tl.static_range(FIRST_PART, 3):
             logits, acc, row_max, row_sum = attend_boxes(
@@ -160,8 +159,8 @@ def prefill_attention_kernel(
     block_tables_ptr,  # [first_seq + num_seqs, max_blocks]
     cu_seqlens_ptr,  # [first_seq + num_seqs + 1]
     seq_lens_ptr,  # [first_seq + num_seqs]
-    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
-    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]; with TMA its descriptor
+    scales_ptr,  # [2, num_kv_heads], for 8 bits
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], or its descriptor
     v_cache,  # like k_cache
     first_seq,
     num_seqs,
@@ -190,7 +189,7 @@ def prefill_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], for the rows from sequence first_seq on
+    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], from sequence first_seq on
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     seq, start, query_len, first_query = _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q)
@@ -234,7 +233,7 @@ def launch_prefill(
     config: AttentionConfig,
     scales: torch.Tensor | None,
     *,
-    one_loop: bool = False,  # and for decodes too
+    one_loop: bool = False,  # also for decodes
 ) -> None:
     first = 0 if one_loop else meta.num_decodes
     num_seqs = meta.num_seqs - first
@@ -249,10 +248,10 @@ def launch_prefill(
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """Return `tensor`'s descriptor for boxes of shape `box`, kept while the tensor lives and does not move.
+    """Return a descriptor for boxes, kept while the tensor lives and does not move.
 
-    It reads zeros outside a block. Raise AssertionError unless address and strides are multiples of 16 bytes and the
-    last dimension is contiguous.
+    It reads zeros outside a block. Raise `AssertionError` unless address and strides are multiples of 16 bytes and
+    the last dimension is contiguous.
     """
     boxes: dict[tuple[int, ...], TensorDescriptor] = _descriptors.setdefault(tensor, {})
     descriptor = boxes.get(box)
@@ -264,7 +263,7 @@ def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescript
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that, unlike a view, does not keep `tensor` alive."""
+    """Return a tensor of the same memory that does not keep `tensor` alive."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -300,10 +299,9 @@ def invariant_attention(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Do as `paged_attention`, with one kernel and one loop for decodes and prompts.
+    """Attend as `paged_attention` with one kernel and one loop for decodes and prompts.
 
-    A query takes the tiles of its keys in turn. Those before and behind, which other queries of its program see, have
-    weight 0 and change nothing.
+    A query takes its tiles of keys in turn; keys that only other queries of its program see have weight 0.
     """
     shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     tile, fp8 = (shape.head_dim, shape.group, shape.block_size, q.element_size()), scales is not None

@@ -1,6 +1,6 @@
-"""Shares out the keys of decodes among a fixed number of programs, by their real lengths and longest first.
+"""Plan that shares the keys of decodes among a fixed number of programs, longest sequences first.
 
-A CUDA graph freezes the number of programs, but not the lengths, so a kernel makes the plan. It serves all layers.
+A CUDA graph freezes the number of programs but not the lengths, so a kernel makes the plan, once for all layers.
 """
 
 from functools import lru_cache
@@ -20,15 +20,15 @@ BLOCK_SEQS, BLOCK_OTHERS = 128, 32
 
 
 class SplitPlan(NamedTuple):
-    """Work of decodes. Split sequences come first."""
+    """Work of decodes; split sequences come first."""
 
-    programs: torch.Tensor  # [num_seqs + extra, 4] int32: sequence, first tile, end, splits of the sequence, or 0
-    merges: torch.Tensor  # [extra, 4] int32: sequence, its first program, its splits; below 2: none
+    programs: torch.Tensor  # [num_seqs + extra, 4] int32: sequence, first tile, end, its splits or 0
+    merges: torch.Tensor  # [extra, 4] int32: sequence, its first program, its splits (below 2: none)
 
 
 @triton.jit
 def visible_tiles(seq_len, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return (first, end): the tiles of keys that the last token sees."""
+    """Return (first, end) of the tiles that the last token sees."""
     first = seq_len * 0
     if HAS_WINDOW:
         first = tl.maximum(seq_len - sliding_window, 0) // BLOCK_N
@@ -39,11 +39,11 @@ def visible_tiles(seq_len, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl
 def _load_tiles(
     seq_lens_ptr, seq, num_seqs, sliding_window, per_split, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Return (first, num_tiles, per_program, num_splits) of sequences; beyond the last, no tile and no split."""
+    """Return (first, num_tiles, per_program, num_splits); zeros beyond the last sequence."""
     seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
     first, end = visible_tiles(seq_len, sliding_window, BLOCK_N, HAS_WINDOW)
     num_tiles = end - first
-    # Equal shares, none of them empty.
+    # Equal shares, none empty.
     per_program = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, per_split), 1)), 1)
     num_splits = tl.where(seq < num_seqs, tl.maximum(tl.cdiv(num_tiles, per_program), 1), 0)
     return first, num_tiles, per_program, num_splits
@@ -62,7 +62,7 @@ def _places(
     BLOCK_SEQS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
 ):
-    """Return (rank, place, num_programs): sequences and programs before each by falling length, and all programs."""
+    """Return (rank, place, num_programs): earlier sequences and programs by falling length, and the total."""
     rank = tl.zeros([BLOCK_SEQS], dtype=tl.int32)
     place = tl.zeros([BLOCK_SEQS], dtype=tl.int32)
     num_programs = 0
@@ -112,7 +112,7 @@ def plan_splits_kernel(
         every = chunk + tl.arange(0, BLOCK_SEQS)
         _, num_tiles, _, _ = _load_tiles(seq_lens_ptr, every, num_seqs, sliding_window, 1, BLOCK_N, HAS_WINDOW)
         total += tl.sum(num_tiles, axis=0)
-    # Of splits longer than total / extra there are no more than num_seqs + extra.
+    # At most num_seqs + extra splits are longer than total / extra.
     per_split = tl.maximum(tl.cdiv(total, extra), min_tiles)
 
     seq = tl.program_id(0) * BLOCK_SEQS + tl.arange(0, BLOCK_SEQS)
@@ -132,7 +132,7 @@ def plan_splits_kernel(
     if tl.program_id(0) == 0:
         for chunk in range(0, extra, BLOCK_SEQS):
             spare = chunk + tl.arange(0, BLOCK_SEQS)
-            # Programs read the length of their sequence before they know that they have no split.
+            # Programs read their sequence's length before they know that they have no split.
             row_ptr = programs_ptr + (num_programs + spare) * FIELDS
             is_spare = num_programs + spare < num_seqs + extra
             tl.store(row_ptr, 0, mask=is_spare)
@@ -140,7 +140,7 @@ def plan_splits_kernel(
             tl.store(merges_ptr + spare * FIELDS + 2, 0, mask=(spare >= num_seqs) & (spare < extra))
 
 
-# By limits, tile and window. A plan is made once for an `AttentionMetadata`, whose lengths must not change meanwhile.
+# By limits, tile and window; once per `AttentionMetadata`, whose lengths must not change meanwhile.
 _plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[object, ...], SplitPlan | None]] = WeakKeyDictionary()
 
 
@@ -157,7 +157,7 @@ def _planner(block_n: int, sliding_window: int) -> KernelLauncher:
 
 
 def split_plan(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan | None:
-    """Return the plan for decodes, made on the device by the first layer that asks; None if it would split none."""
+    """Return the plan, made on the device by the first layer that asks; None if it would split none."""
     if limits.extra == 0:
         return None
     plans = _plans.get(meta)

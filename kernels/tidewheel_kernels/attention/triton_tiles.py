@@ -1,7 +1,7 @@
-"""Online softmax over tiles of keys from the paged cache (Milakov and Gimelshein 2018).
+"""Online softmax over tiles of keys (Milakov and Gimelshein 2018).
 
-Its state in float32: weighted sums of values `acc` [BLOCK_M, BLOCK_D], largest logits `row_max` [BLOCK_M] in units of
-log2, and sums of weights `row_sum` [BLOCK_M].
+State in float32: weighted sums of values `acc` [BLOCK_M, BLOCK_D], largest logits `row_max` [BLOCK_M] in log2 units,
+sums of weights `row_sum` [BLOCK_M].
 """
 
 import triton
@@ -18,9 +18,9 @@ def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def for_cache(q, scales_ptr, kv_head, num_kv_heads, stored: tl.constexpr):
-    """Return queries in the type of products with the cache, and the scales of a head's keys and values.
+    """Return queries in the dtype of products with the cache, and the scales of a head's keys and values.
 
-    Two 8-bit floats become float16 in one instruction, and bfloat16 in four.
+    Two 8-bit floats become float16 in one instruction, bfloat16 in four.
     """
     k_scale = 1.0
     v_scale = 1.0
@@ -43,7 +43,7 @@ def attend_tiles(
     first_tile,
     end_tile,
     block_table_ptr,  # [max_blocks] of this sequence
-    k_ptr,  # [num_blocks, BLOCK_SIZE, head_dim] of this KV head
+    k_ptr,  # [num_blocks, BLOCK_SIZE, head_dim]
     v_ptr,  # like k_ptr
     k_block_stride,
     k_offset_stride,
@@ -60,9 +60,9 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend to the keys of tiles [first_tile, end_tile). Without MASKED, every row must see all.
+    """Attend to tiles [first_tile, end_tile); without MASKED, every row sees all keys.
 
-    `logit_scale` includes log2(e), for exp2; with a soft cap 2 log2(e) / soft_cap, for tanh.
+    `logit_scale` includes log2(e) for exp2; with a soft cap, 2 log2(e) / soft_cap for tanh.
     """
     column = tl.arange(0, BLOCK_D)[None, :]
     # Blocks are loaded one tile ahead, so that keys and values get all pipeline stages.
@@ -88,7 +88,7 @@ def attend_tiles(
 @triton.jit
 def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     if MASKED:
-        # Slots past the end may hold NaN, which a zero weight would not remove.
+        # Slots past the end may hold NaN, which zero weights would keep.
         tile = tl.load(tile_ptr, mask=(key[:, None] < seq_len) & (column < HEAD_DIM), other=0.0)
     elif BLOCK_D == HEAD_DIM:
         tile = tl.load(tile_ptr)
@@ -99,7 +99,7 @@ def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: t
 
 @triton.jit
 def store_rows(row_ptr, acc, row_sum, v_scale, mask):
-    """Store weighted means; a row without keys becomes zero."""
+    """Store weighted means; zero for a row without keys."""
     result = acc * v_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(row_ptr, result.to(row_ptr.dtype.element_ty), mask=mask)
 
@@ -124,7 +124,7 @@ def first_logits(
 @triton.jit
 def attend_boxes(
     q,  # [BLOCK_M, BLOCK_D], 16 bits
-    logits,  # [BLOCK_M, BLOCK_N] unscaled, of first_tile
+    logits,  # [BLOCK_M, BLOCK_N] of first_tile, unscaled
     acc,
     row_max,
     row_sum,
@@ -134,7 +134,7 @@ def attend_boxes(
     end_tile,
     last_tile,
     block_table_ptr,  # [max_blocks] of this sequence
-    k_cache,  # descriptor of boxes [1, BLOCK_N, 1, BLOCK_D]
+    k_cache,  # descriptor, [1, BLOCK_N, 1, BLOCK_D]
     v_cache,  # like k_cache
     kv_head,
     logit_scale,
@@ -147,20 +147,20 @@ def attend_boxes(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Do as `attend_tiles` on boxes, products of queries and keys one tile ahead (FlashAttention-3, section 3.2)."""
+    """Attend on boxes, with products of queries and keys one tile ahead (FlashAttention-3, section 3.2)."""
     k_block = tl.load(block_table_ptr + tl.minimum(first_tile + 1, last_tile) * BLOCK_N // BLOCK_SIZE)
     v_block = tl.load(block_table_ptr + tl.minimum(first_tile, last_tile) * BLOCK_N // BLOCK_SIZE)
     for tile in range(first_tile, end_tile):
         next_key = tl.minimum(tile + 1, last_tile) * BLOCK_N
         k = k_cache.load([k_block, next_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D).to(q.dtype)
         v = v_cache.load([v_block, tile * BLOCK_N % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D).to(q.dtype)
-        # Two loads: the pipeliner refuses loops that carry a value over two iterations.
+        # The pipeliner refuses loops that carry a value over two iterations.
         k_block = tl.load(block_table_ptr + tl.minimum(tile + 2, last_tile) * BLOCK_N // BLOCK_SIZE)
         v_block = tl.load(block_table_ptr + next_key // BLOCK_SIZE)
         next_logits = tl.dot(q, tl.trans(k))
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED:
-            # A box is copied whole; see `_load_tile`.
+            # See `_load_tile`.
             v = tl.where(key[:, None] < seq_len, v, 0.0)
         acc, row_max, row_sum = _attend(
             logits, v, acc, row_max, row_sum, key, query_position, logit_scale, soft_cap_log2, sliding_window,
@@ -197,11 +197,11 @@ def _attend(
             visible = visible & (key[None, :] > query_position[:, None] - sliding_window)
         logits = tl.where(visible, logits, float("-inf"))
 
-    # A positive scale may follow the maximum, and joins the subtraction.
+    # A positive scale may follow the maximum, in the subtraction.
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     base = new_max
     if MASKED:
-        # Without keys so far, -inf - -inf would be NaN.
+        # Without keys, -inf - -inf would be NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(logits * scale - base[:, None])
     decay = tl.exp2(row_max - base)

@@ -1,5 +1,3 @@
-"""Product with a matrix in which a row of the result is bitwise the same beside any other rows."""
-
 from __future__ import annotations
 
 import torch
@@ -15,8 +13,8 @@ def invariant_linear(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` [num_tokens, out_features] in x's dtype; products and sums are float32.
 
-    The triton-lang kernel sums each element in an order that follows from the shape of the matrix alone, so neither
-    the number of rows nor a row's place among them changes it. The reference promises no such thing.
+    The triton-lang kernel sums in an order given by the shape of the matrix, so a row's result is bitwise the same
+    beside any other rows; the reference's may differ.
     """
     if weight.dtype != x.dtype or x.shape[1] != weight.shape[1] or not weight.is_contiguous():
         raise ValueError(

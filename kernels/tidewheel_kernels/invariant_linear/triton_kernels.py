@@ -1,8 +1,7 @@
-"""The inner dimension is cut into splits by the shape of the matrix. An element is the sum of theirs, in their order.
+"""Product of fixed splits of the inner dimension, whose sums are added in order.
 
-A program computes a tile of outputs. For many rows it goes through the splits; for few rows each split has a program,
-and a second kernel adds up. Both are the same sums: one compiled kernel computes the splits either way, and float32
-loses nothing in memory.
+A program computes a tile of outputs: for many rows all splits in turn, for few rows one split, and a second kernel
+adds them. Both give the same bits: the same compiled kernel computes the splits, and memory keeps float32.
 """
 
 from functools import lru_cache
@@ -14,7 +13,7 @@ import triton.language as tl
 from tidewheel_kernels.launch_config import LinearConfig, cdiv, elementwise_config, linear_config
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
-MOST_SPLIT_TILES = 64  # of outputs: more fill half of a large device without splits
+MOST_SPLIT_TILES = 64  # more fill half of a large device
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def invariant_linear_kernel(
     weight_ptr,  # [out_features, in_features]
     bias_ptr,  # [out_features], with HAS_BIAS
     out_ptr,  # [num_rows, out_features]
-    partial_ptr,  # [NUM_SPLITS, num_rows, out_features] float32, of programs for one split
+    partial_ptr,  # [NUM_SPLITS, num_rows, out_features] float32
     num_rows,
     x_stride,
     out_features,
@@ -59,8 +58,8 @@ def invariant_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # grid: [cdiv(num_rows, BLOCK_M) * cdiv(out_features, BLOCK_N), 1 or NUM_SPLITS]
-    # Programs of the same weights are neighbours.
+    # grid: [cdiv(num_rows, BLOCK_M) * cdiv(out_features, BLOCK_N), 1 or NUM_SPLITS] Programs of the same weights are
+    # neighbours.
     num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
     row = tl.program_id(0) % num_row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) // num_row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -147,7 +146,7 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         return out
     config = linear_config(out_features, in_features, x.element_size())
     num_tiles = cdiv(num_rows, config.block_m) * cdiv(out_features, config.block_n)
-    # Empty, but float32, where it is not used: another type would compile another kernel.
+    # Unused but float32: another type would compile another kernel.
     num_partials = config.num_splits if config.num_splits > 1 and num_tiles <= MOST_SPLIT_TILES else 0
     partial = torch.empty((num_partials, num_rows, out_features), dtype=torch.float32, device=x.device)
     has_bias, biases = bias is not None, weight if bias is None else bias

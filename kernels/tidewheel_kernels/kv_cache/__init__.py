@@ -1,9 +1,8 @@
 """Writes to, and copies inside, a paged KV cache [num_blocks, block_size, num_kv_heads, head_dim].
 
-Its last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``.
-
-A cache of `FP8` (float8_e4m3fn) comes with `scales` [2, num_kv_heads] float32, of keys and of values. It holds each
-value divided by the scale of its head, and at most 448. Scales that are powers of two lose nothing but in that step.
+The last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``. A cache of `FP8`
+(float8_e4m3fn) has `scales` [2, num_kv_heads] float32, of keys and values, and holds each value divided by its head's
+scale, at most 448.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def write_kv_cache(
     *,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot. Slots of one call are distinct."""
+    """Store each token's keys and values in its slot; slots of a call are distinct."""
     check_scales(k_cache, scales)
     _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache, scales)
 
@@ -41,10 +40,10 @@ def check_scales(k_cache: torch.Tensor, scales: torch.Tensor | None) -> None:
 
 def copy_blocks(
     caches: Sequence[torch.Tensor] | torch.Tensor,  # each [num_blocks, ...]
-    src: torch.Tensor,  # [num_copies] int64, on the caches' device
+    src: torch.Tensor,  # [num_copies] int64
     dst: torch.Tensor,  # like src
 ) -> None:
-    """Copy block ``src[i]`` to block ``dst[i]`` in every cache (copy-on-write of forked sequences).
+    """Copy block ``src[i]`` to block ``dst[i]`` in every cache.
 
     A stacked tensor [num_caches, num_blocks, ...] takes one launch. Elements of a block must be contiguous. No block
     may be in `dst` twice, or in both `src` and `dst`.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max  # 448; there is no infinity
+LARGEST = torch.finfo(FP8).max  # 448; no infinity
 
 
 def write_kv_cache_reference(
@@ -23,12 +23,11 @@ def write_kv_cache_reference(
 
 
 def scales_of(scales: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the scales of keys and of values."""
     return (None, None) if scales is None else (scales[0], scales[1])
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return what the cache keeps of `values` [..., num_heads, head_dim]; with scales, divided and saturated."""
+    """Return the stored form of `values` [..., num_heads, head_dim]; with scales, divided and saturated."""
     if scales is not None:
         values = (values.float() / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
     return values.to(dtype)

@@ -9,7 +9,7 @@ LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 
 @triton.jit
 def scaled(values, scale):
-    """Divide by the scale, within what the cache can hold; NaN stays."""
+    """Divide and saturate; NaN stays."""
     return tl.clamp(tl.div_rn(values.to(tl.float32), scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -25,7 +25,7 @@ def write_kv_cache_kernel(
     slot_mapping_ptr,  # [num_tokens]
     k_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]
     v_cache_ptr,  # like k_cache_ptr
-    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
+    scales_ptr,  # [2, num_kv_heads], for 8 bits
     k_token_stride,
     k_head_stride,
     v_token_stride,

@@ -1,5 +1,3 @@
-"""Log-probabilities and ranks of chosen tokens, and the most likely tokens."""
-
 from __future__ import annotations
 
 import torch
@@ -9,9 +7,10 @@ from tidewheel_kernels.logprobs.reference import LogprobsOutput, compute_logprob
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
-    """Return the log-softmax of `logits` [B, V] at `token_ids` [B] (int32 or int64) and the `num_top` largest.
+    """Return the float32 log-softmax of `logits` [B, V] at `token_ids` [B] (int32 or int64), ranks, and the `num_top`
+    largest.
 
-    The softmax is float32. A row with a NaN or +inf, or with only -inf, has no log-probabilities.
+    A row with a NaN or +inf, or with only -inf, has no log-probabilities.
     """
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top must be in [0, {logits.shape[1]}], got {num_top}")

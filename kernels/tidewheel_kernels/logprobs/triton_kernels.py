@@ -1,7 +1,7 @@
-"""Read each logit once.
+"""Log-probabilities with one read of each logit.
 
-The first launch stores for each chunk of 512 logits the largest, the weight and the number not below the chosen.
-The second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum.
+The first launch stores for each chunk of 512 logits the largest, the weight, and the number not below the chosen; the
+second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _chosen_logit(row_ptr, token, vocabulary):
 def logprob_partials_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     token_ids_ptr,  # [num_rows]
-    partials_ptr,  # [num_rows, 3, num_chunks] float32: largest logits, weights, logits not below the chosen
+    partials_ptr,  # [num_rows, 3, num_chunks] float32: maxima, weights, logits not below the chosen
     logits_stride,
     vocabulary,
     num_chunks,
@@ -91,10 +91,10 @@ def logprobs_kernel(
 
     token = tl.load(token_ids_ptr + row)
     tl.store(logprobs_ptr + row, _chosen_logit(row_ptr, token, vocabulary) - log_normalizer)
-    # Past the end of the row stands -inf, which no rank may count.
+    # Past the row stands -inf, which no rank may count.
     tl.store(ranks_ptr + row, tl.minimum(tl.sum(not_below, axis=0).to(tl.int32), vocabulary))
 
-    # By falling logit, then rising id, the last token tells which are left.
+    # By falling logit, then rising id, the last token tells which chunks are left.
     open_chunks = inside
     last_value = max_logit
     last_token = -1

@@ -1,4 +1,4 @@
-"""Compile and load the C sources: one library for each element type and processor."""
+"""Compilation and loading of the C kernels: one library for each element type and processor."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 ELEMENTS = {torch.float32: "ELEMENT_FLOAT32", torch.bfloat16: "ELEMENT_BFLOAT16"}
-# Not all of -ffast-math: NaN must stay NaN, and tiny numbers must not become zero in the whole process.
+# Not all of -ffast-math: NaN must stay NaN, and denormals must not become zero process-wide.
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
     "-fno-signed-zeros", "-fopenmp", "-fvisibility=hidden", "-shared", "-fPIC",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc")
-# Linux lets a process use AMX tiles when it has asked (arch/x86/include/uapi/asm/prctl.h).
+# Linux allows AMX tiles on request (arch/x86/include/uapi/asm/prctl.h).
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 CPU_INFO = Path("/proc/cpuinfo")
 MAPS = Path("/proc/self/maps")
@@ -63,7 +63,7 @@ class NativeKernel:
 
 
 def address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
-    """Raise `TypeError` for elements of another type."""
+    """Raise `TypeError` for another element type."""
     if tensor is None:
         return None
     if tensor.dtype != like.dtype:
@@ -95,7 +95,7 @@ def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
     path = _compiled(dtype, compiler, folder)
     try:
         return _loaded(path)
-    except OSError as error:  # a damaged file
+    except OSError as error:
         logger.warning("%s is compiled anew: %s", path, error)
         path.unlink(missing_ok=True)
         return _loaded(_compiled(dtype, compiler, folder))
@@ -123,7 +123,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     path = folder / f"native-{digest.hexdigest()[:24]}.so"
     if path.is_file():
         return path
-    # Processes may compile at once: the last replaces the others.
+    # Processes may compile at once; the last replaces the others.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
@@ -131,7 +131,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """Return the folder if only this user can write to it: files in it are run."""
+    """Return the folder if only this user can write to it: its files are run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -160,7 +160,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Identify the processor: several machines may share a home folder."""
+    """Identify the processor: machines may share a home folder."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").lower().splitlines()
     except OSError:
@@ -171,7 +171,7 @@ def _processor() -> str:
 
 def _processor_flags() -> list[str]:
     features = _processor().split()
-    wide = ["-mprefer-vector-width=512"] if "avx512f" in features else []  # gcc's own choice is 256
+    wide = ["-mprefer-vector-width=512"] if "avx512f" in features else []  # gcc chooses 256
     return [*wide, "-DTILES"] if "amx_bf16" in features and _may_use_tiles() else wide
 
 

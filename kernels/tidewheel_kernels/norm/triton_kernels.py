@@ -1,5 +1,3 @@
-"""One program normalises a token, with its row in registers."""
-
 from functools import lru_cache
 
 import torch
@@ -32,7 +30,7 @@ def rms_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < hidden
-    # Load before what threads wait for: the reduction, and the kernel before.
+    # Load before waiting for the reduction and for the previous kernel.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     wait_for_inputs(STARTS_EARLY)
     x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)

@@ -1,5 +1,3 @@
-"""Changes to logits before sampling, without a dense mask or a loop over rows."""
-
 from __future__ import annotations
 
 import torch
@@ -21,7 +19,7 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
 
     Repetition (prompt and output) divides positive logits and multiplies others (Keskar et al. 2019, CTRL, section
     4.1). Then logits of generated tokens fall by ``frequency * output_count + presence`` (OpenAI). Counts take 4 V
-    bytes for each of the P rows.
+    bytes per penalised row.
     """
     if penalties.rows.shape[0]:
         _PENALTIES.on(logits)(logits, history, penalties)
@@ -30,7 +28,7 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
     """Set a word's last token to -inf in `logits` [B, V], in place, where the row ends with its other tokens.
 
-    Words whose last token is out of range are skipped. A NaN stays.
+    Words whose last token is out of range are skipped. NaN stays.
     """
     if words.rows.shape[0]:
         _WORDS.on(logits)(logits, history, words)
@@ -40,9 +38,9 @@ def apply_logit_bias(
     logits: torch.Tensor,  # [B, V] float32
     rows: torch.Tensor,  # [N] int32
     token_ids: torch.Tensor,  # [N] int32
-    values: torch.Tensor,  # [N] float32; -inf forbids the token
+    values: torch.Tensor,  # [N] float32
 ) -> None:
-    """Add ``values[i]`` to ``logits[rows[i], token_ids[i]]`` in place. Values of repeated pairs add up.
+    """Add ``values[i]`` to ``logits[rows[i], token_ids[i]]`` in place; repeated pairs add up.
 
     Rows and token ids out of range are skipped. Raise `TypeError` unless float32: some devices lack 16-bit atomics.
     """

@@ -7,19 +7,19 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class TokenHistory:
-    """Tokens before each of the B rows of logits."""
+    """Tokens before each of B rows of logits."""
 
-    tokens: torch.Tensor  # [M] int32, of all sequences; those outside [0, V) are skipped
+    tokens: torch.Tensor  # [M] int32; skipped outside [0, V)
     ends: torch.Tensor  # [B] int64; row i follows the tokens before tokens[ends[i]]
 
 
 @dataclass(frozen=True, eq=False)
 class PenaltyTensors:
-    """The P rows that have penalties, each at most once."""
+    """P rows with penalties, each at most once."""
 
-    max_num_tokens: int  # at least num_tokens
+    max_num_tokens: int
     rows: torch.Tensor  # [P] int32, in [0, B)
-    num_prompt_tokens: torch.Tensor  # [P] int32; later tokens were generated
+    num_prompt_tokens: torch.Tensor  # [P] int32
     num_tokens: torch.Tensor  # [P] int32, > 0
     repetition: torch.Tensor  # [P] float32, > 0; 1 = off
     presence: torch.Tensor  # [P] float32; 0 = off
@@ -31,7 +31,7 @@ class WordTensors:
     """W forbidden token sequences, each at most one token longer than its row."""
 
     rows: torch.Tensor  # [W] int32, in [0, B)
-    starts: torch.Tensor  # [W] int32, ascending, in token_ids
+    starts: torch.Tensor  # [W] int32, ascending
     lengths: torch.Tensor  # [W] int32, > 0
     token_ids: torch.Tensor  # [N] int32
 
@@ -44,9 +44,9 @@ def apply_penalties_reference(logits: torch.Tensor, history: TokenHistory, penal
     first = history.ends.index_select(0, rows).unsqueeze(1) - num_tokens
     tokens = history.tokens[first + positions.minimum(num_tokens - 1)].long()  # [P, max_num_tokens]
     is_entry = (tokens >= 0) & (tokens < logits.shape[1])
-    # One out of range repeats a token of its row, without being counted.
+    # A token out of range becomes an uncounted repetition.
     tokens = tokens.where(is_entry, tokens.gather(1, is_entry.int().argmax(dim=1, keepdim=True)))
-    tokens = tokens.clamp(0, logits.shape[1] - 1)  # where all are
+    tokens = tokens.clamp(0, logits.shape[1] - 1)
     counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.int32, device=logits.device)
     occurrences = counts.scatter_add_(1, tokens, (is_output & is_entry).int()).gather(1, tokens)
     places = (rows.unsqueeze(1), tokens)

@@ -1,4 +1,4 @@
-"""Change single logits: a lane for each token or (row, token) entry, a warp for each word."""
+"""Changes of single logits: a lane for each token or (row, token) entry, a warp for each word."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ IN_PROMPT = tl.constexpr(1 << 30)  # above every count
 
 @triton.jit
 def _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary):
-    """Return the token at `position` of those before `row`, or -1 past their end and for a token out of range."""
+    """Return the token at `position` before `row`; -1 past the end or out of range."""
     first = tl.load(ends_ptr + row) - num_tokens
     token = tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
     return tl.where(token < vocabulary, token, -1)
@@ -23,7 +23,7 @@ def _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary):
 # Columns lie at any alignment.
 @triton.jit(do_not_specialize_on_alignment=["ends_ptr", "rows_ptr", "num_prompt_tokens_ptr", "num_tokens_ptr"])
 def count_tokens_kernel(
-    counts_ptr,  # [num_entries, vocabulary] int32, zeros; gets counts of output, and IN_PROMPT
+    counts_ptr,  # [num_entries, vocabulary] int32, zeros; gets output counts and IN_PROMPT
     tokens_ptr,  # [all tokens]
     ends_ptr,  # [num_rows]
     rows_ptr,  # [num_entries]

@@ -1,4 +1,4 @@
-"""Rotate some heads of one token in a program; cache keys and values."""
+"""Rotation of some heads of a token per program, with the cache write."""
 
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 def _rotated(
     row_ptr,  # [BLOCK_HEADS, 1] start of each head
     weight_ptr,  # [head_dim]
-    cos_ptr,  # [half]; sin follows at + half
+    cos_ptr,  # [half]; sin follows
     head_mask,  # [BLOCK_HEADS, 1]
     eps,
     half: tl.constexpr,
@@ -75,7 +75,7 @@ def _rotate_and_cache(
     v_row_ptr,
     v_slot_ptr,
     has_slot,
-    k_scale_ptr,  # like k_row_ptr, of a cache of 8 bits
+    k_scale_ptr,  # like k_row_ptr, for 8 bits
     v_scale_ptr,
     weight_ptr,
     cos_ptr,
@@ -89,7 +89,7 @@ def _rotate_and_cache(
     BLOCK_D: tl.constexpr,
 ):
     """Rotate keys in place, and copy them and the values to their slot."""
-    # Load values first, so that all loads are in flight at once.
+    # Values first, so that all loads are in flight at once.
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = head_mask & (column < head_dim)
     v = tl.load(v_row_ptr + column, mask=mask, other=0.0)
@@ -98,7 +98,7 @@ def _rotate_and_cache(
     )
     _store_head(k_row_ptr, first, second, rest, head_mask, half, head_dim, BLOCK_HALF, BLOCK_REST)
     if k_slot_ptr.dtype.element_ty == tl.float8e4nv:
-        # What is cached is rounded to the row's dtype first, as in the reference.
+        # Cached values are rounded to the row's dtype first, as in the reference.
         dtype = k_row_ptr.dtype.element_ty
         scale = tl.load(k_scale_ptr, mask=head_mask, other=1.0)
         first = scaled(first.to(dtype), scale)
@@ -122,7 +122,7 @@ def rope_and_cache_kernel(
     v_cache_ptr,  # like k_cache_ptr
     q_weight_ptr,  # [head_dim]
     k_weight_ptr,  # [head_dim]
-    scales_ptr,  # [2, num_kv_heads], of a cache of 8 bits
+    scales_ptr,  # [2, num_kv_heads], for 8 bits
     eps,
     q_token_stride,
     q_head_stride,

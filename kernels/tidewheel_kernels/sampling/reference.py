@@ -1,4 +1,4 @@
-"""Sort the vocabulary; keep tokens from a threshold logit on."""
+"""Sampling by a sort of the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-GREEDY_TEMPERATURE = 1e-5  # lower values lose the differences between logits
+GREEDY_TEMPERATURE = 1e-5  # less loses differences between logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class SamplingTensors:
 
 class GreedyTokens(NamedTuple):
     max_logit: torch.Tensor  # [B, 1] float32
-    token_ids: torch.Tensor  # [B] int64, -1 for unusable rows
+    token_ids: torch.Tensor  # [B] int64, -1: unusable
 
 
 def greedy_tokens(logits: torch.Tensor) -> GreedyTokens:
@@ -75,7 +75,7 @@ def top_p_threshold(
     ordered: torch.Tensor,  # [B, n] largest logits, descending
     ordered_weights: torch.Tensor,  # [B, n]
     top_p: torch.Tensor,  # [B]
-    total: torch.Tensor,  # [B, 1] weight of the whole row
+    total: torch.Tensor,  # [B, 1] of the whole row
 ) -> torch.Tensor:
     """Return [B, 1]: the lowest logit of the fewest tokens that hold top_p of the weight; -inf if off."""
     before = ordered_weights.cumsum(dim=-1) - ordered_weights

@@ -1,4 +1,4 @@
-"""Draw from the tokens that pass the filters: few in registers, many by passes over the row."""
+"""Draws from filtered tokens: few in registers, many by passes over the row."""
 
 import triton
 import triton.language as tl
@@ -12,11 +12,11 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 def lower_bound(
     maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Return a lower bound of the logits that all filters together keep.
+    """Return a lower bound of the logits that all filters keep.
 
-    The k-th largest chunk maximum has k logits at or above it. All tokens below a logit L weigh at most
-    ``vocabulary * exp((L - max) / T)``: if that is under 1 - top_p of the total, top_p drops them. After top_k,
-    top_p needs the weight of all that top_k keeps.
+    The k-th largest chunk maximum has k logits at or above it. Tokens below a logit L weigh at most ``vocabulary *
+    exp((L - max) / T)``: if that is under 1 - top_p of the total, top_p drops them. After top_k, top_p needs the
+    weight of all that top_k keeps.
     """
     bound = LOWEST
     finite = maxima > float("-inf")
@@ -68,7 +68,7 @@ def draw_from_candidates(
     values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Do as `draw_from_row`, on candidates in registers."""
+    """Draw from candidates in registers."""
     slot = tl.arange(0, CAPACITY)
     x = tl.load(values_ptr + slot, mask=slot < count, other=float("-inf"))
     weight = tl.exp2((x - max_logit) * scale)
@@ -100,7 +100,7 @@ def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.con
 def _search_row(
     row_ptr, vocabulary, low, high, target, max_logit, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Do as `search` on a row in memory, in ten to twenty passes."""
+    """Run `search` on a row in memory, in ten to twenty passes."""
     while low < high:
         pivot = middle(low, high)
         measure = tl.zeros([BLOCK], dtype=tl.float32)
@@ -140,7 +140,7 @@ def _draw_kept(
         total += tl.sum(_kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, scale), axis=0)
     target = uniform * total
 
-    # The same sums in the same order end at `total`: the target is in exactly one block.
+    # The same sums in the same order end at `total`, so exactly one block holds the target.
     cumulative = 0.0
     before = 0.0
     first_column = 0
@@ -167,7 +167,7 @@ def _draw_kept(
 def draw_from_row(
     row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
 ):
-    """Return a token of those that pass the filters, whose logits are at least `bound`."""
+    """Return a token that passes the filters, whose logits are at least `bound`."""
     threshold = bound
     if top_k < vocabulary:
         threshold = _search_row(

@@ -1,8 +1,8 @@
-"""Sample in two launches: many programs read every logit once; then one program per row chooses its token.
+"""Sampling in two launches: many programs read every logit once, then one program per row chooses.
 
-The first stores the largest logit and the weight of each chunk of 512 logits. From these the second finds the
-token's chunk, or with filters a lower bound of the logits they keep, and reads only these again. Chunks are combined
-in one order, so the result is independent of the programs per row.
+The first stores the largest logit and the weight of each chunk of 512 logits. From these the second finds the token's
+chunk, or with filters a lower bound of the kept logits, and reads only these again. Chunks are combined in one order,
+so the result is independent of the number of programs.
 """
 
 import torch
@@ -34,7 +34,7 @@ from tidewheel_kernels.triton_vocabulary import (
 @triton.jit(do_not_specialize=["tiles_per_program"], do_not_specialize_on_alignment=["temperature_ptr"])
 def sample_partials_kernel(
     logits_ptr,  # [num_rows, vocabulary]
-    partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logits, weights relative to them
+    partials_ptr,  # [num_rows, 2, num_chunks] float32: maxima, relative weights
     temperature_ptr,  # [num_rows]
     logits_stride,
     vocabulary,
@@ -75,7 +75,6 @@ def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr,
 def _draw_from_chunk(
     row_ptr, vocabulary, maxima, weights, max_logit, scale, uniform, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return a token drawn without filters."""
     factors = tl.exp2((maxima - max_logit) * scale)
     weights = weights * factors
     cumulative = tl.cumsum(weights, axis=0)
@@ -115,8 +114,8 @@ def sample_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     token_ptr,  # [num_rows] int64
     partials_ptr,  # [num_rows, 2, num_chunks]
-    values_ptr,  # [num_rows, CAPACITY] float32, scratch: candidates
-    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32, scratch: their ids, then their chunks
+    values_ptr,  # [num_rows, CAPACITY] float32 candidates, scratch
+    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32 ids and chunks, scratch
     temperature_ptr,  # [num_rows]
     top_k_ptr,  # [num_rows]
     top_p_ptr,  # [num_rows]

@@ -1,5 +1,3 @@
-"""Product with a matrix of 8-bit floats, whose rows have a scale each; so have the rows of activations."""
-
 from __future__ import annotations
 
 import torch
@@ -8,16 +6,16 @@ from tidewheel_kernels.choice import Op
 from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.scaled_linear.reference import quantize_rows, scaled_linear_reference
 
-MULTIPLE = 16  # of both sizes of a matrix, for the products of a GPU
+MULTIPLE = 16  # of both sizes of a matrix, on a GPU
 
 
 def scaled_linear(
     x: torch.Tensor,  # [num_tokens, in_features], last dimension contiguous
-    weight: torch.Tensor,  # [out_features, in_features] float8_e4m3fn, as from `quantize_rows`
+    weight: torch.Tensor,  # [out_features, in_features] float8_e4m3fn, from `quantize_rows`
     scales: torch.Tensor,  # [out_features, 1] float32
     bias: torch.Tensor | None = None,  # [out_features] in x's dtype
 ) -> torch.Tensor:
-    """Return ``x @ (weight * scales).T + bias`` in x's dtype, with each row of x rounded to 8 bits first.
+    """Return ``x @ (weight * scales).T + bias`` in x's dtype, each row of x rounded to 8 bits with a scale.
 
     Products and sums are float32. A row with NaN or infinity gives NaN, and changes no other.
     """

@@ -4,13 +4,13 @@ import torch
 
 from tidewheel_kernels.kv_cache.reference import FP8, LARGEST
 
-LEAST_SCALE = 2.0**-100  # of a row of zeros
+LEAST_SCALE = 2.0**-100  # of zeros
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` [rows, columns] divided by scales [rows, 1] float32, in float8_e4m3fn, and the scales.
+    """Return `x` [rows, columns] divided by scales [rows, 1] float32, as float8_e4m3fn, and the scales.
 
-    A scale makes the largest magnitude of its row the largest 8-bit float.
+    The largest magnitude of a row becomes the largest 8-bit float.
     """
     values = x.float()
     scales = (values.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE)

@@ -1,5 +1,3 @@
-"""Packed sets of allowed tokens."""
-
 from __future__ import annotations
 
 import torch
@@ -12,9 +10,9 @@ from tidewheel_kernels.token_mask.reference import apply_token_mask_reference
 def apply_token_mask(
     logits: torch.Tensor,  # [B, V]
     rows: torch.Tensor,  # [N] int32, in [0, B), each at most once
-    bits: torch.Tensor,  # [N, at least ceil(V / 32)] int32; bit t % 32 of word t // 32 allows token t
+    bits: torch.Tensor,  # [N, at least ceil(V / 32)] int32; bit t % 32 of word t // 32 allows t
 ) -> None:
-    """Set finite logits of tokens that are not allowed to -inf, in place. Other rows keep theirs."""
+    """Set finite logits of tokens that are not allowed to -inf, in place, in these rows."""
     if 32 * bits.shape[1] < logits.shape[1]:
         raise ValueError(f"{bits.shape[1]} words of 32 bits are too few for {logits.shape[1]} tokens")
     if rows.shape[0]:

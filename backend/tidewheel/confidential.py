@@ -1,4 +1,4 @@
-"""Protection of clients' texts: no core dumps, and reports of errors without their messages."""
+"""Protection of clients' texts from core dumps and error reports."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from types import TracebackType
 
 
 def forbid_core_dumps() -> None:
-    """Forbid core dumps of this process and of its later children.
+    """Forbid core dumps of this process and its later children.
 
-    A kernel that pipes dumps to a program ignores RLIMIT_CORE, so `coredump_filter` leaves all memory out of them.
+    A kernel that pipes dumps to a program ignores RLIMIT_CORE, so `coredump_filter` leaves all memory out.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # a kernel without the filter
+    with contextlib.suppress(OSError):  # not in every kernel
         Path("/proc/self/coredump_filter").write_bytes(b"0")
 
 
 def protect_texts() -> None:
-    """Forbid core dumps, and report uncaught errors without their messages, which may quote a prompt."""
+    """Forbid core dumps, and report uncaught errors without messages, which may quote a prompt."""
     forbid_core_dumps()
     sys.excepthook = lambda kind, _, trace: _report(kind, trace)
     threading.excepthook = lambda args: _report(args.exc_type, args.exc_traceback)
 
 
 class TracebackFormatter(logging.Formatter):
-    """Log formatter whose tracebacks show an error's type and lines, and leave its message out."""
+    """Formatter of tracebacks without messages."""
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - of logging
         assert isinstance(ei, tuple)

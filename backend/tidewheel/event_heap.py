@@ -10,13 +10,13 @@ _SLACK = 64
 
 
 class TimedEvent(NamedTuple, Generic[T]):
-    time: float  # seconds, monotonic
-    number: int  # order of pushes, breaks ties
+    time: float  # monotonic seconds
+    number: int  # order of pushes
     subject: T
 
 
 class EventHeap(Generic[T]):
-    """Timed events. Dead ones stay until due, or until they outnumber `num_live`: so removal is free."""
+    """Heap of timed events. Dead ones stay until due, or until they outnumber `num_live`, so removal is free."""
 
     def __init__(self, is_live: Callable[[TimedEvent[T]], bool]) -> None:
         self._is_live = is_live
@@ -30,7 +30,7 @@ class EventHeap(Generic[T]):
         return (event.subject for event in self._heap)
 
     def push(self, time: float, subject: T, num_live: int) -> None:
-        """Add an event; `num_live` is the most that may be live."""
+        """Add an event; at most `num_live` may be live."""
         if len(self._heap) >= 2 * num_live + _SLACK:
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)

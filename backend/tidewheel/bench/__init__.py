@@ -1,12 +1,10 @@
-"""`tidewheel bench`: equal requests to any number of targets, timed by the client."""
-
 from typing import NamedTuple
 
 OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
 
 
 class BenchError(Exception):
-    """Measurement impossible as asked; one line says what to change."""
+    """Measurement that is impossible as asked; one line says what to change."""
 
 
 class SuiteDefaults(NamedTuple):

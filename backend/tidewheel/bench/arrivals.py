@@ -1,7 +1,4 @@
-"""Pacing of requests: open or closed loop.
-
-A closed loop sends when a request ends, so it slows down with the server and hides overload; an open loop does not.
-"""
+"""Pacing of requests. A closed loop sends when a request ends, so it hides overload; an open loop does not."""
 
 from __future__ import annotations
 
@@ -15,21 +12,19 @@ from tidewheel.bench import BenchError
 from tidewheel.workload.arrivals import bursty_arrivals, poisson_until
 
 SYNTAX = "closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or all"
-MAX_RATE = 100_000.0  # requests per second, beyond one client
+MAX_RATE = 100_000.0  # requests/s that one client can send
 MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPattern:
-    """Pace of one run. `value` depends on `kind`:
-
-    closed: requests in flight; poisson, burst: requests per second; trace: speed-up over the recording;
-    all: no value, everything at once.
+    """Pace of a run. `value` by `kind`: closed: requests in flight; poisson, burst: requests/s; trace: speed-up; all:
+    unused.
     """
 
     kind: str
     value: float = 0.0
-    burstiness: float = 4.0  # variance of a burst's gaps over Poisson's
+    burstiness: float = 4.0  # gap variance over Poisson's
 
     def __str__(self) -> str:
         return {
@@ -42,7 +37,7 @@ class LoadPattern:
 
     @property
     def rate(self) -> float | None:
-        """Offered requests per second, if fixed."""
+        """Offered requests/s, if fixed."""
         return self.value if self.kind in ("poisson", "burst") else None
 
     def times(self, seconds: float, seed: int) -> list[float]:
@@ -92,7 +87,7 @@ def _ramp(low: float, high: float, steps: int, text: str) -> list[float]:
 
 
 def _checked_rate(rate: float, seconds: float, text: str) -> float:
-    """Raise `BenchError` for a rate no client can offer."""
+    """Raise `BenchError` for a rate that no client can offer."""
     if not (math.isfinite(rate) and 0.0 < rate <= MAX_RATE):
         raise BenchError(
             f"--load {text!r}: the rate is {rate:g} requests/s: it must be above 0, {MAX_RATE:g} at most"

@@ -1,8 +1,8 @@
-"""Capacity under an objective: the highest rate of Poisson arrivals at which enough requests meet it.
+"""Capacity: the highest rate of Poisson arrivals at which enough requests meet an objective.
 
-DistServe (Zhong and others, arXiv 2401.09670) and Sarathi-Serve (Agrawal and others, arXiv 2403.02310) compare
-servers by it. A search doubles or halves the rate until it has a bracket, then bisects. The confidence interval of
-its attainment decides whether a rate has met or missed the objective; else it stays undecided.
+As in DistServe (Zhong and others, arXiv 2401.09670) and Sarathi-Serve (Agrawal and others, arXiv 2403.02310). A
+search doubles or halves the rate until it has a bracket, then bisects; the confidence interval of the attainment
+decides each rate.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from tidewheel.bench.estimates import UNKNOWN, Estimate, wilson_interval
 from tidewheel.bench.outcome import UNANSWERED, RequestOutcome, Slo
 
-GOAL = 0.9  # share of requests that must meet the objective
-RESOLUTION = 1.1  # a bracket of ends within this ratio is done
-HIGHEST_RATE = 400.0  # requests/s; about what one client sends
-LOWEST_SHARE = 1 / 16  # of the rate that a search starts at
+GOAL = 0.9  # share of requests
+RESOLUTION = 1.1  # ratio of the ends of a finished bracket
+HIGHEST_RATE = 400.0  # requests/s of one client
+LOWEST_SHARE = 1 / 16  # of the first rate
 FIRST_LOOK = 20  # requests
-FEWEST_REQUESTS = 60  # of a point that is not clear: 59 good ones of 60 are
+FEWEST_REQUESTS = 60  # of an unclear point; 59 good ones suffice
 
 Objective = Callable[[Slo, RequestOutcome], bool]
 WHOLE_ANSWER, STREAM = "whole answer", "stream"
@@ -43,11 +43,11 @@ def verdict_of(num_met: int, count: int) -> Verdict:
 
 
 class CapacityBracket(NamedTuple):
-    """Bracket: the highest rate that met the objective, and the lowest that missed it."""
+    """Highest rate that met the objective, and lowest that missed it."""
 
-    low: float  # 0: none met it
-    high: float  # inf: none missed it
-    undecided: tuple[float, ...] = ()  # rates between both, ascending
+    low: float  # 0: none
+    high: float  # inf: none
+    undecided: tuple[float, ...] = ()  # between both, ascending
 
     @property
     def per_s(self) -> float:
@@ -88,8 +88,6 @@ UNTRIED = CapacityBracket(0.0, math.inf)
 
 @dataclass(slots=True)
 class RateSearch:
-    """Search for one capacity."""
-
     start: float
     highest: float = HIGHEST_RATE
     capacity: CapacityBracket = UNTRIED
@@ -145,7 +143,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
-        """Return the verdict: the one `seen` by the point's watch, else that of all outcomes."""
+        """Return the verdict `seen` by the point's watch, else that of all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]
@@ -158,25 +156,25 @@ class CapacitySearch:
         return verdicts.get(point.objective, Verdict.UNDECIDED)
 
     def _was_cut_short(self, outcome: RequestOutcome) -> bool:
-        """Return whether the request was cancelled with its objective still possible."""
+        """Return whether the request was cancelled while it could still meet its objective."""
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
     def capacities(self) -> dict[str, CapacityBracket]:
-        """Return the brackets of objectives with a measured point."""
+        """Return the brackets of measured objectives."""
         found = {name: search.capacity for name, search in self._searches.items()}
         return {name: one for name, one in found.items() if one != UNTRIED}
 
 
 class PointWatch:
-    """Decider of when a point is clear: looks after `least_s`, then when the count has doubled."""
+    """Judge of a point: looks after `least_s`, then when the count has doubled."""
 
     def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
         self._slo = slo
         self._is_met = OBJECTIVES[objective]
         self._least_s = least_s
         self._next_look = FIRST_LOOK
-        self.verdict: Verdict | None = None  # once it is clear
+        self.verdict: Verdict | None = None
 
     def is_enough(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
         if now < self._least_s or len(outcomes) < self._next_look:
@@ -191,7 +189,7 @@ class PointWatch:
         return self.verdict is not None
 
     def is_settled(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
-        """Return whether open requests are not worth waiting for: the rate is missed, or all are past their bound."""
+        """Return whether open requests no longer matter: the rate is missed, or all are past their bound."""
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: RequestOutcome, now: float) -> bool:

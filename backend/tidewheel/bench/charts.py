@@ -1,4 +1,4 @@
-"""Look of all charts; needs matplotlib and no display."""
+"""Style of all charts; needs matplotlib, no display."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-# Okabe and Ito's first, for any colour vision; greys are for baselines.
+# Okabe and Ito's first, for any colour vision; greys for baselines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#882255", "#44AA99", "#F0C000")
 GREYS = ("#555555", "#999999")
 INK, GRID = "#222222", "#DDDDDD"
 MARKERS = "osD^vPX<>"
-WIDTH = 9.0  # inches: a page shows about 900 pixels, so that 10 points are 14 pixels
+WIDTH = 9.0  # inches, 900 pixels of a page: 10 points are 14 pixels
 _MOST_DECADES = 2.3
-_MOST_ENTRIES = 6  # of a legend, beside each other
+_MOST_ENTRIES = 6  # of a legend, side by side
 
 
 class ChartImage(NamedTuple):
-    name: str  # file name without its ending
+    name: str  # without ending
     caption: str
     figure: Figure
 
@@ -31,7 +31,7 @@ class ChartImage(NamedTuple):
 
     def png(self) -> bytes:
         """Return a PNG of 64 colours, a third of the size."""
-        from PIL import Image  # matplotlib needs it too
+        from PIL import Image
 
         buffer = io.BytesIO()
         with Image.open(io.BytesIO(self._saved("png", {}))) as image:
@@ -80,7 +80,7 @@ def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def name_lines(axes: Axes, *, least: float = 0.06) -> None:
-    """Write the label of each line beside its last point, in its colour, `least` of the height apart."""
+    """Write each line's label beside its last point, at least `least` of the height apart."""
     ends = []
     for line in axes.get_lines():
         points = np.asarray(line.get_xydata())

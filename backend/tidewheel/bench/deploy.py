@@ -1,5 +1,3 @@
-"""Servers and peers for a measurement."""
-
 from __future__ import annotations
 
 import contextlib
@@ -47,7 +45,7 @@ class Deployment:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """Return a model's `config.json`; empty if it cannot be read."""
+    """Return `config.json`; empty if unreadable."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -65,7 +63,7 @@ class TargetEndpoint(NamedTuple):
 def deployed(
     deployment: Deployment, targets: Sequence[BenchTarget], *, with_ids: bool
 ) -> Iterator[dict[str, TargetEndpoint]]:
-    """Bring up all targets; raise `BenchError` or `ConfigError` if one fails."""
+    """Bring up all targets. Raise `BenchError` or `ConfigError`."""
     places: dict[str, TargetEndpoint] = {}
     with contextlib.ExitStack() as stack:
         if served := [target for target in targets if target.is_served_here]:

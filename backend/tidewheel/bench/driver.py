@@ -1,5 +1,3 @@
-"""Sending of a load to one target."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,15 +20,15 @@ POLL_S = 0.1
 
 
 class BenchTransport(Protocol):
-    """Sender of any number of concurrent requests, on one event loop."""
+    """Sender of concurrent requests on one event loop."""
 
-    can_cancel: bool  # a cancelled `send` ends its request on the server too
+    can_cancel: bool  # cancelling `send` ends the request on the server
 
     async def open(self) -> None:
-        """Connect and inspect the model; raise `BenchError` if unfit."""
+        """Connect. Raise `BenchError` for an unfit model."""
 
     async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
-        """Send a request and fill `outcome` until its end; raise `RequestFailed`."""
+        """Send a request and fill `outcome`. Raise `RequestFailed`."""
 
     async def close(self) -> None: ...
 
@@ -49,7 +47,7 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    seconds: float  # limit for sending in a closed loop
+    seconds: float  # of sending, in a closed loop
     max_requests: int | None = None
     timeout_s: float = 120.0
 
@@ -61,8 +59,8 @@ class LoadDriver:
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation], is_settled: Callable[[], bool] | None = None) -> None:
-        """Start each conversation at its time, whatever is answered. Once `load` has ended and `is_settled`, cancel
-        the rest, if the transport can.
+        """Start each conversation at its time, whatever is answered. After `load`, once `is_settled`, cancel the rest
+        if the transport can.
         """
         self._progress.start = time.perf_counter()
         started = []

@@ -1,5 +1,3 @@
-"""Estimates with intervals."""
-
 from __future__ import annotations
 
 import math
@@ -9,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Student's t, 97.5 %, by degrees of freedom; beyond, the normal's.
+# Student's t, 97.5 %, by degrees of freedom; then the normal's.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -39,7 +37,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Return Student's 95 % interval; NaN samples are skipped."""
+    """Return Student's 95 % interval without NaN samples."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN
@@ -53,14 +51,14 @@ def t_interval(samples: Sequence[float]) -> Estimate:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the geometric mean ratio of pairs; drift moves both of one. Pairs with 0 or NaN are skipped."""
+    """Return the geometric mean ratio of pairs, in which drift cancels; pairs with 0 or NaN are skipped."""
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
     centre, low, high = t_interval(logs)
     return Estimate(math.exp(centre), math.exp(low), math.exp(high))
 
 
 def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, seed: int = 0) -> list[Estimate]:
-    """Return quantiles with 95 % percentile bootstrap intervals (Efron, 1979)."""
+    """Return 95 % percentile bootstrap intervals (Efron, 1979)."""
     if not values:
         return [UNKNOWN] * len(quantiles)
     sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)

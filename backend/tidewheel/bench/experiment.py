@@ -25,7 +25,7 @@ from tidewheel.bench.transports.peer import PeerTransport
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
 WARM_UP_LIMIT_S = 300.0
-IDS_SHIFT = 97  # from point to point of a search
+IDS_SHIFT = 97  # between points of a search
 
 Turn = tuple[StageResult, PlannedRun]
 
@@ -78,7 +78,7 @@ class Experiment:
     def find_capacities(
         self, stage: PlannedStage, searches: Mapping[str, CapacitySearch], budget_s: float
     ) -> StageResult:
-        """Measure the points that `searches`, by target name, ask for, in turns of targets."""
+        """Measure the points asked by `searches` (by target name), in turns of targets."""
         result = self._begin(replace(stage, loads=(), repeats=1))
         groups = [[target] for target in stage.targets] if self._one_at_a_time else [list(stage.targets)]
         with TerminalProgress(stage.title, None) as live:
@@ -158,7 +158,7 @@ class Experiment:
         self._places = {}
 
     async def _warm(self, target: BenchTarget, stage: PlannedStage) -> None:
-        """Send uncounted requests; raise `BenchError` if none is answered."""
+        """Send uncounted requests. Raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
         progress = RunProgress()
@@ -170,7 +170,7 @@ class Experiment:
             raise BenchError(f"target {target.name} answers no request: {first.code}: {first.error}")
 
     async def _await_idle(self, target: BenchTarget, stage: PlannedStage) -> None:
-        """Wait for one token, behind what a server computes although it was cancelled."""
+        """Wait for a token, which comes after the cancelled work."""
         request = next(stage.workload.conversations(WARM_UP_SEED))[0]
         driver = LoadDriver(self._places[target.name].transport, RunLimits(WARM_UP_LIMIT_S), RunProgress())
         await driver.open_loop([(replace(request, at=0.0, num_output_tokens=1),)])

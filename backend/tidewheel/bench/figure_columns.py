@@ -1,4 +1,4 @@
-"""Tables of a stage: what its columns show."""
+"""Columns of a stage's tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Figures = Mapping[str, Any]
 class FigureColumn(NamedTuple):
     title: str
     unit: str
-    path: str  # keys of the figures
+    path: str  # keys
     scale: float = 1.0
 
     def estimate(self, figures: Figures) -> Estimate:
@@ -106,7 +106,7 @@ def table(result: StageResult, columns: Sequence[FigureColumn]) -> TextTable:
 
 
 def verdicts(result: StageResult) -> list[str]:
-    """Say of each target, at its highest load, how many requests were in time, and what made the others late."""
+    """Say for each target how many requests were in time at its highest load, and what delayed the others."""
     last = {target: (load, figures) for (load, target), figures in measured(result)}
     said = []
     for target, (load, figures) in last.items():
@@ -116,7 +116,7 @@ def verdicts(result: StageResult) -> list[str]:
 
 
 def _times(figures: Figures, slo: Slo) -> str:
-    """Return the median times that are over their objective, or both if none is."""
+    """Return the median times over their objective, or both if none is."""
     times = [
         (COLUMNS["TTFT p50"].estimate(figures).mean, 1e3 * slo.ttft_s, "ms to the first token"),
         (COLUMNS["TPOT p50"].estimate(figures).mean, 1e3 * slo.tpot_s, "ms a token"),
@@ -129,7 +129,7 @@ def _times(figures: Figures, slo: Slo) -> str:
 
 
 def class_table(result: StageResult) -> TextTable:
-    """Return a row per load, target and QoS class; none for one class."""
+    """Return a row per load, target and class; none for one class."""
     rows = [
         [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
         for labels, figures in measured(result)

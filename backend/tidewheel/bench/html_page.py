@@ -1,4 +1,4 @@
-"""Self-contained HTML page and other files of results."""
+"""Self-contained HTML page and other result files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tidewheel.bench.tables import TextTable, number
 if TYPE_CHECKING:
     from tidewheel.bench.charts import ChartImage
 
-MOST_LAG_S = 0.05  # warned about beyond this
+MOST_LAG_S = 0.05  # warned about beyond
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1240px; margin: 2rem auto;
@@ -61,7 +61,7 @@ _HOW = (
 
 
 def write_files(recorder: ResultRecorder, record: Path | None) -> str:
-    """Write all results, and say where; `record` adds JSON and pictures."""
+    """Write all results and say where; `record` adds JSON and pictures."""
     note, drawn = "", {}
     try:
         drawn = _draw(recorder)
@@ -88,7 +88,7 @@ def _draw(recorder: ResultRecorder) -> dict[str, list[ChartImage]]:
 
 
 def render(recorder: ResultRecorder, pictures: Mapping[str, Sequence[ChartImage]]) -> str:
-    """Render the page; `pictures` are by stage name."""
+    """Render the page; `pictures` by stage name."""
     stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
     about, machine = recorder.environment, recorder.environment["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores"

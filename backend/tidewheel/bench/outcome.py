@@ -1,5 +1,3 @@
-"""Requests, outcomes and objectives."""
-
 from __future__ import annotations
 
 import re
@@ -28,17 +26,17 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """Request to send. A later turn of a conversation adds `input_ids` to what was said before."""
+    """Request to send; a later turn appends `input_ids` to the conversation."""
 
-    at: float  # seconds from the start, for first turns of an open loop
+    at: float  # seconds from the start; first turns of an open loop
     input_ids: list[int]
     num_output_tokens: int
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # priority, tenant, session_id, deadline_ms, …
-    think_s: float = 0.0  # between the answer before and this turn
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    think_s: float = 0.0  # seconds before this turn
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Parameters, greedy and to the full length."""
+        """Greedy parameters, to the full length."""
         return {"max_tokens": self.num_output_tokens, "temperature": 0, "ignore_eos": True, **self.parameters}
 
 
@@ -51,7 +49,7 @@ class RequestOutcome:
 
     offered: OfferedRequest
     sent: float  # seconds from the start
-    lag: float = 0.0  # seconds sent late, by the client's fault
+    lag: float = 0.0  # seconds late, by the client's fault
     num_prompt_tokens: int = 0
     first_token: float | None = None
     last_token: float | None = None
@@ -62,7 +60,7 @@ class RequestOutcome:
     ended: float | None = None  # at last token or error
     error: str = ""  # server's message
     code: str = ""
-    streamed: bool = True  # tokens came as they were made
+    streamed: bool = True  # False: all tokens at once
     origin: float = 0.0  # perf_counter
 
     def add_tokens(self, count: int) -> None:
@@ -93,13 +91,13 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time between tokens; None below two, or in one piece."""
+        """Mean time between tokens; None below two, or at once."""
         if not self.streamed or self.first_token is None or self.last_token is None or self.num_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     def inter_token_latencies(self) -> list[float]:
-        """Return gaps between tokens; ones that arrive together split theirs."""
+        """Return gaps between tokens; tokens that arrive together share a gap."""
         gaps: list[float] = []
         for (before, _), (now, count) in zip(self.chunks, self.chunks[1:], strict=False):
             gaps += [(now - before) / count] * count
@@ -108,16 +106,16 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Slo(Objective):
-    """Objective of requests that a client timed."""
+    """Objective of requests timed by a client."""
 
     def is_met(self, outcome: RequestOutcome) -> bool:
-        """Judge TTFT and TPOT; an answer in one piece has its first token with its last."""
+        """Judge TTFT and TPOT; an unstreamed answer has its first token with its last."""
         if outcome.first_token is None or not outcome.is_complete:
             return False
         return outcome.first_token <= self.ttft_s and (outcome.tpot is None or outcome.tpot <= self.tpot_s)
 
     def is_met_at_end(self, outcome: RequestOutcome) -> bool:
-        """Judge the time of the whole answer, for streams and others alike."""
+        """Judge the time of the whole answer."""
         if outcome.last_token is None or not outcome.is_complete:
             return False
         return outcome.last_token <= self.whole_answer_s(outcome.offered.num_output_tokens)

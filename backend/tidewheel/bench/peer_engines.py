@@ -1,10 +1,9 @@
-"""Engines without a server, one behind a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
+"""Engines without a server, behind a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
 
-In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line.
-Out: `{"versions": {…}}` once, then after each step a list of `[id, new tokens, is it done]`; `{"error": "…"}` before
-a failure ends it.
+In: `{"id": 1, "input_ids": […], "max_tokens": 16}` a line. Out: `{"versions": {…}}` once, then after each step a list
+of `[id, new tokens, is it done]`; `{"error": "…"}` at a failure.
 
-It imports only the standard library, and the engine when it is made.
+Imports only the standard library, and the engine when it is made.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Event = tuple[int, int, bool]  # request, new tokens, done
 WAIT_S = 0.005  # for results of transformers, while requests may come
 # An offline batch comes at once.
 WAITING = {"max_waiting_requests": 1 << 20, "max_waiting_tokens": 1 << 30}
-FREE_MEMORY_SHARE = 0.5  # of a GPU; batches of transformers may need the rest
-# Options that each peer reads; `llm` takes all engine settings and refuses others itself.
+FREE_MEMORY_SHARE = 0.5  # of a GPU; transformers may need the rest
+# `llm` takes all engine settings and refuses others itself.
 OPTIONS = {
     "transformers": {"model", "dtype", "device", "attention", "threads", "max_memory_percent", "max_batch_tokens"},
     "vllm": {
@@ -42,14 +41,14 @@ OPTIONS = {
 
 
 class PeerEngine(Protocol):
-    """Greedy decoding to the given length, past ends of sequence."""
+    """Greedy decoding to the given length, past end tokens."""
 
     versions: dict[str, str]
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> list[Event]:
-        """Return new events, after a short wait if need be."""
+        """Return new events, after a short wait if needed."""
 
 
 class TidewheelLlm:
@@ -65,7 +64,7 @@ class TidewheelLlm:
         config = EngineConfig.from_settings(settings)
         runner = load_model_runner(config)
         scheduler = build_scheduler(config, engine_info(runner.info, config))
-        self._counts: Counter[int] = Counter()  # new tokens by request
+        self._counts: Counter[int] = Counter()
         self._done: set[int] = set()
         self.versions = installed_versions("tidewheel", "torch")
 
@@ -97,7 +96,7 @@ class TidewheelLlm:
 
 
 class TransformersBatch:
-    """transformers' continuous batching, as in `generate_batch`, with Tidewheel's thread limits."""
+    """transformers' continuous batching (`generate_batch`), with Tidewheel's thread limits."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
@@ -150,7 +149,7 @@ class TransformersBatch:
         return events
 
     def _event(self, result: Any) -> list[Event]:
-        """Count new tokens; results hold all so far."""
+        """Count new tokens; results hold all tokens."""
         before = self._counts.pop(result.request_id, None)
         if before is None:
             return []
@@ -242,7 +241,7 @@ class OpenVinoPipeline:
 
 
 def is_on(options: dict[str, Any], name: str) -> bool:
-    """Return whether an option is on; one that is absent is. Raise ValueError for anything but true and false."""
+    """Return whether an option is on, as by default. Raise `ValueError` unless true or false."""
     text = str(options.get(name, True)).lower()
     if text not in ("true", "false"):
         raise ValueError(f"{name} is {text!r}: it must be true or false")

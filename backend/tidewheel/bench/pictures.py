@@ -1,5 +1,3 @@
-"""Pictures of results."""
-
 from __future__ import annotations
 
 import math
@@ -25,11 +23,11 @@ from tidewheel.bench.figure_columns import COLUMNS, measured, verdicts
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import BenchTarget
 
-MOST_PANELS = 4  # beside each other
+MOST_PANELS = 4  # side by side
 
 
 class ChartPanel(NamedTuple):
-    """Columns over loads: the first solid, a second one dashed or outlined."""
+    """Columns over loads, the first solid, the second dashed or outlined."""
 
     title: str
     note: str
@@ -71,7 +69,7 @@ def pictures(result: StageResult) -> list[ChartImage]:
 
 
 def capacity_picture(findings: Mapping[str, Any], targets: Sequence[BenchTarget]) -> ChartImage:
-    """Draw the capacities of `capacity_findings` as bars, the largest on top."""
+    """Draw capacities as bars, the largest on top."""
     found, objective = findings["capacities"][WHOLE_ANSWER], findings["objective"]
     order = sorted(found, key=lambda name: (float(found[name]["per_s"]), -float(found[name]["bracket"][1])))
     figure, (axes,) = panels(height=1.4 + 0.36 * len(order))
@@ -105,7 +103,7 @@ def _capacity(one: Mapping[str, Any]) -> str:
 
 
 def colours(targets: Sequence[BenchTarget]) -> dict[str, str]:
-    """Return a colour per target, the same in all pictures."""
+    """Return a colour per target, equal in all pictures."""
     ordered = sorted(targets, key=lambda target: (target.kind != "ours", target.name != "continuous"))
     greys, others = iter(GREYS * len(targets)), iter(COLOURS * len(targets))
     return {target.name: next(greys if target.kind == "baseline" else others) for target in ordered}
@@ -141,7 +139,7 @@ def _lines(
 
 
 def _each_target(result: StageResult, targets: Sequence[BenchTarget], name: str) -> ChartImage:
-    """Draw the share of answers in time (%) over the request rate: a panel per target, other targets in grey."""
+    """Draw the share of answers in time (%) over the request rate: a panel per target, others in grey."""
     rows = -(-len(targets) // MOST_PANELS)
     figure, panes = panels(min(MOST_PANELS, len(targets)), rows, height=0.4 + 1.9 * rows, sharex=True, sharey=True)
     column = COLUMNS[_WITHIN.columns[0]]
@@ -167,7 +165,7 @@ def _each_target(result: StageResult, targets: Sequence[BenchTarget], name: str)
 
 
 def _quantiles(result: StageResult, target: BenchTarget, name: str) -> ChartImage:
-    """Draw the latencies of one target under one load."""
+    """Draw the latencies of a target under a load."""
     figure, panes = panels(3, height=2.6)
     figures = result.figures(target.name, 0)
     for axes, (title, kind) in zip(panes, _LATENCIES.items(), strict=True):

@@ -64,7 +64,7 @@ class StageResult:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> StageResult:
-        """Return a recorded stage with its figures, without its runs: enough for tables and pictures."""
+        """Return a recorded stage with its figures, without its runs."""
         targets = tuple(
             BenchTarget(one["name"], one["kind"], one["settings"], one["url"]) for one in document["targets"]
         )
@@ -161,7 +161,7 @@ def _mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _estimates(value: Any) -> Any:
-    """Return recorded figures with estimates, which JSON has as lists."""
+    """Restore estimates, which JSON has as lists."""
     if isinstance(value, Mapping):
         return {key: _estimates(item) for key, item in value.items()}
     return Estimate(*(math.nan if part is None else part for part in value)) if isinstance(value, list) else value

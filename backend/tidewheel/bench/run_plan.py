@@ -27,10 +27,10 @@ class PlannedStage:
     seed: int = 0
     timeout_s: float = 120.0
     load_names: tuple[str, ...] = ()
-    is_preliminary: bool = False  # only sets up later stages
+    is_preliminary: bool = False  # only prepares later stages
 
     def runs(self) -> Iterator[PlannedRun]:
-        """Yield runs in turns of targets, another one first each time."""
+        """Yield runs in turns of targets, each time another one first."""
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
@@ -83,7 +83,7 @@ class PlannedRun:
     repeat: int
     seed: int
     longest_s: float | None = None  # of sending, if a watch may end it
-    ids_shift: int = 0  # for prompts new to a prefix cache
+    ids_shift: int = 0  # prompts new to a prefix cache
 
 
 def in_turns(stages: Sequence[PlannedStage]) -> list[tuple[int, PlannedRun]]:

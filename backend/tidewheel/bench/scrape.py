@@ -91,7 +91,7 @@ def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsSampler:
-    """Scraper around a run: `async with Sampler(url, model) as sampler`."""
+    """Scraper around a run: `async with MetricsSampler(url, model) as sampler`."""
 
     def __init__(self, url: str | None, model: str) -> None:
         self._url = url

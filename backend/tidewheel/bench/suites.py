@@ -1,4 +1,4 @@
-"""Suites of stages, and what is concluded from them."""
+"""Suites of stages, and their findings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tidewheel.workload.lengths import LengthRange, Lengths
 
 ALONE_REQUESTS = 20
 AT_ONCE_REQUESTS = 32
-# Multiples of a lone request: ten times 20 ms still feels prompt, five times its pace still streams.
+# Of a lone request: ten times 20 ms still feels prompt, five times its pace still streams.
 TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
-LONGEST = 4.0  # time of an undecided point over that of the shortest
+LONGEST = 4.0  # time of an undecided point over the shortest
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SATURATION_USERS = 64
-RATES = (10, 100, 500)  # requests/s; 100 stands for saturation
+RATES = (10, 100, 500)  # requests/s; 100: saturation
 RATE_OF_SATURATION = 100
 OFFLINE_REQUESTS = 64
 _EQUAL = Lengths("constant", 72, maximum=72)
@@ -58,7 +58,7 @@ class BenchSuite:
 
     @property
     def reference(self) -> BenchTarget:
-        """Return the baseline; raise `BenchError` without one."""
+        """Return the baseline. Raise `BenchError` without one."""
         baselines = [target for target in self.base.targets if target.kind == "baseline"]
         for target in sorted(baselines, key=lambda target: target.name != "baseline_dynamic"):
             return target
@@ -68,7 +68,7 @@ class BenchSuite:
         self.experiment.measure(self.base)
 
     def compare(self, slo: Slo | None = None, budget_s: float = math.inf) -> None:
-        """Find capacities under `slo`, or multiples of the reference's lone request, in `budget_s` or so."""
+        """Find capacities under `slo`, or multiples of the reference's lone request, in about `budget_s`."""
         reference = self.reference
         lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
@@ -91,7 +91,7 @@ class BenchSuite:
             self.recorder.extra |= capacity_findings(found, self.ours.name, reference.name)
 
     def _alone(self, reference: BenchTarget) -> tuple[float, float]:
-        """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
+        """Return TTFT and TPOT without load. Raise `BenchError`."""
         title = f"One request after the other at {reference.name}"
         stage = self._stage(
             "alone",
@@ -167,7 +167,7 @@ class BenchSuite:
 
 
 def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
-    """Return the median TPOT, answers in one piece taken to need `ttft` first; raise `BenchError`."""
+    """Return the median TPOT, an unstreamed answer taken to need `ttft` first. Raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes

@@ -1,5 +1,3 @@
-"""Figures of a run, and of repeats."""
-
 from __future__ import annotations
 
 import math
@@ -30,7 +28,7 @@ def span(outcomes: Sequence[RequestOutcome]) -> float:
 
 
 def rates(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Return figures per second; goodput of an open loop per second of sending: `offered_s`, or to the last turn."""
+    """Return figures per second; goodput of an open loop per second of sending (`offered_s`, or to the last turn)."""
     seconds = span(outcomes)
     if not seconds:
         return dict.fromkeys(RATES, math.nan)
@@ -62,7 +60,7 @@ def summarise_run(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float
 def summarise_repeats(
     repeats: Sequence[Sequence[RequestOutcome]], slo: Slo, offered_s: float | None
 ) -> dict[str, Any]:
-    """Give rates as means of repeats, latencies as pooled quantiles."""
+    """Return rates as means of repeats, latencies as pooled quantiles."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
     pooled = [o for outcomes in repeats for o in outcomes]
     latencies = _latencies(pooled)

@@ -1,4 +1,4 @@
-"""Tables as aligned text, Markdown or HTML."""
+"""Tables as text, Markdown or HTML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextTable(NamedTuple):
     num_labels: int = 2  # leading columns that name the row
 
     def without_empty(self) -> TextTable:
-        """Drop empty columns; drop all rows if only labels are left."""
+        """Drop empty columns, and all rows if only labels are left."""
         kept = [
             i for i in range(len(self.header)) if i < self.num_labels or any(row[i] != NOTHING for row in self.rows)
         ]

@@ -30,7 +30,7 @@ ELSEWHERE = ("vllm", "openvino")  # in their own environments
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """`kind` is ours, baseline, a peer, grpc, generate_stream, infer or openai."""
+    """`kind`: ours, baseline, a peer, grpc, generate_stream, infer or openai."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ class BenchTarget:
 
     @property
     def is_ours(self) -> bool:
-        """True for Tidewheel's own engine, which `--set` applies to."""
+        """True for Tidewheel's engine, which `--set` applies to."""
         return self.kind in ("ours", "llm")
 
     @property

@@ -1,5 +1,3 @@
-"""Progress and results on the terminal."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +20,7 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 class TerminalProgress:
-    """Progress bar of a measurement on standard error. Without a terminal: a line per run, and status lines."""
+    """Progress bar on standard error; without a terminal, a line per run and status lines."""
 
     def __init__(self, title: str, num_runs: int | None) -> None:
         self._bar = tqdm(
@@ -60,7 +58,7 @@ class TerminalProgress:
 
     @staticmethod
     def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-        """Show `what` and the seconds so far on standard error until the block ends."""
+        """Show `what` and the elapsed seconds until the block ends."""
         return waiting(lambda: what)
 
     def note(self, text: str) -> None:

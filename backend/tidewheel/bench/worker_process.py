@@ -1,4 +1,4 @@
-"""Worker processes that are asked, and answer, in lines of JSON."""
+"""Worker processes that talk in lines of JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess:
-    """Process until `stop`, out of reach of Ctrl-C, with children. One thread may send while another receives."""
+    """Process with children until `stop`, out of reach of Ctrl-C. One thread may send while another receives."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start, standard error in `log`, `environment` added to this one's; raise `WorkerFailed`."""
+        """Start, with standard error in `log` and added `environment`. Raise `WorkerFailed`."""
         self._name = name
         self._log = log
         self._received = b""
@@ -60,7 +60,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """Return the next answer; raise `WorkerFailed`, for `{"error": …}` too."""
+        """Return the next answer. Raise `WorkerFailed`, also for `{"error": …}`."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._received:
             chunk = self._read(None if end is None else max(0.0, end - time.monotonic()))
@@ -76,7 +76,7 @@ class WorkerProcess:
         return answer
 
     def stop(self, limit_s: float = END_S) -> None:
-        """Terminate; kill what is left after `limit_s`."""
+        """Terminate; kill after `limit_s`."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)

@@ -1,7 +1,6 @@
-"""Workloads from a seed: lengths, conversations, shared prompts, classes.
+"""Workloads from a seed. Request i is the same at any load, so targets get equal work.
 
-Request i of a workload and seed is the same at any load, so targets get equal work. Prompts are random token ids, so
-they share prefixes only if the workload says so.
+Prompts are random token ids: they share prefixes only if the workload says so.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from tidewheel.workload.lengths import LengthRange, Lengths
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import NOBODY, Trace
 
-FIRST_ID = 4  # below are special tokens
+FIRST_ID = 4  # after special tokens
 _BLOCK = 256  # requests per draw
 
-# Means of ShareGPT conversations, in tokens: Kwon and others, "Efficient memory management for large language model
+# Mean tokens of ShareGPT conversations: Kwon and others, "Efficient memory management for large language model
 # serving with PagedAttention", SOSP 2023, figure 11. Lognormal with sigma 1 is an assumption.
 SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 1.0, 1024
 
@@ -48,14 +47,14 @@ PLAIN = (WorkloadKind(1.0, {}),)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths in tokens. `turns` over 1 makes conversations, with pauses between answer and next turn."""
+    """Lengths in tokens. `turns` over 1 make conversations."""
 
     name: str
     inputs: Lengths | LengthRange
     outputs: Lengths | LengthRange
     source: str = "synthetic"
     kinds: tuple[WorkloadKind, ...] = PLAIN
-    prefix_tokens: int = 0  # shared by all requests, ahead of their own
+    prefix_tokens: int = 0  # shared by all requests
     turns: int = 1
     pause_s: float = 0.0  # mean, exponentially distributed
     vocab: int = 4096
@@ -167,10 +166,7 @@ SYNTAX = f"{', '.join(WORKLOADS)}, sharegpt:SCALE or trace:FILE"
 
 
 def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int, max_tokens: int) -> Workload:
-    """Return a named workload, with other lengths if given.
-
-    Raise `BenchError`, or `ConfigError` for a bad trace.
-    """
+    """Return a named workload, with other lengths if given. Raise `BenchError` or `ConfigError`."""
     name, _, argument = text.partition(":")
     if name == "trace" and argument:
         if inputs or outputs:

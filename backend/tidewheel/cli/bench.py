@@ -93,7 +93,7 @@ def _repeated(group: argparse._ArgumentGroup, name: str, metavar: str, text: str
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 130 after Ctrl-C with the results so far kept; raise `UsageError`."""
+    """Return 0, or 130 after Ctrl-C with results so far kept. Raise `UsageError`."""
     from tidewheel.cli.bench_parts import measure
     from tidewheel.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""A scenario from the options of `tidewheel simulate`, and its results as text, JSON and charts."""
+"""Scenario from the options of `tidewheel simulate`, and its results as text, JSON and charts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tidewheel.workload.traces import PrefixMix, TenantMix, Trace
 
 DEFAULT_LOAD = 0.8
 MAX_LOAD = 10.0
-HARDLY_ANY = 0.05  # requests that wait, in the mean
+HARDLY_ANY = 0.05  # mean waiting requests
 _COLUMNS = (
     FigureColumn("finished", "", "finished"),
     FigureColumn("refused", "", "refused"),
@@ -54,7 +54,7 @@ _PART_COLUMNS = (
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
-    """Raise `UsageError` or `ConfigError` naming option and value."""
+    """Raise `UsageError` or `ConfigError` with option and value."""
     trace = None if args.trace in ARRIVALS else _trace(args.trace)
     loads = args.load or ("" if trace is not None or args.rate is not None else str(DEFAULT_LOAD))
     settings = parse_settings(args.set)
@@ -95,7 +95,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def _check_search(args: argparse.Namespace) -> None:
-    """Refuse what the search for a number of replicas decides itself, or does not write."""
+    """Refuse options that the search for replicas decides itself, or does not write."""
     if args.rate is None:
         raise UsageError("--find-replicas needs --rate: the load that they are to keep up with")
     given = {
@@ -134,7 +134,7 @@ def print_results(scenario: Scenario, results: Sequence[ScenarioResult]) -> None
 
 
 def verdict(result: ScenarioResult) -> str:
-    """Say what was offered, whether the system keeps up, and what it finishes in the middle of the run."""
+    """Say what was offered, whether the system keeps up, and its steady rate."""
     figures = result.figures
     steady = figures["steady_requests_per_s"]
     rate = "too few finished for a steady rate" if steady is None else f"{steady:.3g} finish in the middle of the run"
@@ -144,7 +144,7 @@ def verdict(result: ScenarioResult) -> str:
 
 
 def alike(results: Sequence[ScenarioResult]) -> list[str]:
-    """Say which policies decided alike, and why that may be."""
+    """Say which policies decided alike, and why."""
     same = [(a, b) for a, b in itertools.combinations(results, 2) if a.load == b.load and a.figures == b.figures]
     if not same:
         return []
@@ -201,7 +201,7 @@ def write_json(scenario: Scenario, results: Sequence[ScenarioResult], target: st
 
 
 def write_charts(results: Sequence[ScenarioResult], folder: Path) -> list[Path]:
-    """Write the charts that have something to show; return their paths."""
+    """Write non-empty charts; return their paths."""
     try:
         from tidewheel.simulate.charts import charts
     except ImportError:

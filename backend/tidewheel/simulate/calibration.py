@@ -1,4 +1,4 @@
-"""Fit of a cost model to the steps of a recording."""
+"""Fit of a cost model to recorded steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_STEPS_PER_SEGMENT = 20  # fewer give a noisy slope
 class MeasuredStep(NamedTuple):
     features: StepFeatures
     seconds: float  # from start to tokens
-    turn_seconds: float | None  # from tokens to the next start; None: the engine was idle
+    turn_seconds: float | None  # from tokens to the next start; None: idle
 
 
 def calibrated(path: Path) -> CostModel:
@@ -39,7 +39,6 @@ def calibrated(path: Path) -> CostModel:
 
 
 def facts_of(info: EngineInfo) -> dict[str, Any]:
-    """Return fields of the engine's cost model."""
     return {
         "device": info.device,
         "weights_bytes": info.weights_bytes,
@@ -53,7 +52,7 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
     """Return the steps of a recording.
 
-    With two in flight, a step starts when the last one ends, and no turn is timed.
+    With two in flight, a step starts when the last ends, and no turn is timed.
     """
     steps: list[MeasuredStep] = []
     in_flight: deque[Scheduled] = deque()
@@ -80,7 +79,7 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
 
 
 def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
-    """Fit by least squares, no coefficient negative; `facts` are other fields.
+    """Fit by least squares without negative coefficients; `facts` are other fields.
 
     Raise `ConfigError` for fewer than `MIN_STEPS` steps.
     """
@@ -134,7 +133,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return `sum_error`, a signed share of all time, `median_error`, an absolute one of a step, and others."""
+    """Return `sum_error` (signed share of all time), `median_error` (absolute, of a step), and others."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {
@@ -157,7 +156,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
     solution = np.zeros(num_terms)
     is_free = np.zeros(num_terms, dtype=np.bool_)
     tolerance = 1e-10 * max(float(np.abs(matrix.T @ target).max()), 1e-300)
-    for _ in range(3 * num_terms):  # the authors' practical bound
+    for _ in range(3 * num_terms):  # practical bound of the authors
         gradient = matrix.T @ (target - matrix @ solution)
         gradient[is_free] = -np.inf
         best = int(np.argmax(gradient))

@@ -1,4 +1,4 @@
-"""Charts of simulated runs. Importing it needs matplotlib."""
+"""Charts of simulated runs, with matplotlib."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _throughput(series: Mapping[str, Sequence[ScenarioResult]]) -> ChartImage:
 
 
 def _classes(parts: Mapping[str, Figures]) -> ChartImage:
-    """Draw a panel for each class, with a line from the median to the p99 for each policy."""
+    """Draw a panel per class, with a line from median to p99 per policy."""
     classes = list(dict.fromkeys(name for figures in parts.values() for name in figures["classes"]))
     figure, panes = panels(len(classes), height=1.3 + 0.4 * len(parts), sharex=True)
     for column, (axes, name) in enumerate(zip(panes, classes, strict=True)):

@@ -1,8 +1,8 @@
-"""Replica whose decode steps are merged: fast enough for days of traffic.
+"""Replica with merged decode steps, fast enough for days of traffic.
 
-Between two events, an arrival or the end of a request, all steps of a batch of decodes have the same rows, so that
-their time is a sum in closed form. Steps with prompt tokens are taken one by one. It orders by class and arrival and
-reserves the cache of a whole request when that starts. It knows no preemption, prefix cache, session or deadline.
+Between two events (an arrival, the end of a request) decode steps have the same rows, and their time is a sum in
+closed form. Steps with prompts are taken singly. Orders by class and arrival, reserves the cache of a whole request
+at its start; without preemption, prefix cache, sessions and deadlines.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CoarseLimits(NamedTuple):
 
 @dataclass(slots=True)
 class CoarseRequest:
-    """State of a request; its attributes are those of `EndedRequest`."""
+    """`SimulatedRequest` of a coarse replica."""
 
     request_id: str
     arrival_time: float
     num_prompt_tokens: int
-    output_token_ids: range  # as long as its output
-    num_left: int  # tokens of the prompt that are to be computed
+    output_token_ids: range  # as long as the output
+    num_left: int  # prompt tokens to compute
     finish_reason: FinishReason | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -54,13 +54,13 @@ class CoarseChunk(NamedTuple):
 
 
 class CoarseLaunch(NamedTuple):
-    """Steps that the device runs: one with chunks, or several of decodes only."""
+    """Steps on the device: one with chunks, or several decodes."""
 
     begin: float
     chunks: list[CoarseChunk]
     num_steps: int
     first_seconds: float  # of the first step
-    growth_seconds: float  # that each step takes longer than the one before
+    growth_seconds: float  # added by each step
 
     def seconds(self, num_steps: int) -> float:
         return self.first_seconds * num_steps + self.growth_seconds * (num_steps * (num_steps - 1) / 2)
@@ -98,8 +98,8 @@ class CoarseReplica:
         self._waiting: dict[Priority, deque[CoarseRequest]] = {service_class: deque() for service_class in Priority}
         self._num_waiting = 0
         self._prefilling: deque[CoarseRequest] = deque()
-        self._decoding: list[tuple[int, int, CoarseRequest]] = []  # heap of (step of its last token, number, request)
-        self._step = 0  # decode steps so far
+        self._decoding: list[tuple[int, int, CoarseRequest]] = []  # heap of (step of the last token, number, request)
+        self._step = 0
         self._kv_tokens = 0  # of decoding requests
         self._reserved = 0  # tokens of the cache
         self._launch: CoarseLaunch | None = None
@@ -117,7 +117,7 @@ class CoarseReplica:
             return now
         if launch.chunks or launch.num_steps == 1:
             return None
-        num_steps = launch.steps_by(now)  # the new one joins after the step that runs
+        num_steps = launch.steps_by(now)  # the new request joins after the running step
         if num_steps == launch.num_steps:
             return None
         self._launch = launch._replace(num_steps=num_steps)
@@ -146,7 +146,7 @@ class CoarseReplica:
         )
 
     def _plan(self) -> list[CoarseChunk]:
-        """Return the chunks of the next step: prompts that have begun first."""
+        """Return the chunks of the next step, begun prompts first."""
         budget = self._limits.max_num_batched_tokens - len(self._decoding)
         chunks: list[CoarseChunk] = []
         for request in self._prefilling:
@@ -206,7 +206,7 @@ class CoarseReplica:
         self._kv_tokens += num_decodes * num_steps
         while self._decoding and self._decoding[0][0] <= self._step:
             request = heapq.heappop(self._decoding)[2]
-            self._kv_tokens -= request.num_tokens - 1  # its last token is not in the cache
+            self._kv_tokens -= request.num_tokens - 1  # the last token is not cached
             self._finish(request, now)
         for request, count in launch.chunks:
             request.num_left -= count

@@ -1,9 +1,9 @@
 """Time of a step from its contents.
 
-seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
+    seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
 
-*overhead* includes reading the weights; *gemm*, the rest of the matrix products, is piecewise linear and never falls
-(roofline: Williams, Waterman, Patterson, CACM 2009). Attention is bound by arithmetic in prompt chunks, elsewhere by
+*overhead* includes reading the weights; *gemm*, the other matrix products, is piecewise linear and never falls
+(roofline: Williams, Waterman, Patterson, CACM 2009). Attention is compute-bound in prompt chunks, elsewhere bound by
 reading the cache.
 """
 
@@ -27,18 +27,18 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Coefficients; raise `ConfigError` if one is negative or not finite."""
+    """Raise `ConfigError` if a coefficient is negative or not finite."""
 
     name: str
     device: str = ""
-    weights_bytes: float = 0.0  # their time is in `overhead_s`
+    weights_bytes: float = 0.0  # read in `overhead_s`
     kv_bytes_per_token: float = 1.0
     kv_element_bytes: int = 2
     block_size: int = 64
     num_blocks: int = 8192
     overhead_s: float
     knots: tuple[int, ...] = ()  # tokens where the slope of `gemm` changes
-    seconds_per_token: tuple[float, ...] = (0.0,)  # slopes of `gemm`, one more than knots
+    seconds_per_token: tuple[float, ...] = (0.0,)  # one more than knots
     seconds_per_kv_byte: float = 0.0
     seconds_per_chunk_pair: float = 0.0
     seconds_per_row: float = 0.0
@@ -81,7 +81,7 @@ class CostModel:
         launch_s: float,
         **facts: object,
     ) -> CostModel:
-        """Make a roofline from achieved rates, with two FLOPs per parameter and token."""
+        """Return a roofline from achieved rates, with two FLOPs per parameter and token."""
         reading_s = weights_bytes / bytes_per_s
         token_s = 2 * num_parameters / flops_per_s
         return cls(
@@ -96,7 +96,7 @@ class CostModel:
         )
 
     def with_cache(self, kv_cache_dtype: CacheDType) -> CostModel:
-        """Return the model with keys and values of 8 bits, if they are to be: less to read, and more blocks."""
+        """Return the model with a cache of 8 bits, if wanted: less to read, more blocks."""
         if kv_cache_dtype == "auto":
             return self
         factor = self.kv_element_bytes
@@ -134,7 +134,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Load a saved model; raise `ConfigError` naming file and fault."""
+        """Load a saved model. Raise `ConfigError` naming file and fault."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
             if record.pop("schema", None) != SCHEMA:
@@ -144,7 +144,7 @@ class CostModel:
             raise ConfigError(f"cannot read the cost model {path}: {error}") from None
 
 
-# Llama-3.1-8B, bfloat16, on one H200: 80 % and 60 % of the data sheet's 4.8 TB/s and 989 TFLOP/s (dense).
+# Llama-3.1-8B, bfloat16, one H200: 80 % and 60 % of 4.8 TB/s and 989 TFLOP/s (dense).
 H200_8B = CostModel.from_device(
     "h200-8b",
     num_parameters=8.03e9,

@@ -1,4 +1,4 @@
-"""Replicas that come and go under a scaling policy, and the time that they are paid for."""
+"""Replicas that come and go under a scaling policy, and their paid time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from tidewheel.fleet.router import Router
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingPolicy
 
-DECIDE_EVERY_S = 15.0  # as KEDA polls by default settings of deploy/kubernetes, and the HorizontalPodAutoscaler
+DECIDE_EVERY_S = 15.0  # as KEDA in deploy/kubernetes
 
 
 class SimulatedReplica(Protocol):
@@ -21,13 +21,13 @@ class SimulatedReplica(Protocol):
     busy_seconds: float
 
     def submit(self, now: float, index: int) -> float | None:
-        """Queue a request of the trace. Return when its next turn is, if that has changed."""
+        """Queue a request of the trace; return the time of the next turn, if it has changed."""
 
     def turn(self, now: float) -> float | None:
         """Return the time of the next turn; None: wait for a request."""
 
     def report(self, now: float) -> ReplicaReport:
-        """Return its load, with the rate of tokens since the last report."""
+        """Return the load, with the token rate since the last report."""
 
 
 class ScalingPlan(NamedTuple):
@@ -38,7 +38,7 @@ class ScalingPlan(NamedTuple):
 
 @dataclass(slots=True)
 class ReplicaLifetime:
-    """Time of a replica in the fleet, its start and its drain included."""
+    """Time of a replica in the fleet, with start and drain."""
 
     begin: float
     end: float = math.inf
@@ -47,8 +47,8 @@ class ReplicaLifetime:
 class SimulatedFleet:
     """Replicas that are STARTING, READY, DRAINING or gone.
 
-    Starting ones are ready after `startup_s`. A draining one takes no request, and goes when its last one has ended.
-    Without a plan, the first replicas are ready at once and stay.
+    A starting replica is ready after `startup_s`; a draining one takes no request and goes with its last. Without a
+    plan, the first replicas stay.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SimulatedFleet:
     ) -> None:
         self.replicas: list[SimulatedReplica] = []
         self.stays: list[ReplicaLifetime] = []
-        self.changes: list[tuple[float, int]] = []  # (time, replicas that are paid for)
+        self.changes: list[tuple[float, int]] = []  # (time, paid replicas)
         self._make_replica = make_replica
         self._router = router
         self._plan = plan
@@ -116,7 +116,7 @@ class SimulatedFleet:
             self._remove_one(now)
 
     def _remove_one(self, now: float) -> None:
-        """Give up the newest starting replica, or else the ready one with the fewest requests."""
+        """Remove the newest starting replica, else the ready one with the fewest requests."""
         if self._starting:
             self._go(self._starting.pop()[1], now)
             return

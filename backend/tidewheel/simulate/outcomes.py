@@ -1,5 +1,3 @@
-"""Outcomes and figures of a run, and of queueing theory."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
@@ -25,7 +23,7 @@ _ENDS = {
 }
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
-Figures = dict[str, Any]  # JSON values; times in seconds
+Figures = dict[str, Any]  # times in seconds
 
 
 class SimulatedRequest(Protocol):
@@ -63,7 +61,7 @@ class SimulationOutcomes:
         self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
 
     def record(self, index: int, replica: int, request: SimulatedRequest) -> None:
-        """Record the end of a request; raise `InternalError` for a second one."""
+        """Record the end of a request. Raise `InternalError` for a second end."""
         if self.ends[index] != UNKNOWN:
             raise InternalError(f"request {index} ended twice")
         self.ends[index] = _ENDS.get(request.finish_reason, FAILED)
@@ -86,7 +84,7 @@ class SimulationOutcomes:
         return np.asarray(self.ends == FINISHED)
 
     def misses(self, objective: Objective) -> BoolArray:
-        """Return which requests did not finish, or have a token later than the objective says."""
+        """Return which requests did not finish, or have a token later than the objective."""
         is_late = (self.ttft > objective.ttft_s) | (self.tpot > objective.tpot_s)
         return np.asarray(~self.finished | is_late)
 
@@ -119,7 +117,7 @@ class SimulationOutcomes:
 
 
 def throughput(outcomes: SimulationOutcomes) -> float:
-    """Return requests per second in the middle of a run; raise `ConfigError` if too few finished."""
+    """Return requests/s in the middle of a run. Raise `ConfigError` if too few finished."""
     rate = steady_rate(outcomes)
     if rate is None:
         count = int(outcomes.finished.sum())
@@ -128,7 +126,7 @@ def throughput(outcomes: SimulationOutcomes) -> float:
 
 
 def steady_rate(outcomes: SimulationOutcomes) -> float | None:
-    """Return finished requests per second in the middle of a run, without start and end; None for too few."""
+    """Return finished requests/s in the middle of a run; None for too few."""
     ends = np.sort(outcomes.last_token[outcomes.finished])
     first, last = len(ends) // 5, len(ends) * 7 // 10
     if len(ends) < 10 or ends[last] <= ends[first]:
@@ -137,9 +135,9 @@ def steady_rate(outcomes: SimulationOutcomes) -> float | None:
 
 
 def keeps_up(outcomes: SimulationOutcomes) -> bool:
-    """Return whether nothing was lost, and requests waited no longer late in the run than before.
+    """Return whether nothing was lost, and queues did not grow.
 
-    The median of the last quarter's queue times may be twice that of the second quarter, and 50 ms more.
+    The median queue time of the last quarter may be twice that of the second, and 50 ms more.
     """
     if np.isin(outcomes.ends, (REFUSED, FAILED)).any():
         return False
@@ -189,7 +187,7 @@ def summarise(outcomes: SimulationOutcomes) -> Figures:
 
 
 def served_tokens(outcomes: SimulationOutcomes) -> dict[str, float]:
-    """Return tokens by tenant of requests finished by the last arrival, while tenants still competed."""
+    """Return tokens by tenant of requests finished by the last arrival."""
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
     tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)
@@ -216,7 +214,7 @@ def _latencies(outcomes: SimulationOutcomes, chosen: BoolArray) -> Figures:
 
 
 def _distribution(values: FloatArray) -> dict[str, float | None]:
-    """Return mean and quantiles without NaN; None if nothing is left."""
+    """Return mean and quantiles without NaN; None for no values."""
     values = values[~np.isnan(values)]
     if not len(values):
         return dict.fromkeys(("mean", *QUANTILES))
@@ -227,7 +225,7 @@ def _distribution(values: FloatArray) -> dict[str, float | None]:
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:
     """Return the mean number in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1: Theory", 1975, chapter 5).
 
-    `service_scv` is the variance of service times over their squared mean: 0 if constant, 1 in an M/M/1 queue.
+    `service_scv`: variance of service times over their squared mean; 0 if constant, 1 in M/M/1.
     """
     if not 0 <= load < 1:
         raise ConfigError(f"load is {load:g}: a queue settles only from 0 to below 1")

@@ -1,5 +1,3 @@
-"""Recordings, and their replay on another scheduler."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -26,12 +24,12 @@ class ReplayResult(NamedTuple):
     num_events: int
     num_steps: int
     num_requests: int
-    difference: str  # first one; empty: none
-    is_cut: bool  # ends early: engine killed or limit reached
+    difference: str  # the first; empty: none
+    is_cut: bool  # engine killed or limit reached
 
 
 class Recording:
-    """File of events; raise `ConfigError` naming the file if it is not one."""
+    """File of events. Raise `ConfigError` naming the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +42,7 @@ class Recording:
         self.header = header
 
     def events(self) -> Iterator[record.AnyEvent]:
-        """Yield events after the header, but no torn last line."""
+        """Yield events after the header, without a torn last line."""
         events = self._events()
         next(events)
         for event in events:
@@ -70,7 +68,7 @@ class Recording:
 
 
 def engine_of(header: record.Header) -> tuple[EngineConfig, EngineInfo]:
-    """Return the recorded engine; raise `ConfigError` if this version cannot read it."""
+    """Return the recorded engine. Raise `ConfigError` if this version cannot read it."""
     try:
         info = msgspec.convert(header.info, EngineInfo)
         return EngineConfig.from_settings(header.settings | {"record": ""}), info
@@ -100,7 +98,7 @@ def play(recording: Recording, player: EventPlayer) -> ReplayResult:
 
 
 class EventPlayer:
-    """Scheduler that gets the recorded calls. A subclass may look at what became of each."""
+    """Player of recorded calls on a scheduler; subclasses watch the results."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_steps = 0
@@ -132,13 +130,11 @@ class EventPlayer:
                 return f"a second {type(event).__name__}"
 
     def on_added(self, event: record.Added, requests: list[Request]) -> None:
-        """Requests were accepted or refused."""
+        """Handle accepted or refused requests."""
 
-    def on_scheduled(self, event: record.Scheduled, batch: ScheduledBatch) -> None:
-        """A step was planned."""
+    def on_scheduled(self, event: record.Scheduled, batch: ScheduledBatch) -> None: ...
 
-    def on_applied(self, event: record.Applied, outputs: StepOutputs) -> None:
-        """A step was applied."""
+    def on_applied(self, event: record.Applied, outputs: StepOutputs) -> None: ...
 
     def _add(self, event: record.Added) -> str:
         requests = [to_request(recorded) for recorded in event.requests]

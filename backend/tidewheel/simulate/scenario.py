@@ -32,21 +32,21 @@ ARRIVALS = {
     "switching": switching_arrivals,
     "daily": daily_arrivals,
 }
-CAPACITY_BATCHES = 8  # full batches to measure the capacity
+CAPACITY_BATCHES = 8  # full batches that measure the capacity
 UNBOUNDED = 1 << 30
-MAX_REPLICAS = 256  # that `replicas_needed` tries
+MAX_REPLICAS = 256  # of `replicas_needed`
 MODEL = "simulated"
 
 
 class ScenarioResult(NamedTuple):
     policy: str
-    load: float | None  # share of capacity; None: a given rate, or the file's
+    load: float | None  # share of capacity; None: other rate
     figures: Figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    arrivals: str  # key of `ARRIVALS`, or a file's path
+    arrivals: str  # key of `ARRIVALS`, or a path
     recorded_trace: Trace | None
     num_requests: int
     rate: float | None
@@ -63,9 +63,9 @@ class Scenario:
     cost: CostModel
     settings: dict[str, str]
     record: str  # folder; empty: none
-    scaling: str = ""  # policy for the number of replicas; empty: it stays `num_replicas`
+    scaling: str = ""  # policy; empty: `num_replicas` stay
     scaling_settings: ScalingSettings = ScalingSettings()  # noqa: RUF009 - immutable
-    history: tuple[float, ...] = ()  # arrivals of the days before the trace
+    history: tuple[float, ...] = ()  # arrivals of earlier days
     is_coarse: bool = False
 
     @property
@@ -77,7 +77,7 @@ class Scenario:
         return EngineConfig.from_settings(values)
 
     def trace(self, rate: float | None) -> Trace:
-        """Return the trace at `rate`; None: the file's own rate."""
+        """Return the trace at `rate`; None: the file's."""
         if self.recorded_trace is not None:
             return self.recorded_trace if rate is None else self.recorded_trace.at_rate(rate)
         assert rate is not None
@@ -93,7 +93,7 @@ class Scenario:
         return synthesise(arrivals, self.prompt, self.output, rng, tenants=self.tenants, prefixes=self.prefixes)
 
     def capacity(self, policy: str) -> float:
-        """Return requests per second of one replica while its batch stays full."""
+        """Return requests/s of a replica with a full batch."""
         config = dataclasses.replace(
             self.config(policy),
             record="",
@@ -116,9 +116,9 @@ class Scenario:
                 yield ScenarioResult(policy, load, simulator.summary())
 
     def replicas_needed(self, policy: str) -> tuple[int, Figures]:
-        """Return the least number of replicas that keep up with `rate`, at most `MAX_REPLICAS`, and their figures.
+        """Return the least replicas that keep up with `rate`, and their figures.
 
-        Raise `ConfigError` if that many do not keep up.
+        Raise `ConfigError` if `MAX_REPLICAS` do not.
         """
         assert self.rate is not None
         trace, config = self.trace(self.rate), self.config(policy)
@@ -171,7 +171,6 @@ class Scenario:
 def simulator_of(
     config: EngineConfig, info: EngineInfo, trace: Trace, cost: CostModel, **deployment: Any
 ) -> Simulator:
-    """Pass `deployment` on."""
     return Simulator(
         trace,
         lambda _: build_scheduler(config, info),

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of replicas behind a router; the exact ones skip and merge no step."""
+"""Discrete-event simulation of replicas behind a router."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from tidewheel.workload.traces import Trace
 IDLE_POLL_S = 1e-3  # between looks of an engine that could start nothing
 MOST_WAIT_S = 86_400.0  # for a first replica, after the last arrival
 
-MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
+MakeScheduler = Callable[[int], Scheduler]
 
 
 class EngineReplica:
-    """One engine: the loop of `EngineCore.step` with a cost model as its device.
+    """Engine: the loop of `EngineCore.step` on a cost model, step by step.
 
-    A turn applies the finished batch as of its end, then schedules the next. Requests that arrived by either moment
-    are added then.
+    A turn applies the finished batch as of its end, then schedules the next; requests are added before each.
     """
 
     def __init__(
@@ -61,20 +60,20 @@ class EngineReplica:
         self._ended = ended
         self._has_deadlines = has_deadlines
         self._requests = requests
-        self._pool = requests.pool if has_tokens else None  # None: all tokens are alike
+        self._pool = requests.pool if has_tokens else None  # None: equal tokens
         self._is_idle = True
-        self._reported = (0.0, 0)  # when, and tokens by then
+        self._reported = (0.0, 0)  # time and tokens of the last report
         self._inbox: deque[tuple[float, Request, int, int]] = deque()
-        self._lasts: dict[str, tuple[int, int]] = {}  # id → last position, offset, before a row
-        self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position of the last token
-        self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → offset in the pool
+        self._lasts: dict[str, tuple[int, int]] = {}  # last position and offset by id, before a row
+        self._last_positions = np.zeros(num_rows, dtype=np.int64)  # by row
+        self._offsets = np.zeros(num_rows, dtype=np.int64)  # in the pool, by row
         self._ordinary = np.ones(num_rows, dtype=np.int32)
         self._in_flight: deque[tuple[ScheduledBatch, float]] = deque()  # batch, end
         self._device_free = 0.0
-        self._completes = False  # this turn begins with the oldest batch's end
+        self._completes = False  # the turn begins with the oldest batch's end
 
     def submit(self, now: float, index: int) -> float | None:
-        """Queue a request, which stops after its tokens of the trace, unknown to the scheduler."""
+        """Queue a request; the scheduler does not know its length."""
         request = self._requests.request(index, now)
         last_position = request.num_prompt_tokens + int(self._requests.trace.output_tokens[index]) - 1
         self._inbox.append((now, request, last_position, self._requests.contents.offset(index)))
@@ -193,7 +192,7 @@ class Simulator:
         scaling: ScalingPlan | None = None,
         coarse: CoarseLimits | None = None,
     ) -> None:
-        """Set `max_tokens` of every request; None: the trace's longest output. `num_replicas` are ready at first."""
+        """Use `max_tokens` for every request (None: the trace's longest output), and `num_replicas` at first."""
         self._trace = trace
         self._requests = TraceRequests(
             trace,
@@ -204,10 +203,10 @@ class Simulator:
         )
         self._router: Router[int] = make_router(router) if isinstance(router, str) else router
         self._routed: dict[int, RoutedRequest[int]] = {}  # by request
-        self._turns: list[tuple[float, int]] = []  # heap of (time, replica), one of each replica is not stale
+        self._turns: list[tuple[float, int]] = []  # heap of (time, replica), with stale entries
         self._next_turns: dict[int, float] = {}  # by replica
         self._now = 0.0
-        self._held: deque[int] = deque()  # requests that arrived while no replica was ready
+        self._held: deque[int] = deque()  # arrived while no replica was ready
         self.outcomes = SimulationOutcomes(trace)
 
         def make_replica(number: int) -> SimulatedReplica:
@@ -277,7 +276,7 @@ class Simulator:
         turns = self._turns
         while turns and turns[0][0] <= until:
             now, number = turns[0]
-            if self._next_turns.get(number) != now:  # another turn has taken its place
+            if self._next_turns.get(number) != now:  # stale
                 heapq.heappop(turns)
                 continue
             self._now = now

@@ -1,11 +1,11 @@
-"""A recording as a trace that Perfetto opens: events of Chrome's trace event format.
+"""A recording as a trace for Perfetto: events of Chrome's trace event format.
 
     thread "scheduler"   plan ─ … ─ apply ─ send …        host work between steps
-    thread "steps"             step ─────── step ──       from the plan, or the end of the step before, to the tokens
+    thread "steps"             step ─────── step ──       from the plan, or the last step's end, to the tokens
     counters             requests, KV blocks, tokens
     a track per request  queue ─ prefill ─ decode ─ preempted ─ …
 
-The recorded calls are played to a real scheduler, which has the figures that a recording leaves out.
+Recorded calls are played to a real scheduler, for figures that a recording leaves out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _TracedStep(NamedTuple):
 
 
 class _RequestTrack:
-    """Phases of one request, whose begins and ends balance."""
+    """Phases of one request; begins and ends balance."""
 
     def __init__(self, number: int, request: Request, name: str) -> None:
         self.request = request
@@ -75,15 +75,15 @@ class _RequestTrack:
 
 
 class TracingPlayer(EventPlayer):
-    """Player that writes down events. Their times are seconds of the recording's clock."""
+    """Player that collects events; times in seconds of the recording's clock."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.events: list[Event] = []
-        self._tracks: dict[str, _RequestTrack] = {}  # of live requests
+        self._tracks: dict[str, _RequestTrack] = {}
         self._num_tracks = 0
         self._steps: deque[_TracedStep] = deque()  # in flight
-        self._applied_until: float | None = None  # since when answers are sent; None: they are
+        self._applied_until: float | None = None  # since when answers are sent; None: sent
         self._last_tokens = 0.0
         self._now = 0.0
 
@@ -126,7 +126,7 @@ class TracingPlayer(EventPlayer):
 
     def on_applied(self, event: record.Applied, outputs: StepOutputs) -> None:
         planned, args = self._steps.popleft()
-        # Of two steps in flight, the second begins when the first has its tokens.
+        # The second of two steps in flight begins when the first has its tokens.
         begin, end = max(planned.now + planned.seconds, self._last_tokens), event.now + event.seconds
         times = {"plan ms": planned.seconds, "run ms": event.now - begin, "apply ms": event.seconds}
         args = (
@@ -176,7 +176,7 @@ def _slice(name: str, thread: int, begin: float, end: float, args: dict[str, obj
 
 
 def trace(recording: Recording) -> tuple[dict[str, object], ReplayResult]:
-    """Return the trace, up to the first decision that is not the recorded one, and what was replayed."""
+    """Return the trace up to the first difference, and the result of the replay."""
     player = TracingPlayer(scheduler_of(recording.header))
     replayed = play(recording, player)
     player.close()
@@ -204,7 +204,7 @@ def _name(kind: str, thread: int, name: str) -> Event:
 
 
 def _in_order(events: list[Event]) -> list[Event]:
-    """Return events by time, in microseconds from the first one. Those of one moment stay in order."""
+    """Return events by time, in microseconds from the first; simultaneous ones stay in order."""
     begin = min((event["ts"] for event in events), default=0.0)
     ordered = sorted(events, key=lambda event: event["ts"])
     for event in ordered:

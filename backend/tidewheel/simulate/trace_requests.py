@@ -1,4 +1,4 @@
-"""Requests of a trace, as the engine and the router get them."""
+"""Requests of a trace, for the engine and the router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.workload.traces import TokenContents, Trace
 
-CHUNK_TOKENS = 256  # of a prompt, whose hash the router gets
+CHUNK_TOKENS = 256  # hashed for the router
 _SAMPLING = SamplingParams()
 
 
@@ -19,7 +19,7 @@ class TraceRequests:
     def __init__(
         self, trace: Trace, *, max_model_len: int, session_ttl_s: float, max_tokens: int | None, has_contents: bool
     ) -> None:
-        """Set `max_tokens` of every request; None: the trace's longest output. Without contents: no tokens."""
+        """Use `max_tokens` for every request (None: the trace's longest output); without contents: no tokens."""
         self.trace = trace
         self._max_model_len = max_model_len
         self._session_ttl_s = session_ttl_s
@@ -36,7 +36,7 @@ class TraceRequests:
         return self.contents.pool
 
     def num_output_tokens(self, index: int) -> int:
-        """Return how many tokens it has when its end comes."""
+        """Return the number of tokens at the request's end."""
         return min(int(self.trace.output_tokens[index]), self.max_tokens(index))
 
     def max_tokens(self, index: int) -> int:

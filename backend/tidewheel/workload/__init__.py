@@ -1,1 +1,1 @@
-"""Offered work: arrival times, lengths in tokens, and traces of requests."""
+pass

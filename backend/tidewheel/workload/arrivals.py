@@ -14,19 +14,19 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> FloatArray:
-    """Return a Poisson process of `rate` arrivals a second."""
+    """Return Poisson arrivals of `rate` per second."""
     _check_rate(rate)
     return np.asarray(np.cumsum(rng.exponential(1 / rate, count)))
 
 
 def poisson_until(seconds: float, rate: float, rng: random.Random) -> list[float]:
-    """Return a Poisson process before `seconds`, with the generator of the recorded measurements."""
+    """Return Poisson arrivals before `seconds`, by the generator of recorded measurements."""
     _check_rate(rate)
     return list(takewhile(lambda at: at < seconds, accumulate(map(rng.expovariate, repeat(rate)))))
 
 
 def bursty_arrivals(count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 4.0) -> FloatArray:
-    """Return gamma distributed gaps, whose variance is `burstiness` times that of a Poisson process."""
+    """Return gamma distributed gaps of `burstiness` times Poisson's variance."""
     _check_rate(rate)
     if not 0.1 <= burstiness <= 1000:
         raise ConfigError(f"burstiness is {burstiness:g}: it must be 0.1 to 1000")
@@ -44,7 +44,7 @@ def switching_arrivals(
 ) -> FloatArray:
     """Return a two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993).
 
-    In busy spells, a `busy_share` of the time, requests arrive `ratio` times as fast.
+    Busy spells, a `busy_share` of the time, have `ratio` times the rate.
     """
     _check_rate(rate)
     calm_rate = rate / (1 - busy_share + ratio * busy_share)

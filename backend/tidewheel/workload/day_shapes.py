@@ -36,18 +36,18 @@ MAX_DAYS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DayShape:
-    """Rate over a day: a raised cosine to the power of `sharpness`, from its lowest to its highest value."""
+    """Rate over a day: a raised cosine to the power of `sharpness`."""
 
     name: str
     peak_over_trough: float
     sharpness: float
-    peak_hour: float = 18.0  # noon on the west coast of the USA is 19 or 20 hours UTC
+    peak_hour: float = 18.0  # 19 or 20 hours UTC are noon on the west coast of the USA
     requests_per_s: float  # mean
     prompt: Lengths
     output: Lengths
 
     def rate(self, seconds: FloatArray) -> FloatArray:
-        """Return the rate relative to the mean of a day."""
+        """Return the rate relative to the day's mean."""
         day = self._curve(np.arange(0, DAY_S, _GRID_S))
         return np.asarray(self._curve(seconds) / day.mean())
 
@@ -76,7 +76,7 @@ DAY_SHAPES = {shape.name: shape for shape in (CODING, CONVERSATION)}
 
 
 class TrafficBurst(NamedTuple):
-    """Time in which more arrives than the curve says."""
+    """Time with more arrivals than the curve."""
 
     begin: float
     seconds: float
@@ -89,7 +89,7 @@ class DayVariation(NamedTuple):
     level_sigma: float = 0.05  # of the logarithm of a day's level
     spells_per_day: float = 3.0
     mean_spell_s: float = 600.0
-    most_factor: float = 2.0  # of a spell; the least is 1.25
+    most_factor: float = 2.0  # of a burst; the least is 1.25
 
 
 def day_arrivals(
@@ -99,7 +99,7 @@ def day_arrivals(
     rng: np.random.Generator,
     unrest: DayVariation = DayVariation(),  # noqa: B008 - immutable
 ) -> FloatArray:
-    """Return the arrivals of days, at `rate` in the mean: gamma gaps, stretched by the rate over time."""
+    """Return arrivals at a mean `rate`: gamma gaps, stretched by the rate over time."""
     grid = _grid(num_days)
     relative = shape.rate(grid)
     days = np.minimum(grid // DAY_S, num_days - 1).astype(int)
@@ -113,7 +113,7 @@ def day_arrivals(
 
 
 def daily_arrivals(count: int, rate: float, rng: np.random.Generator) -> FloatArray:
-    """Return arrivals from midnight on, with the shape of the coding service and no unrest."""
+    """Return arrivals from midnight, shaped as the coding service, without variation."""
     even = bursty_arrivals(count, rate, rng, burstiness=GAP_BURSTINESS)
     grid = _grid(math.ceil(even[-1] / DAY_S))
     return np.interp(even, _passed(CODING.rate(grid)), grid)
@@ -126,7 +126,7 @@ def _grid(num_days: int) -> FloatArray:
 
 
 def _passed(relative: FloatArray) -> FloatArray:
-    """Return the sum of the rate up to each point of the grid."""
+    """Return the integral of the rate at the grid's points."""
     return np.concatenate(([0.0], np.cumsum((relative[1:] + relative[:-1]) / 2 * _GRID_S)))
 
 

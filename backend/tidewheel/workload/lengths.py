@@ -1,4 +1,4 @@
-"""Random lengths of prompts and outputs, in tokens."""
+"""Random token lengths of prompts and outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution from 1 to `maximum`; `shape` is sigma of a lognormal or the tail index of a Pareto type I."""
+    """Distribution from 1 to `maximum`; `shape`: sigma of a lognormal, tail index of a Pareto type I."""
 
     kind: str
     mean: float
@@ -39,7 +39,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Lengths:
-        """Parse ``lognormal:128:1.0:4096``; raise `ConfigError` naming `name` and the fault."""
+        """Parse ``lognormal:128:1.0:4096``. Raise `ConfigError` with `name` and the fault."""
         kind, *numbers = text.split(":")
         if kind not in KINDS:
             raise ConfigError(f"{name} is {text!r}: write {SYNTAX} with one of {', '.join(KINDS)}")

@@ -80,11 +80,11 @@ class _TraceLine(NamedTuple):
     kind: type[_TraceRow | _AzureRow | _BurstGptRow] = _TraceRow
 
     def request(self) -> _TraceRow | None:
-        """Return None for a failed request; raise `ConfigError`."""
+        """Return None for a failed request. Raise `ConfigError`."""
         values = {name: value for name, value in self.values.items() if value is not None and value != ""}
         try:
             request = msgspec.convert(values, self.kind, strict=False)
-        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # of a lone surrogate in JSON
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # a lone surrogate in JSON
             reason, _, name = str(error).partition(" - at `$.")
             name = name.removesuffix("`")
             found = f"{name} is {values[name]!r}: " if name else ""
@@ -101,7 +101,7 @@ class _TraceLine(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, sorted by arrival, the first at 0; raise `ConfigError` naming file, line and field."""
+    """Read a trace, sorted by arrival, the first at 0. Raise `ConfigError` with file, line and field."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = (_csv_lines if path.suffix == ".csv" else _json_lines)(file, path)

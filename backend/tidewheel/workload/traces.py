@@ -1,5 +1,3 @@
-"""Traces of requests and their token ids."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -34,7 +32,7 @@ class Trace:
     prefix_groups: Int32Array
     prefix_names: tuple[str, ...] = ()
     prefix_tokens: Int32Array
-    deadlines: FloatArray  # seconds after arrival; infinite: none
+    deadlines: FloatArray  # seconds after arrival; inf: none
 
     @classmethod
     def of(
@@ -68,13 +66,13 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def at_rate(self, rate: float) -> Trace:
-        """Return the same requests, faster or slower; raise `ConfigError` without a rate."""
+        """Return the requests at another rate. Raise `ConfigError` without a rate."""
         if not self.rate:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
 
     def at_once(self, count: int) -> Trace:
-        """Return `count` of these requests, arriving together, without deadlines."""
+        """Return `count` requests that arrive together, without deadlines."""
         index = np.arange(count) % len(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -144,7 +142,7 @@ _STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 class TokenContents:
     """Token ids above 0, as views of one random pool, so prompts take no memory.
 
-    A request reads prompt and output from one offset; so do all turns of a session.
+    A request, or all turns of a session, read from one offset.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -153,7 +151,7 @@ class TokenContents:
         self.pool: Int32Array = np.concatenate((pool, pool[: trace.max_num_tokens + 1]))
 
     def offset(self, index: int) -> int:
-        """Return the place in the pool of the request's first token."""
+        """Return the pool index of the first token."""
         session = int(self._trace.sessions[index])
         return _offset(2 * session + 1 if session != NOBODY else 2 * index)
 

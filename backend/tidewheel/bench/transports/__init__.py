@@ -1,1 +1,1 @@
-"""Ways to send a request and see tokens arrive."""
+pass

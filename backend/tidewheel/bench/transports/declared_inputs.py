@@ -1,5 +1,3 @@
-"""Inputs of a Triton model."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,7 @@ class DeclaredInputs(NamedTuple):
     def tensors(
         self, offered: OfferedRequest, input_ids: Sequence[int], *, with_ids: bool = False
     ) -> Iterator[tuple[str, str, Sequence[Any]]]:
-        """Yield name, type and values of a greedy, full-length request; parameters without an input go."""
+        """Yield name, type and values of a greedy, full-length request; parameters without input are dropped."""
         name, prompt = self.prompt(input_ids)
         yield (name, "BYTES", [prompt]) if isinstance(prompt, str) else (name, "INT32", prompt)
         flags = dict.fromkeys(_FLAGS, True)

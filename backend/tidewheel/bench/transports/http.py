@@ -1,4 +1,4 @@
-"""HTTP: Triton's `generate_stream` and `infer`, OpenAI-compatible `completions`."""
+"""HTTP: Triton's `generate_stream` and `infer`, OpenAI's `completions`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _HttpTransport:
             raise BenchError(f"no server answers at {where}: start one, or correct the address") from None
 
     async def _post(self, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """Yield lines; raise `RequestFailed`."""
+        """Yield lines. Raise `RequestFailed`."""
         assert self._session is not None
         try:
             async with self._session.post(self.url, json=body) as answer:
@@ -74,7 +74,7 @@ class _HttpTransport:
 
 
 class _TritonHttpTransport(_HttpTransport):
-    """Triton model; `url` ends with /v2/models/NAME/VERB."""
+    """`url` ends with /v2/models/NAME/VERB."""
 
     async def _probe(self) -> None:
         model_url = self.url.rpartition("/")[0]
@@ -91,7 +91,7 @@ class _TritonHttpTransport(_HttpTransport):
 
 
 class GenerateStreamTransport(_TritonHttpTransport):
-    """Triton's /generate_stream, of Tidewheel's or vLLM's backend."""
+    """/generate_stream of Tidewheel's or vLLM's backend."""
 
     async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         body: dict[str, Any] = {"stream": True, **offered.sampling, **dict([self._declared.prompt(input_ids)])}
@@ -107,7 +107,7 @@ class GenerateStreamTransport(_TritonHttpTransport):
 
 
 class InferTransport(_TritonHttpTransport):
-    """Triton's /infer: the whole answer at once."""
+    """/infer: the whole answer at once."""
 
     async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         outcome.streamed = False

@@ -1,5 +1,3 @@
-"""Engine without a server, in a process of its own: the other end of `peer_engines.py`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +22,7 @@ class _PendingRequest(NamedTuple):
 
 
 class PeerTransport:
-    """Process from `open` to `close`; its output goes to `log`."""
+    """Process of `peer_engines.py` from `open` to `close`; its output goes to `log`."""
 
     can_cancel = False
 

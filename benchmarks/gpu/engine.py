@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.work_items import TEMPERATURE, WorkItem, headline, sharegpt, within_vocabulary
 from gpu.engine_steps import MAX_NUM_SEQS, Timed, TimedLLM, limit_ratio, open_engine, warm_up
 from gpu.measurements import OURS, Measurement, duration, throughput
 from gpu.stage import Stage, parser, run
-from roofline import SHAPES, workload_seconds
+from modelled.roofline import SHAPES, workload_seconds
 from tidewheel.errors import ConfigError
-from work_items import TEMPERATURE, WorkItem, headline, sharegpt, within_vocabulary
 
 HEADLINE, SHAREGPT = "256 requests, 100-1024 in and out", "1000 requests, ShareGPT-like lengths"
 REPEATS = {"qwen3-0.6b": 3}  # others: 2

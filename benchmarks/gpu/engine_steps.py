@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from common.random_model import without_weights
+from common.work_items import WorkItem, of_length
 from gpu.stage import Stage
-from random_model import without_weights
-from roofline import SHAPES, Device, Shape, decode_seconds
+from modelled.roofline import SHAPES, Device, Shape, decode_seconds
 from tidewheel import LLM, SamplingParams
 from tidewheel.batch import StepOutputs
-from work_items import WorkItem, of_length
 
 
 class Delivery(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from roofline import SHAPES, Device, workload_seconds
-from step_model import FACTORS, MAX_NUM_SEQS, Host, Model, Work, random_lengths
+from modelled.roofline import SHAPES, Device, workload_seconds
+from modelled.step_model import FACTORS, MAX_NUM_SEQS, Host, Model, Work, random_lengths
 
 NO_HOST = Host(0.0, 0.0, 0.0)  # the device is the slower one
 

@@ -11,7 +11,7 @@ import torch
 from gpu.measurements import OURS, throughput
 from gpu.stage import Stage
 from gpu.timing import Call, KernelCase
-from roofline import SHAPES, Shape
+from modelled.roofline import SHAPES, Shape
 from tidewheel.batch import Int32Array
 from tidewheel.models import causal_lm
 from tidewheel.runner.host_tier import HostBlocks

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 from gpu.measurements import OURS
 from gpu.timing import Call, KernelCase, Maker
-from roofline import Shape
+from modelled.roofline import Shape
 from tidewheel_kernels import (
     SamplingTensors,
     compute_logprobs,

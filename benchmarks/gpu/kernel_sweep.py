@@ -20,7 +20,7 @@ from gpu.kernel_copies import copy_case, largest_layout
 from gpu.measurements import OURS, Measurement
 from gpu.stage import Stage, is_device_lost
 from gpu.timing import KernelCase, Timer
-from roofline import SHAPES
+from modelled.roofline import SHAPES
 from tidewheel_kernels import launch_config
 
 RECORDED = "as recorded"

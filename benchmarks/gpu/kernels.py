@@ -18,7 +18,7 @@ from gpu.kernel_sweep import sweep
 from gpu.measurements import OURS, throughput
 from gpu.stage import Stage, parser, run
 from gpu.timing import KernelCase, Timer
-from roofline import SHAPES
+from modelled.roofline import SHAPES
 
 SAMPLED_VOCAB = 151_936
 LLAMA, QWEN = (32, 8), (16, 8)  # query and KV heads

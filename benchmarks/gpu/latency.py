@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from common.work_items import of_length
 from gpu.engine_steps import DecodeStep, TimedLLM, limit_ratio, open_engine, warm_up
 from gpu.measurements import duration, throughput
 from gpu.stage import Stage, parser, run
-from roofline import SHAPES, decode_seconds, prefill_seconds
+from modelled.roofline import SHAPES, decode_seconds, prefill_seconds
 from tidewheel_kernels.switches import is_on
-from work_items import of_length
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (512, 2048, 8192)

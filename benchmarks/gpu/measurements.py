@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roofline import Device
+from modelled.roofline import Device
 
 OURS = "tidewheel"
 

@@ -29,7 +29,7 @@ case ${{1:--}} in -*) echo "bash run.sh OUT [options]: OUT is missing, a folder 
 out=$1
 shift
 tree=$here/source
-export PYTHONPATH=$tree/benchmarks:$tree/backend:$tree/kernels:$tree/client:$tree/process:$here/site
+export PYTHONPATH=$tree/benchmarks:$tree/backend:$tree/kernels:$tree/client:$tree/process:$tree/queue:$here/site
 export PYTHONDONTWRITEBYTECODE=1
 kernels=()
 [ -f "$here/{archive}" ] && kernels=(--kernels "$here/{archive}")

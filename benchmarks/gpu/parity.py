@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.random_model import make_model
+from common.work_items import of_length
 from gpu.engine_steps import open_engine
 from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
 from gpu.suite import TINY
-from random_model import make_model
-from roofline import SHAPES, Shape
-from work_items import of_length
+from modelled.roofline import SHAPES, Shape
 
 NEEDS_S = 20.0
 WRONG_SPACINGS = 64.0  # rounding explains no such difference

@@ -14,17 +14,17 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.work_items import WorkItem
 from gpu.engine import HEADLINE, headline_work, report
 from gpu.engine_steps import OFFLINE
 from gpu.measurements import OURS, Measurement
 from gpu.stage import Stage, logged, parser, run
 from gpu.suite import FA3_FOLDER, FA3_LIBRARY, TINY, unpacked
 from tidewheel.bench.worker_process import WorkerProcess
-from work_items import WorkItem
 
 # -P keeps modules of this folder from shadowing an engine's imports.
 PROGRAM = Path(__file__).parent / "offline_run.py"
-RANDOM_MODEL = Path(__file__).parents[1] / "random_model.py"
+BENCHMARKS = Path(__file__).parents[1]
 START_S = 40.0  # besides the runs
 
 
@@ -74,7 +74,16 @@ def body(stage: Stage) -> None:
 
 def _make_weights(stage: Stage, model: str, folder: Path) -> Path:
     """Make weights in another process, to leave the device empty."""
-    command = [sys.executable, str(RANDOM_MODEL), str(folder), "--shape", model, "--device", stage.device.type]
+    command = [
+        sys.executable,
+        str(BENCHMARKS),
+        "random_model",
+        str(folder),
+        "--shape",
+        model,
+        "--device",
+        stage.device.type,
+    ]
     subprocess.run(command, check=True, timeout=max(stage.seconds_left, 1.0), stdout=subprocess.DEVNULL)
     return folder
 

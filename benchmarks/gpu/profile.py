@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity
 
+from common.work_items import WorkItem, mixed_lengths, of_length
 from gpu.engine_steps import TimedLLM, open_engine, warm_up
 from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
 from gpu.suite import TIMELINES
-from roofline import SHAPES
+from modelled.roofline import SHAPES
 from tidewheel.batch import StepOutputs
-from work_items import WorkItem, mixed_lengths, of_length
 
 BATCHES = {"qwen3-0.6b": 256, "llama-3.1-8b": 128, "tiny": 4}  # rows, as of the goals
 CONTEXT = 512

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offered_load import run
+from common.offered_load import run
+from common.work_items import TEMPERATURE, WorkItem
 from tidewheel.bench.outcome import OfferedRequest
 from tidewheel.bench.worker_process import WorkerProcess
-from work_items import TEMPERATURE, WorkItem
 
 TIMEOUT_S = 200.0
 

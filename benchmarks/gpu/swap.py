@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
+from common.work_items import of_length
 from gpu.engine_steps import open_engine, warm_up
 from gpu.kernel_copies import BLOCK_SIZE, layout_of
 from gpu.measurements import Measurement, throughput
 from gpu.stage import Stage, parser, run
-from roofline import SHAPES
+from modelled.roofline import SHAPES
 from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.kv_tensors import KVTensors
-from work_items import of_length
 
 CONTEXTS = (512, 2048, 8192)
 REPEATS = 5

@@ -8,16 +8,16 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from common.random_model import without_weights
+from common.serving import served
+from common.work_items import TEMPERATURE, WorkItem
 from gpu.engine import headline_work, report_in_process, report_streams
 from gpu.engine_steps import open_engine, settings_of, warm_up
 from gpu.stage import Stage, logged, parser, run
 from gpu.stream_client import stream_all
-from random_model import without_weights
-from roofline import SHAPES
-from serving import served
+from modelled.roofline import SHAPES
 from tidewheel.server import ServeError
 from tidewheel.server.locate import locate
-from work_items import TEMPERATURE, WorkItem
 
 NUM_CLIENTS = 8  # processes
 NEEDS_S = 30.0

@@ -1,4 +1,4 @@
-"""Parts of `benchmarks/cluster.py`, against servers that answer what is known."""
+"""Parts of `benchmarks/cluster/replicas.py`, against servers that answer what is known."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster import judged
-from cluster_cases import deaths, max_over_mean
-from cluster_latency import first_token_s, matched
-from cluster_load import Outcome, Users, percent
-from named_gateway import NAME, name_service
-from stream_readers import Asked, OpenAiReader
+from cluster.gateway_latency import first_token_s, matched
+from cluster.named_gateway import NAME, name_service
+from cluster.replica_cases import deaths, max_over_mean
+from cluster.replicas import judged
+from cluster.user_load import Outcome, Users, percent
+from common.stream_readers import Asked, OpenAiReader
 from support.gateway.running_gateway import gateway_to, perf, uints
 from support.triton.grpc_triton import Answer, FakeTriton, Refused, response, running
 from support.triton.grpc_triton import Asked as AskedTriton

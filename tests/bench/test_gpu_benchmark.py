@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.work_items import headline, sharegpt
 from gpu import __main__ as suite_program
 from gpu import engine, kernels, latency, machine_check, offline_run, parity, peers, profile, swap, timing
 from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
@@ -29,11 +30,10 @@ from gpu.results_page import draw, markdown
 from gpu.stage import Stage
 from gpu.suite import FA3_FOLDER, FIRST, NAMES, TINY, Findings, choose
 from gpu.timing import Timer
-from roofline import SHAPES, decode_seconds, prefill_seconds, workload_seconds
+from modelled.roofline import SHAPES, decode_seconds, prefill_seconds, workload_seconds
 from support.runner.recorded_graphs import RecordedAllocator
 from tidewheel_kernels import launch_config
 from tidewheel_kernels.switches import tried
-from work_items import headline, sharegpt
 
 
 def make_stage(out: Path, **options: Any) -> Stage:

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from clocks import ManualClock
-from host_timeline import Engine, Parts, Segment, seconds_by_step
-from modelled_device import ModelledDevice, modelled_runner
+from common.clocks import ManualClock
+from engine.host_timeline import Engine, Parts, Segment, seconds_by_step
+from modelled.device import ModelledDevice, modelled_runner
 from support.runner.step_loop import StepLoop, request
 
 

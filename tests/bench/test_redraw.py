@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-import redraw
-from study import RESULTS
+from common import redraw
+from common.study import RESULTS
 from support.marathon.page import recoveries
 from tidewheel.bench.charts import ChartImage
 

@@ -242,8 +242,9 @@ def test_a_search_has_a_panel_for_each_target() -> None:
 
 def test_a_recorded_stage_has_the_figures_that_were_measured(tmp_path: Path) -> None:
     one = searched()
-    recorder(tmp_path, one).save(tmp_path / "record.json")
+    recorder(tmp_path, one).save_summaries(tmp_path / "record.json")
     (stage_of_record,) = json.loads((tmp_path / "record.json").read_text())["stages"]
+    assert not any("samples" in run for run in stage_of_record["runs"])
     again = StageResult.of_document(stage_of_record)
     assert table(again, RATES).as_text() == table(one, RATES).as_text()
     assert [picture.name for picture in pictures(again)] == ["capacity_rates"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roofline import SHAPES, Device, decode_seconds, kv_bytes_per_token, prefill_seconds, weights_bytes
+from modelled.roofline import SHAPES, Device, decode_seconds, kv_bytes_per_token, prefill_seconds, weights_bytes
 
 DECODE_MS = {  # by model, batch and context
     ("llama-3.1-8b", 1): {512: 3.51, 2048: 3.55, 8192: 3.74},

@@ -1,11 +1,11 @@
-"""Figures of `benchmarks/router_comparison.py`, where it is known what each turn finds."""
+"""Figures of `benchmarks/routing/router_comparison.py`, where it is known what each turn finds."""
 
 from __future__ import annotations
 
 import pytest
 
-from changing_fleet import Change
-from router_comparison import make_fleet, means, turns
+from routing.changing_fleet import Change
+from routing.router_comparison import make_fleet, means, turns
 from tidewheel.fleet.routers import RoundRobin
 from tidewheel.workload.traces import Trace
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import kv_pressure
-import refusal_cost
-import scheduler_cost
-import shared_prefixes
+from engine import kv_pressure, refusal_cost, scheduler_cost, shared_prefixes
 
 ONCE = refusal_cost.Patience(2, 60.0)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roofline import SHAPES, decode_seconds
-from step_model import (
+from modelled.roofline import SHAPES, decode_seconds
+from modelled.step_model import (
     BATCHES,
     BUDGET,
     FACTORS,

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-import step_response
-from controller_models import run_governor
-from study import RESULTS
+from common.study import RESULTS
+from engine import step_response
+from modelled.controller_models import run_governor
 
 
 @pytest.mark.parametrize("name", ["tpot", "governor", "window"])

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from stream_path import Case, row_of
-from stream_readers import Asked, GrpcReader, HttpReader, Received
+from common.stream_readers import Asked, GrpcReader, HttpReader, Received
+from path.stream_path import Case, row_of
 
 EVENT = b'data: {"model_name":"m","text_output":"%s"}\n\n'
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from overload import goodput
-from study import in_turns
+from common.study import in_turns
+from path.overload import goodput
 from support.bench.runs import outcome
 from tidewheel.bench.outcome import Slo
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dashboard_panels import legend, read_panels
+from common.dashboard_panels import legend, read_panels
 from documentation.test_pages_and_code import anchors
 from support.deploy.prometheus_server import (
     DASHBOARD,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from dashboard_panels import Span, draw, read_lines, read_panels
+from common.dashboard_panels import Span, draw, read_lines, read_panels
 from support.deploy.planted_load import KEY, SETTINGS, Load, Tally, serving_with_gateway
 from support.deploy.prometheus_server import (
     HAS_PROMETHEUS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from random_model import save_tokenizer
+from common.random_model import save_tokenizer
 from support.models import tiny_models
 from support.triton.serving import Server, grpc_inputs, grpc_stream, start_server, stop_server, token_ids, wait_ready
 

@@ -16,7 +16,7 @@ from gpu.smoke import TESTS
 from gpu.suite import FIRST
 
 MACHINE = WHEELS.with_name("machine.txt")
-FOLDERS = ("benchmarks", "backend", "kernels", "client", "process", "tests", "tests/support/gpu")
+FOLDERS = ("benchmarks", "backend", "kernels", "client", "process", "queue", "tests", "tests/support/gpu")
 ABSENT = ("hypothesis", "jsonschema", "tritonclient", "locust", "pytest_timeout", "ray", "redis")
 
 

@@ -113,8 +113,8 @@ Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 class _Kept(threading.local):
     """Tensors that say that no sequence has ended, as those of most responses do, by shape.
 
-    A tensor keeps its place in shared memory, so sending it again costs little (`benchmarks/response_cost.py`). Two
-    threads that send one for the first time would give it two places: each thread has its own.
+    A tensor keeps its place in shared memory, so sending it again costs little (`python benchmarks response_cost`).
+    Two threads that send one for the first time would give it two places: each thread has its own.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ def write_files(recorder: ResultRecorder, record: Path | None) -> str:
         note = "no pictures: matplotlib is not installed (pip install 'tidewheel[load]')\n"
     page = recorder.folder / "report.html"
     page.write_text(render(recorder, drawn), encoding="utf-8")
-    saved = [recorder.save(), *([recorder.save(record)] if record else [])]
+    saved = [recorder.save(), *([recorder.save_summaries(record)] if record else [])]
     for picture in (picture for of_stage in drawn.values() for picture in of_stage):
         (recorder.folder / f"{picture.name}.png").write_bytes(picture.png())
         if record is not None:

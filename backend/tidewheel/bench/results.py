@@ -144,13 +144,22 @@ class ResultRecorder:
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_clean({"stage": result.stage.name, **run.record(result.stage)})) + "\n")
 
-    def save(self, path: Path | None = None) -> Path:
-        path = path or self.folder / "results.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def save(self) -> Path:
+        """Write all results with every request's sample."""
         stages = [result.document() for result in self.stages]
+        return self._write(self.folder / "results.json", {"sample_columns": SAMPLE_COLUMNS, "stages": stages})
+
+    def save_summaries(self, path: Path) -> Path:
+        """Write the figures of stages and runs, without samples: a record to keep in a repository."""
+        stages = [result.document() for result in self.stages]
+        for run in (run for stage in stages for run in stage["runs"]):
+            del run["samples"]
+        return self._write(path, {"stages": stages})
+
+    def _write(self, path: Path, results: Mapping[str, Any]) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         intervals = "rates: Student's t over repeats; latencies: percentile bootstrap over requests; 95 %"
-        shared = {"intervals": intervals, "sample_columns": SAMPLE_COLUMNS}
-        document = {**self.environment, **self.extra, **shared, "stages": stages}
+        document = {**self.environment, **self.extra, "intervals": intervals, **results}
         path.write_text(json.dumps(_clean(document), separators=(",", ":")) + "\n", encoding="utf-8")
         return path
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dashboard_panels import Span, draw, read_panels
+from common.dashboard_panels import Span, draw, read_panels
 from support.deploy.planted_load import KEY, SETTINGS, serving_with_gateway
 from support.deploy.prometheus_server import Prometheus, prometheus
 from support.faults.slowed import SECONDS_FILE, slow_down

@@ -1,0 +1,96 @@
+"""Replicas with a modelled device on Ray Serve, as `tidewheel cluster up` starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import requests
+
+from cluster.servers import kill_tree, wait_known
+from common.serving import Address, free_ports
+from modelled.engine import modelled
+from tidewheel.server import processes
+
+CPUS_OF_A_REPLICA = 0.1  # so that all fit on few cores
+_RUN_DIR = "TIDEWHEEL_RUN_DIR"
+_UPSTREAM = re.compile(r'tidewheel_gateway_upstream_ready\{upstream="([^"]+)"\}')
+_REPLICA, _GATEWAY, _HEAD = "ray::ServeReplica:tidewheel:replica", "ray::ServeReplica:tidewheel:gateway", ".head"
+
+
+class RayServers:
+    """A cluster of its own, in a folder of its own. `ray` among its parts is what neither serves nor answers."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, object], step_s: float) -> None:
+        """`folder` has the model; `settings` are those of the engine."""
+        self.model = folder.name
+        self._place = Path(tempfile.mkdtemp(prefix="tw-"))  # a short path, for Ray's sockets
+        self._environment = {**os.environ, **modelled(step_s), _RUN_DIR: str(self._place)}
+        given = ["--allow-faults", *(f"--set={key}={value}" for key, value in settings.items())]
+        self.gateway = f"127.0.0.1:{free_ports(1)}"
+        self._up = ["up", "--model", str(folder), "--openai-port", self.gateway.rpartition(":")[2]]
+        self._up += ["--replica-cpus", str(CPUS_OF_A_REPLICA), *(f"--serve-arg={one}" for one in given)]
+
+    def __enter__(self) -> Self:
+        self._command(*self._up)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._command("down")
+        shutil.rmtree(self._place)
+
+    def scale(self, count: int) -> None:
+        self._command("scale", str(count))
+        wait_known(self.gateway, count)
+
+    def replicas(self) -> list[Address]:
+        text = requests.get(f"http://{self.gateway}/metrics", timeout=10).text
+        known = set(_UPSTREAM.findall(text))
+        return [one for actor in self._actors(_REPLICA) for one in self._addresses(actor) if one.grpc in known]
+
+    def kill_one(self, *, alone: bool) -> float:
+        return kill_tree(self._actors(_REPLICA)[-1].pid, alone=alone)
+
+    def pids(self) -> Mapping[str, list[int]]:
+        heads = [one for one in self._ours() if any(part.endswith(_HEAD) for part in processes.arguments(one.pid))]
+        everything = {one.pid for head in heads for one in (head, *processes.descendants(head.pid))}
+        actors = self._actors(_REPLICA)
+        replicas = {one.pid for actor in actors for one in processes.descendants(actor.pid)}
+        gateway = {one.pid for one in self._actors(_GATEWAY)}
+        return {
+            "replicas": sorted(replicas),
+            "gateway": sorted(gateway),
+            "ray": sorted(everything - replicas - gateway),
+        }
+
+    def _command(self, *arguments: str) -> None:
+        """Raise RuntimeError with what it says if it fails."""
+        command = [sys.executable, "-m", "tidewheel.cli.main", "cluster", *arguments]
+        done = subprocess.run(command, env=self._environment, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise RuntimeError(f"tidewheel cluster {arguments[0]} ended with status {done.returncode}")
+
+    def _ours(self) -> list[processes.Process]:
+        """Return the processes of the cluster, those of its servers included."""
+        return processes.with_folder(_RUN_DIR, str(self._place))
+
+    def _actors(self, title: str) -> list[processes.Process]:
+        return [one for one in self._ours() if processes.arguments(one.pid)[:1][0].startswith(title)]
+
+    def _addresses(self, actor: processes.Process) -> Iterator[Address]:
+        """Yield where the server of an actor listens, once it has said so."""
+        report = self._place / "cluster" / "run" / "replicas" / f"{actor.pid}.json"
+        if report.exists():
+            ports = msgspec.json.decode(report.read_bytes())
+            grpc, http, metrics, health = (
+                f"127.0.0.1:{ports[name]}" for name in ("grpc", "http", "metrics", "health")
+            )
+            yield Address(grpc, http, self.model, metrics, health)

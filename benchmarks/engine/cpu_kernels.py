@@ -1,0 +1,142 @@
+"""CPU kernels beside torch's operations, in turns on one thread, for steps of a 40M-parameter Qwen3.
+
+    python benchmarks cpu_kernels --save
+
+Attention reads the caches of eight layers in turn, as a step does, so that keys come from memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from common.study import Study, in_turns
+from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
+from tidewheel_kernels.native.library import native_library
+from tidewheel_kernels.norm.cpu import rms_norm_cpu, rms_norm_native
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
+
+ROWS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 512, 1536, 8, 4, 64, 8
+BLOCK_SIZE, SHORTEST, LONGEST = 16, 20, 200
+WARM_UP = 2 * LAYERS
+
+
+class Case(NamedTuple):
+    name: str
+    native: Callable[[], object]
+    torch: Callable[[], object]
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, ROWS).astype(np.int32)
+    per_row = -(-LONGEST // BLOCK_SIZE)
+    layers = [drawn(2, ROWS * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
+    tables = torch.randperm(ROWS * per_row, generator=generator).to(torch.int32).view(ROWS, per_row)
+    starts = np.arange(ROWS + 1, dtype=np.int32)
+
+    def meta() -> AttentionMetadata:
+        return AttentionMetadata(
+            slot_mapping=torch.arange(ROWS), block_tables=tables, cu_seqlens_q=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(lengths), max_seqlen_q=1, max_seq_len=int(lengths.max()), num_decodes=ROWS,
+            cu_seqlens_q_cpu=starts, seq_lens_cpu=lengths,
+        )  # fmt: skip
+
+    step, q, out = meta(), drawn(ROWS, HEADS, HEAD_DIM), torch.empty(ROWS, HEADS, HEAD_DIM, dtype=dtype)
+
+    given = step, out, HEAD_DIM**-0.5, 0, 0.0, None
+    decodes = (over_layers(f, q, layers, given) for f in (paged_attention_native, paged_attention_cpu))
+    yield Case("decode attention", *decodes)
+
+    yield from prompt_cases(drawn)
+
+    sizes = [HEADS, KV_HEADS, KV_HEADS]
+    queries, keys, values = drawn(ROWS, sum(sizes), HEAD_DIM).split(sizes, dim=1)
+    # Rows are rotated again and again: with lengths that change, they would come to hold denormal numbers.
+    angles = torch.rand(LONGEST, HEAD_DIM // 2, generator=generator)
+    table, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(ROWS)
+    weights = torch.ones(HEAD_DIM, dtype=dtype), torch.ones(HEAD_DIM, dtype=dtype)
+
+    def rotation(function: Callable[..., object]) -> Callable[[], object]:
+        rows = queries, keys, values, table, positions, positions
+        return lambda: function(*rows, layers[0][0], layers[0][1], *weights, 1e-6, None)
+
+    yield Case("rotation and cache write", rotation(rope_and_cache_native), rotation(rope_and_cache_cpu))
+
+    x, residual, weight, both = drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN), drawn(HIDDEN), drawn(ROWS, 2 * INTERMEDIATE)
+    yield Case(
+        "norm and residual",
+        lambda: rms_norm_native(x, weight, 1e-6, residual, 0.0),
+        lambda: rms_norm_cpu(x, weight, 1e-6, residual, 0.0),
+    )
+    yield Case("activation", lambda: silu_and_mul_native(both), lambda: silu_and_mul_cpu(both))
+
+
+def prompt_cases(drawn: Callable[..., torch.Tensor]) -> Iterator[Case]:
+    for name, count, length in (("7 prompts of 300", 7, 300), ("a prompt of 2,048", 1, 2048)):
+        per_prompt = -(-length // BLOCK_SIZE)
+        bounds, lens = np.arange(count + 1, dtype=np.int32) * np.int32(length), np.full(count, length, np.int32)
+        prompts = AttentionMetadata(
+            slot_mapping=torch.arange(count * length), max_seqlen_q=length, max_seq_len=length, num_decodes=0,
+            block_tables=torch.arange(count * per_prompt, dtype=torch.int32).view(count, per_prompt),
+            cu_seqlens_q=torch.from_numpy(bounds), seq_lens=torch.from_numpy(lens),
+            cu_seqlens_q_cpu=bounds, seq_lens_cpu=lens,
+        )  # fmt: skip
+        caches = [drawn(2, count * per_prompt, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
+        rows = drawn(count * length, HEADS, HEAD_DIM)
+        given = prompts, torch.empty_like(rows), HEAD_DIM**-0.5, 0, 0.0, None
+        yield Case(
+            name, *(over_layers(f, rows, caches, given) for f in (paged_attention_native, paged_attention_cpu))
+        )
+
+
+def over_layers(
+    function: Callable[..., object], rows: torch.Tensor, caches: Sequence[torch.Tensor], given: tuple[object, ...]
+) -> Callable[[], object]:
+    layer = cycle(caches)
+    return lambda: function(rows, *next(layer), *given)
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return round(1e6 * (time.perf_counter() - began), 1)
+
+
+def main() -> None:
+    study = Study("cpu_kernels", __doc__, "torch", "numpy")
+    study.add_argument("--repeats", type=int, default=200)
+    options = study.begin()
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, dict[str, object]]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        if native_library(dtype) is None:
+            raise SystemExit("there are no native kernels here: install gcc, or set CC")
+        of_dtype = results[str(dtype).removeprefix("torch.")] = {}
+        for case in cases(dtype):
+            runs = {
+                "native": lambda case=case: microseconds(case.native),
+                "torch": lambda case=case: microseconds(case.torch),
+            }
+            samples = in_turns(runs, options.repeats, warm_up=WARM_UP)
+            medians = {name: statistics.median(taken) for name, taken in samples.items()}
+            ratio = medians["torch"] / medians["native"]
+            of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio, "samples_us": samples}
+            print(f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times")
+    study.save({"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -67,7 +67,7 @@ class ChangingFleet(Simulator):
         super()._send(index, now)
         if cached:
             self.most_cached[index] = max(cached.values())
-            self.cached_where_sent[index] = cached[self._flights[index].replica]
+            self.cached_where_sent[index] = cached[self._routed[index].replica]
 
     def _cached(self, number: int, request: Request) -> int:
         replica = self.replicas[number]

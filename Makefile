@@ -135,7 +135,7 @@ build/gcc-%:
 docs: venv
 	$(BIN)/python -m tidewheel.cli.reference_pages docs
 
-# Lines of Python in each part.
+# Lines of Python in each part; files of the backend without what measures; words of docstrings, comments and pages.
 MEASURE := $(addprefix backend/tidewheel/,bench simulate workload cli/bench*.py cli/simul*.py)
 count = @printf '%-10s %6d\n' $(1) $$(git ls-files -- $(2) | grep '\.py$$' | xargs cat | wc -l)
 lines:
@@ -146,6 +146,8 @@ lines:
 	$(call count,measure,$(MEASURE:%='%') benchmarks)
 	$(call count,demo,demo_model)
 	$(call count,tests,tests)
+	@printf '%-10s %6d files\n' serve $$(git ls-files -- backend $(MEASURE:%=':!%') | grep -c '\.py$$')
+	@git ls-files -- backend kernels client queue process | grep '\.py$$' | $(PYTHON) tests/documentation/count_words.py
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
 # supported; registers, stack and shared memory as a table. Compares bound launches with triton-lang's own under both.

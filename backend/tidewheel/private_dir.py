@@ -3,29 +3,26 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import tempfile
 from pathlib import Path
 
 from tidewheel.errors import ConfigError
+from tidewheel_process.locked_folder import FolderError, make_private
 
 RUN_DIR = "TIDEWHEEL_RUN_DIR"
-MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
-LONGEST_RUN_DIR = 27  # bytes that leave room for the sockets of a cluster, whose names are the longest
+MAX_SOCKET_PATH = 107  # bytes, see unix(7)
+LONGEST_RUN_DIR = 27  # bytes that leave room for the long names of a cluster's sockets
 _SHORT_TEMPORARY = Path("/tmp")  # noqa: S108 - made with mode 0700, and refused if it belongs to another user
 _SHARED_MEMORY = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
 def run_dir() -> Path:
-    """Make and return the folder of all sockets, locks and status files of this user."""
+    """Make and return the folder of this user's sockets, locks and status files."""
     return private_dir(run_dir_path())
 
 
 def run_dir_path() -> Path:
-    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary directory.
-
-    If that path is too long for sockets (over 27 bytes), `/tmp/tidewheel-UID`.
-    """
+    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary directory, or in /tmp for a short path."""
     if named := os.environ.get(RUN_DIR):
         return Path(named).absolute()
     path = Path(tempfile.gettempdir()).absolute() / f"tidewheel-{os.getuid()}"
@@ -35,15 +32,11 @@ def run_dir_path() -> Path:
 def private_dir(path: Path) -> Path:
     """Make the folder, mode 0700. Raise `ConfigError` if it belongs to another user or is open to others."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return make_private(path, f"set {RUN_DIR}")
     except OSError as error:
         raise unwritable(path, error) from None
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{path} must be a folder that belongs to user {os.getuid()}: set TIDEWHEEL_RUN_DIR")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"{path} is open to other users: run chmod 700 on it, or set TIDEWHEEL_RUN_DIR")
-    return path
+    except FolderError as error:
+        raise ConfigError(str(error)) from None
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
@@ -52,7 +45,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def check_room(folder: Path) -> None:
-    """Raise `ConfigError` if no further file can be written into the folder."""
+    """Raise `ConfigError` if the folder takes no further file."""
     path = folder / f"room.{os.getpid()}"
     try:
         path.write_bytes(bytes(os.sysconf("SC_PAGESIZE")))
@@ -64,7 +57,7 @@ def check_room(folder: Path) -> None:
 
 
 def close_shared_memory() -> None:
-    """Give this process's shared memory mode 0600: Triton makes it readable for all, whatever the umask says."""
+    """Give this process's shared memory mode 0600: Triton makes it readable for all users."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     for path in set(_SHARED_MEMORY.findall(maps)):
         with contextlib.suppress(OSError):  # removed, or of another user

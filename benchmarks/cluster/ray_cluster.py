@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import psutil
 import requests
 
 from cluster.servers import kill_tree, wait_known
 from common.serving import Address, free_ports
 from modelled.engine import modelled
-from tidewheel.server import processes
+from tidewheel_process import process_tree
 
 CPUS_OF_A_REPLICA = 0.1  # so that all fit on few cores
 _RUN_DIR = "TIDEWHEEL_RUN_DIR"
@@ -60,10 +61,10 @@ class RayServers:
         return kill_tree(self._actors(_REPLICA)[-1].pid, alone=alone)
 
     def pids(self) -> Mapping[str, list[int]]:
-        heads = [one for one in self._ours() if any(part.endswith(_HEAD) for part in processes.arguments(one.pid))]
-        everything = {one.pid for head in heads for one in (head, *processes.descendants(head.pid))}
+        heads = [one for one in self._ours() if any(part.endswith(_HEAD) for part in process_tree.arguments(one.pid))]
+        everything = {one.pid for head in heads for one in (head, *process_tree.descendants(head.pid))}
         actors = self._actors(_REPLICA)
-        replicas = {one.pid for actor in actors for one in processes.descendants(actor.pid)}
+        replicas = {one.pid for actor in actors for one in process_tree.descendants(actor.pid)}
         gateway = {one.pid for one in self._actors(_GATEWAY)}
         return {
             "replicas": sorted(replicas),
@@ -78,14 +79,14 @@ class RayServers:
         if done.returncode:
             raise RuntimeError(f"tidewheel cluster {arguments[0]} ended with status {done.returncode}")
 
-    def _ours(self) -> list[processes.Process]:
+    def _ours(self) -> list[psutil.Process]:
         """Return the processes of the cluster, those of its servers included."""
-        return processes.with_folder(_RUN_DIR, str(self._place))
+        return process_tree.started_with(_RUN_DIR, str(self._place))
 
-    def _actors(self, title: str) -> list[processes.Process]:
-        return [one for one in self._ours() if processes.arguments(one.pid)[:1][0].startswith(title)]
+    def _actors(self, title: str) -> list[psutil.Process]:
+        return [one for one in self._ours() if process_tree.arguments(one.pid)[:1][0].startswith(title)]
 
-    def _addresses(self, actor: processes.Process) -> Iterator[Address]:
+    def _addresses(self, actor: psutil.Process) -> Iterator[Address]:
         """Yield where the server of an actor listens, once it has said so."""
         report = self._place / "cluster" / "run" / "replicas" / f"{actor.pid}.json"
         if report.exists():

@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, Self
 
+import psutil
 import requests
 
 from cluster.named_gateway import NAME
 from common.serving import Address, Served, free_ports, metric
 from common.study import ROOT
 from modelled.engine import modelled
-from tidewheel.server import processes
+from tidewheel_process import process_tree
+from tidewheel_process.child import wait_until
 
 LIMIT_S = 120.0
 _READY = "tidewheel_gateway_upstream_ready"
@@ -104,16 +106,16 @@ class ListServers:
 
     def kill_one(self, *, alone: bool) -> float:
         host, server = list(self._running.items())[-1]
-        below = processes.descendants(server.process.pid)
+        below = process_tree.descendants(server.process.pid)
         killed = kill_tree(server.process.pid, alone=alone)
         server.process.wait()
-        processes.wait_until(lambda: not any(map(processes.is_alive, below)), LIMIT_S)  # for its ports
+        wait_until(lambda: not any(map(process_tree.is_alive, below)), LIMIT_S)  # for its ports
         self._running[host] = self._start(host)
         return killed
 
     def pids(self) -> Mapping[str, list[int]]:
         serves = [server.process.pid for server in self._running.values()]
-        below = [process.pid for serve in serves for process in processes.descendants(serve)]
+        below = [process.pid for serve in serves for process in process_tree.descendants(serve)]
         return {"replicas": [*serves, *below], "gateway": [self._process.pid]}
 
     def _start(self, host: str) -> Served:
@@ -128,10 +130,10 @@ class ListServers:
 
 def kill_tree(pid: int, *, alone: bool) -> float:
     """Kill a process, and all below it unless `alone`, and return when."""
-    below = [] if alone else processes.descendants(pid)
-    tree = [one for one in (processes.read(pid), *below) if one is not None]
+    below = [] if alone else process_tree.descendants(pid)
+    tree = [psutil.Process(pid), *below]
     killed = time.monotonic()
-    processes.signal_all(tree, signal.SIGKILL)
+    process_tree.signal_all(tree, signal.SIGKILL)
     return killed
 
 

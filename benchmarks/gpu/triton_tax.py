@@ -17,7 +17,7 @@ from gpu.stage import Stage, logged, parser, run
 from gpu.stream_client import stream_all
 from modelled.roofline import SHAPES
 from tidewheel.server import ServeError
-from tidewheel.server.locate import locate
+from tidewheel.server.tritonserver import locate
 
 NUM_CLIENTS = 8  # processes
 NEEDS_S = 30.0

@@ -26,8 +26,8 @@ import requests
 from common.serving import Address, free_ports, serving_repository
 from common.study import ROOT, Study, show
 from path.stream_path import SETTLE_S
-from tidewheel.server.processes import arguments, descendants
 from tidewheel_client import Client
+from tidewheel_process.process_tree import arguments, descendants
 
 WORDS = ("a", "tuple", "is", "the", "file", "of", "an", "index", "to", "open", "and", "close", "in", "Python")
 _clients = local()
@@ -36,8 +36,8 @@ _clients = local()
 def private_mib() -> dict[str, float]:
     """Return the private memory of each server process in MiB, swap included, by role ("engine", "front end 2")."""
     found: dict[str, float] = {}
-    for process in sorted(descendants(os.getpid()), key=lambda one: one.started):
-        if role := role_of(process.name, " ".join(arguments(process.pid))):
+    for process in sorted(descendants(os.getpid()), key=lambda one: one.create_time()):
+        if role := role_of(process.name(), " ".join(arguments(process.pid))):
             rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
             pages = re.findall(r"^(?:Private_\w+|Swap):\s+(\d+) kB", rollup, re.MULTILINE)
             name = role if role not in found else f"{role} {sum(one.startswith(role) for one in found) + 1}"

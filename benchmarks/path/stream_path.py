@@ -40,7 +40,7 @@ from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.core import EngineCore
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
-from tidewheel.server.processes import descendants
+from tidewheel_process.process_tree import descendants
 
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 CONTEXT = 512
@@ -115,9 +115,9 @@ def processes() -> dict[str, list[int]]:
         command = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
         if "--engine-dir" in command:
             found["engine"].append(process.pid)
-        elif process.name.startswith("triton_python_b"):
+        elif process.name().startswith("triton_python_b"):
             found["front_end"].append(process.pid)
-        elif process.name == "tritonserver":
+        elif process.name() == "tritonserver":
             found["server"].append(process.pid)
     return found
 

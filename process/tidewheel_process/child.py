@@ -15,14 +15,14 @@ _POLL_S = 0.02
 
 
 class StartError(Exception):
-    """A child that ended before it was ready, or was not ready in time. The message lacks the child's name."""
+    """Child that ended before it was ready, or was not ready in time. The message lacks its name."""
 
 
 class Child:
-    """Child in a session of its own: Ctrl-C reaches only the parent, which ends its children in order."""
+    """Child in its own session: Ctrl-C reaches only the parent, which ends its children in order."""
 
     def __init__(self, command: Sequence[str], *, ends_with_parent: bool = False, **options: Any) -> None:
-        """Start the command with options of `subprocess.Popen`; standard input is empty unless given. Raise OSError.
+        """Take options of `subprocess.Popen`. Raise OSError.
 
         `ends_with_parent`: the kernel sends SIGTERM when the starting thread ends.
         """
@@ -36,13 +36,11 @@ class Child:
 
     @property
     def stdin(self) -> IO[bytes]:
-        """Pipe to the child, with option `stdin=subprocess.PIPE`."""
         assert self._process.stdin is not None
         return self._process.stdin
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Pipe from the child, with option `stdout=subprocess.PIPE`."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -52,7 +50,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, or the negative number of the signal that ended the child; None while it runs."""
+        """Exit code, the negative number of a signal, or None while the child runs."""
         return self._process.poll()
 
     @property
@@ -68,7 +66,7 @@ class Child:
             raise StartError(f"ended at its start with {self.exit}")
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Return whether the child ended within the limit (None: wait without one)."""
+        """Return whether the child ended within the limit."""
         try:
             self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -76,14 +74,12 @@ class Child:
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the signal, unless the child has ended."""
         self._process.send_signal(number)
 
     def terminate(self) -> None:
         self._process.terminate()
 
     def kill(self) -> None:
-        """Kill the child and reap it."""
         self._process.kill()
         self._process.wait()
 
@@ -94,12 +90,12 @@ class Child:
             self.kill()
 
     def reap_on_thread(self) -> None:
-        """Reap the child when it ends, for a parent that does not look."""
+        """Reap the child at its end, for a parent that does not look."""
         threading.Thread(target=self._process.wait, name=f"reaper-{self.pid}", daemon=True).start()
 
 
 def describe_exit(code: int | None) -> str:
-    """Return `code`, as of `Popen.returncode`, in words."""
+    """Return a `Popen.returncode` in words."""
     if code is None:
         return "no exit code"
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""This process as a parent: signals to stop, orphans, and the limit of open files that children inherit."""
+"""Signals, orphans and limits of this process, which its children inherit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,9 +37,7 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._wakeup_before)
@@ -49,29 +48,30 @@ class StopSignals:
         return self._reader.fileno()
 
     def stop(self) -> None:
-        """Ask to stop, as the first signal does. Later calls, from any thread, change nothing."""
+        """Count as the first signal, from any thread."""
         if not self.count:
             self.count = 1
             with contextlib.suppress(OSError):  # full, or closed: it is stopping anyway
                 self._writer.send(b"\0")
 
+    def wait(self, limit_s: float) -> None:
+        """Wait for a signal."""
+        select.select([self], [], [], limit_s)
+        self.clear()
+
     def clear(self) -> None:
-        """Make `fileno` wait for the next signal."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(64):
                 pass
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
 
 
 def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
-    """Call `stop` on a thread once the other end of a pipe is closed, which the kernel does however its owner ends.
+    """Call `stop` on a thread once the other end of a pipe is closed, however its owner ends."""
 
-    A parent-death signal would come for every thread of the parent that ends.
-    """
-
+    # A parent-death signal would come for every thread of the parent that ends.
     def wait() -> None:
         with contextlib.suppress(OSError):
             while os.read(descriptor, 4096):
@@ -92,7 +92,7 @@ def adopt_orphans() -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open files, which children inherit, as far as allowed; return it."""
+    """Raise the limit of open files as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_DESCRIPTORS

@@ -1,7 +1,4 @@
-"""Guard of a process: another one that cleans up after it, however it ends.
-
-The guarded process holds one end of a pipe, which the kernel closes at its end.
-"""
+"""Guard of a process: a second process that cleans up after the first, however that ends."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from tidewheel_process.child import Child
 
@@ -21,10 +17,10 @@ class Guard:
     """Guard that cleans up after this process, also at the end of the `with` block."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `command`, a program that calls `guard`."""
+        """`command`: a program that calls `guard`."""
         self._command = command
         self._environment = dict(environment)
-        self._reader, self._writer = os.pipe()
+        self._reader, self._writer = os.pipe()  # the kernel closes the writer at the end of this process
         self._child = self._start()
 
     @property
@@ -32,9 +28,9 @@ class Guard:
         return self._child.pid
 
     def keep(self) -> None:
-        """Start another guard if this one has ended, or leave that to the next call if the start fails."""
+        """Start another guard if this one has ended."""
         if self._child.has_ended:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the next call tries again
                 self._child = self._start()
 
     def _start(self) -> Child:
@@ -43,9 +39,7 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._reader)
         os.close(self._writer)
         if not self._child.wait(_END_TIMEOUT_S):
@@ -53,7 +47,7 @@ class Guard:
 
 
 def guard(clean_up: Callable[[], object]) -> None:
-    """Wait, in the process of a `Guard`, for the end of the guarded process; then clean up."""
+    """Clean up, in the process of a `Guard`, once the guarded process has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):

@@ -1,4 +1,4 @@
-"""Processes of this machine by pid and start time, so that a later process with the same pid is never meant."""
+"""Processes by pid and start time, so that a later process with the same pid is never meant."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ _POLL_S = 0.02
 
 
 def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
-    """Return the start in ticks since boot (field 22 in proc_pid_stat(5)), or None if the process has ended.
-
-    Not psutil's `create_time`, which moves with the system clock and so cannot be stored.
-    """
+    """Return the start in ticks since boot (field 22 in proc_pid_stat(5)); None: the process has ended."""
+    # psutil's `create_time` moves with the system clock, so it cannot be stored.
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # any user chose the name
     except (FileNotFoundError, ProcessLookupError):  # any other error says nothing about the process
@@ -26,10 +24,10 @@ def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
 
 
 class ProcessHandle:
-    """Handle of a process, which need not be a child. `fileno`, a pidfd, is readable once the process has ended."""
+    """Handle of any process. `fileno`, a pidfd, is readable once the process has ended."""
 
     def __init__(self, pid: int, started: int | None = None) -> None:
-        """Take the `start_ticks` of the process (None: of the process that has the pid now)."""
+        """`started`: the `start_ticks` (None: of the process that has the pid now)."""
         self.pid = pid
         self._started = start_ticks(pid) if started is None else started
         self.fileno: int | None = None  # None without pidfds
@@ -42,7 +40,7 @@ class ProcessHandle:
 
     @property
     def has_ended(self) -> bool:
-        """Return `not is_alive`, in one system call."""
+        """`not is_alive`, in one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property
@@ -63,7 +61,6 @@ class ProcessHandle:
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the signal, unless the process has ended."""
         if not self.is_alive:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Private folders that one process holds, and what is left of those whose process was killed."""
+"""Private folders that one process holds, and left-over folders of killed processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 
 
 class FolderError(Exception):
-    """Folder that is not this user's alone, in one line that says what to change."""
+    """Folder that is not this user's alone; the message says what to change."""
 
 
 def make_private(path: Path, remedy: str) -> Path:
-    """Make the folder, mode 0700.
-
-    Raise OSError, or `FolderError` with the remedy if the folder belongs to another user or is open to others.
-    """
+    """Make the folder, mode 0700. Raise `FolderError` if it is another user's or open to others, or OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_own(path):
         raise FolderError(f"{path} must be a folder that belongs to user {os.getuid()}: {remedy}")
@@ -36,15 +33,15 @@ def make_private(path: Path, remedy: str) -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether the path is a real folder of this user. Raise OSError if there is none."""
+    """Return whether the path is a real folder of this user. Raise OSError if it is missing."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def try_lock(path: Path, timeout_s: float = 0.0) -> FileLock | None:
-    """Hold the lock on a file, made if need be, until `release` or this process ends. None: another process has it.
+    """Lock a file until `release` or the end of this process. None: another process holds the lock.
 
-    Raise PermissionError for another user's file, and OSError for a link.
+    Raise OSError, also for a link or another user's file.
     """
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_uid != os.getuid():
@@ -58,7 +55,7 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> FileLock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on a file. The look disturbs no other look, as `try_lock` would."""
+    """Return whether a process holds the lock on a file, without disturbing another look as `try_lock` would."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -73,7 +70,7 @@ def is_locked(path: Path) -> bool:
 
 
 class LockedFolder:
-    """Private folder with a lock that one process holds. The kernel frees the lock of a dead process."""
+    """Folder with a lock that one process holds. The kernel frees the lock of a dead process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,15 +81,16 @@ class LockedFolder:
     def is_held(self) -> bool:
         return self._lock is not None
 
-    def try_lock(self) -> bool:
-        """Return whether this process holds the lock now. Raise OSError.
-
-        A lock file that was removed and made again is another file, which another process may hold.
-        """
-        file = self.path / LOCK
-        if self._lock is not None and _inode(file) != self._inode:
+    def keeps_lock(self) -> bool:
+        """Return whether this process holds the lock on the file that is there now."""
+        if self._lock is not None and _inode(self.path / LOCK) != self._inode:
             self.release()
-        if self._lock is None and (lock := try_lock(file)) is not None:
+        return self.is_held
+
+    def try_lock(self) -> bool:
+        """Return whether this process holds the lock now. Raise OSError."""
+        file = self.path / LOCK
+        if not self.keeps_lock() and (lock := try_lock(file)) is not None:
             self._lock, self._inode = lock, _inode(file)
         return self.is_held
 
@@ -115,7 +113,7 @@ def new_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Return whether a folder of this user outlived the process that held it. False for other users' folders."""
+    """Return whether a folder of this user outlived the process that held it."""
     try:
         if not is_own(folder):
             return False
@@ -126,8 +124,14 @@ def is_left_over(folder: Path) -> bool:
     return is_free(folder / LOCK)
 
 
+def remove_left_over(base: Path, prefix: str) -> None:
+    """Remove the folders of killed processes in `base`."""
+    for folder in filter(is_left_over, base.glob(f"{prefix}*")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def is_free(path: Path) -> bool:
-    """Return whether no process holds the lock on this user's file. False for another user's file or a link."""
+    """Return whether no process holds the lock on a file of this user."""
     with contextlib.suppress(OSError):
         if (lock := try_lock(path)) is not None:
             lock.release()
@@ -136,7 +140,6 @@ def is_free(path: Path) -> bool:
 
 
 def _inode(path: Path) -> int:
-    """Return the inode, or 0 without a file. A held file's inode is not given to another file."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino
     return 0

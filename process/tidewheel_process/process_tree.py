@@ -1,4 +1,4 @@
-"""Processes below another one, and those that were started with an environment variable."""
+"""Processes below another one, or with a folder in their environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs: neither gone, nor a zombie, nor another one with its pid."""
+    """Return whether the process is neither gone, nor a zombie, nor another one with its pid."""
     return status(process) not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and bool(process.is_running())
 
 
@@ -55,7 +55,7 @@ def arguments(pid: int) -> list[str]:
 
 
 def started_with(variable: str, folder: str) -> list[psutil.Process]:
-    """Return the living processes of this user whose variable named the folder or one below it, without this one."""
+    """Return this user's other processes whose variable named the folder, or one below it, at their start."""
 
     def names_it(process: psutil.Process) -> bool:
         with contextlib.suppress(*_GONE):
@@ -73,10 +73,8 @@ def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:
 
 
 def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
-    """End the processes that `find` returns: SIGTERM, then SIGKILL twice, each after the grace at the latest.
-
-    The second SIGKILL reaches children that were forked just before the first.
-    """
+    """Send SIGTERM to the processes that `find` returns, and SIGKILL after the grace."""
+    # The second SIGKILL reaches children that were forked just before the first.
     for number in (SIGTERM, SIGKILL, SIGKILL):
         found = find()
         signal_all(found, number)
@@ -84,7 +82,7 @@ def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
 
 
 def reap(*, keep: Iterable[int]) -> None:
-    """Reap ended children, orphans that were adopted among them, except those to `keep`."""
+    """Reap ended children and adopted orphans, except the pids to `keep`."""
     kept = set(keep)
     for process in children(os.getpid()):
         if process.pid not in kept and status(process) == psutil.STATUS_ZOMBIE:

@@ -15,7 +15,7 @@ class CrashLoop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Delays of restarts, doubled per death or failed start. `max_deaths` within `window_s` are a crash loop."""
+    """Delays, doubled per death or failed start. `max_deaths` within `window_s` are a crash loop."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 5.0
@@ -28,7 +28,7 @@ class RestartPolicy:
 
 
 class DeathCount:
-    """Deaths of one server, in time of service: slow starts and long back-offs do not make it younger."""
+    """Deaths, counted in seconds of service, to which starts and delays do not add."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self._policy = policy or RestartPolicy()
@@ -36,7 +36,7 @@ class DeathCount:
         self._served_s = 0.0
 
     def next_delay_s(self, served_s: float, reason: str) -> float:
-        """Return the delay after a death that followed `served_s` of service. Raise `CrashLoop` after too many."""
+        """Return the delay after a death. Raise `CrashLoop` after too many."""
         self._served_s += served_s
         self._deaths = [at for at in self._deaths if self._served_s - at <= self._policy.window_s] + [self._served_s]
         if len(self._deaths) >= self._policy.max_deaths:
@@ -53,16 +53,15 @@ class RestartedChild:
     def __init__(
         self, name: str, start: Callable[[], Child], note: Callable[[str], None], policy: RestartPolicy | None = None
     ) -> None:
-        """Start the child now. `note` takes a line about each death."""
         self._name = name
         self._start = start
         self._note = note
         self._deaths = DeathCount(policy)
-        self._start_at: float | None = None  # monotonic seconds, after a death
+        self._start_at: float | None = None  # monotonic seconds
         self.child = start()
 
     def watch(self) -> None:
-        """Start the child again, some time after it died. Raise `CrashLoop` after too many deaths."""
+        """Start a dead child again after the delay. Raise `CrashLoop` after too many deaths."""
         now = time.monotonic()
         if self._start_at is not None:
             if now >= self._start_at:

@@ -16,11 +16,11 @@ from tidewheel.adapter import triton_model
 from tidewheel.adapter.follower import Follower
 from tidewheel.config import EngineConfig
 from tidewheel.engine import placement
-from tidewheel.engine.folder import CURRENT, LOCK, Place, Status, new_place, read_status, write_status
-from tidewheel.engine.launcher import take_lock
-from tidewheel.engine.placement import choose_place, make_current
-from tidewheel.engine.process_handle import process_start_ticks
+from tidewheel.engine.folder import CURRENT, EngineTarget, Status, new_target, read_status, write_status
+from tidewheel.engine.placement import choose_engine, make_current
 from tidewheel.errors import ConfigError, Draining
+from tidewheel_process.handle import start_ticks
+from tidewheel_process.locked_folder import LockedFolder
 
 LIMIT_S = 60.0
 FRONTEND = SimpleNamespace(health_host="127.0.0.1", health_port=None, request_log="", otlp_traces_endpoint="")
@@ -36,7 +36,7 @@ class FakeServing:
     num_hanging = 0
 
     def __init__(
-        self, settings: object, place: Place, name: str, must_stop: Callable[[], bool], on_ended: object
+        self, settings: object, target: EngineTarget, name: str, must_stop: Callable[[], bool], on_ended: object
     ) -> None:
         if self.failures:
             raise self.failures.pop(0)
@@ -45,7 +45,7 @@ class FakeServing:
             time.sleep(0.001)
             if must_stop():
                 raise Draining("closed")
-        self.place, self.has_failed, self.num_closed = place, False, 0
+        self.target, self.has_failed, self.num_closed = target, False, 0
         self.frontend = SimpleNamespace(is_idle=True)
         self.made.append(self)
 
@@ -62,28 +62,28 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return make_place(tmp_path, "one")
+def target(tmp_path: Path) -> EngineTarget:
+    return make_target(tmp_path, "one")
 
 
-def make_place(model_dir: Path, identity: str, **settings: Any) -> Place:
+def make_target(model_dir: Path, identity: str, **settings: Any) -> EngineTarget:
     folder = model_dir / identity
     folder.mkdir(exist_ok=True)
-    return new_place(folder, EngineConfig(model="m", **settings), identity)
+    return new_target(folder, EngineConfig(model="m", **settings), identity)
 
 
-def write(place: Place, **fields: Any) -> None:
-    ticks = process_start_ticks(os.getpid())
-    values = {"state": "ready", "settings": place.config.to_settings(), "read_ns": place.read_ns}
-    values |= {"started": place.started.to_settings(), "identity": place.identity, **fields}
-    write_status(place.folder, Status(pid=os.getpid(), start_ticks=ticks or 0, **values))
+def write(target: EngineTarget, **fields: Any) -> None:
+    ticks = start_ticks(os.getpid())
+    values = {"state": "ready", "settings": target.config.to_settings(), "read_ns": target.read_ns}
+    values |= {"started": target.started.to_settings(), "identity": target.identity, **fields}
+    write_status(target.folder, Status(pid=os.getpid(), start_ticks=ticks or 0, **values))
 
 
 @pytest.fixture
-def follower(place: Place) -> Iterator[Follower]:
-    write(place)
-    make_current(place)
-    started = Follower(place.folder.parent, SETTINGS, place, "test")  # type: ignore[arg-type]
+def follower(target: EngineTarget) -> Iterator[Follower]:
+    write(target)
+    make_current(target)
+    started = Follower(target.folder.parent, SETTINGS, target, "test")  # type: ignore[arg-type]
     yield started
     started.close()
     assert [serving.num_closed for serving in FakeServing.made] == [1] * len(FakeServing.made)
@@ -98,21 +98,21 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def let_turn(follower: Follower) -> None:
     """Wait until the follower has looked again, at least once."""
-    looks, look = [0], follower._next_place
+    looks, look = [0], follower._next_target
 
-    def count() -> Place | None:
+    def count() -> EngineTarget | None:
         looks[0] += 1
         return look()
 
-    follower._next_place = count  # type: ignore[method-assign]
+    follower._next_target = count  # type: ignore[method-assign]
     wait_for(lambda: looks[0] > 1)
 
 
-def test_it_follows_to_another_engine(follower: Follower, place: Place) -> None:
-    other = make_place(place.folder.parent, "two")
+def test_it_follows_to_another_engine(follower: Follower, target: EngineTarget) -> None:
+    other = make_target(target.folder.parent, "two")
     write(other)
     make_current(other)
-    wait_for(lambda: follower.serving.place.folder == other.folder)
+    wait_for(lambda: follower.serving.target.folder == other.folder)
     wait_for(lambda: FakeServing.made[0].num_closed)
 
 
@@ -128,50 +128,50 @@ def test_a_front_end_that_has_given_up_joins_the_engine_of_a_later_load(follower
     ids=["the server shuts down", "crash loop", "room was needed"],
 )
 def test_a_front_end_that_has_given_up_starts_its_engine_where_it_may(
-    follower: Follower, place: Place, fields: dict[str, bool], starts: bool
+    follower: Follower, target: EngineTarget, fields: dict[str, bool], starts: bool
 ) -> None:
-    write(place, state="stopped", **fields)
+    write(target, state="stopped", **fields)
     FakeServing.made[0].has_failed = True
     if starts:
         wait_for(lambda: len(FakeServing.made) == 2)
-        assert follower.serving.place.folder == place.folder
+        assert follower.serving.target.folder == target.folder
     else:
         let_turn(follower)
         assert len(FakeServing.made) == 1
 
 
 def test_an_engine_that_fails_while_it_is_looked_for_counts_as_failed(
-    follower: Follower, place: Place, monkeypatch: pytest.MonkeyPatch
+    follower: Follower, target: EngineTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = module.find_place
+    find = module.find_engine
 
-    def fail_meanwhile(model_dir: Path) -> Place | None:
+    def fail_meanwhile(model_dir: Path) -> EngineTarget | None:
         found = find(model_dir)
-        write(place, state="stopped", is_given_up=True)
+        write(target, state="stopped", is_given_up=True)
         FakeServing.made[0].has_failed = True
         return found
 
-    monkeypatch.setattr(module, "find_place", fail_meanwhile)
+    monkeypatch.setattr(module, "find_engine", fail_meanwhile)
     wait_for(lambda: FakeServing.made[0].has_failed)
-    monkeypatch.setattr(module, "find_place", find)
+    monkeypatch.setattr(module, "find_engine", find)
     let_turn(follower)
     assert len(FakeServing.made) == 1
 
 
-def test_an_engine_that_has_just_started_again_changes_no_settings(follower: Follower, place: Place) -> None:
+def test_an_engine_that_has_just_started_again_changes_no_settings(follower: Follower, target: EngineTarget) -> None:
     """It has those of its first start until a front end brings the later ones."""
-    write(place._replace(config=EngineConfig(model="m", ageing_s=3.0)), read_ns=0)
+    write(target._replace(config=EngineConfig(model="m", ageing_s=3.0)), read_ns=0)
     let_turn(follower)
     assert len(FakeServing.made) == 1
 
 
 @pytest.mark.parametrize("error", [ConfigError("no"), OSError("no"), RuntimeError("can't start new thread")])
-def test_no_error_ends_the_thread(follower: Follower, place: Place, error: Exception) -> None:
+def test_no_error_ends_the_thread(follower: Follower, target: EngineTarget, error: Exception) -> None:
     FakeServing.failures.append(error)
-    other = make_place(place.folder.parent, "two")
+    other = make_target(target.folder.parent, "two")
     write(other)
     make_current(other)
-    wait_for(lambda: follower.serving.place.folder == other.folder)
+    wait_for(lambda: follower.serving.target.folder == other.folder)
     assert not FakeServing.failures
 
 
@@ -183,46 +183,46 @@ def test_closing_waits_for_no_engine(follower: Follower, monkeypatch: pytest.Mon
     FakeServing.made[0].num_closed = 0  # the fixture closes again
 
 
-def test_a_load_that_fails_gives_back_the_engine_that_made_room(tmp_path: Path, place: Place) -> None:
-    write(place, state="stopped", is_draining=True)
-    make_current(place)
+def test_a_load_that_fails_gives_back_the_engine_that_made_room(tmp_path: Path, target: EngineTarget) -> None:
+    write(target, state="stopped", is_draining=True)
+    make_current(target)
     FakeServing.failures.append(ConfigError("too large"))
-    other = make_place(tmp_path, "two")
+    other = make_target(tmp_path, "two")
     with pytest.raises(ConfigError, match="too large"):
         triton_model._follow(tmp_path, SETTINGS, other, "test")  # type: ignore[arg-type]
     status = read_status(tmp_path / CURRENT)
     assert status is not None and not status.is_draining and status.identity == "one"
 
 
-def test_a_load_removes_the_folders_of_engines_that_have_ended(tmp_path: Path, place: Place) -> None:
-    write(place)
+def test_a_load_removes_the_folders_of_engines_that_have_ended(tmp_path: Path, target: EngineTarget) -> None:
+    write(target)
     for name, fields in (("ended", {"state": "stopped"}), ("owned", {"state": "stopped"}), ("alive", {})):
-        write(make_place(tmp_path, name), **fields)
+        write(make_target(tmp_path, name), **fields)
     (tmp_path / "empty").mkdir()
-    lock = take_lock(tmp_path / "owned" / LOCK)
-    assert lock is not None
-    started = triton_model._follow(tmp_path, SETTINGS, place, "test")  # type: ignore[arg-type]
+    lock = LockedFolder(tmp_path / "owned")
+    assert lock.try_lock()
+    started = triton_model._follow(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
     started.close()
-    os.close(lock)
+    lock.release()
     assert {path.name for path in tmp_path.iterdir()} == {CURRENT, "one", "owned", "alive"}
 
 
 def test_what_cannot_be_written_after_the_start_closes_the_front_end(
-    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: EngineTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(place: Place) -> None:
+    def fail(target: EngineTarget) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(triton_model, "make_current", fail)
     with pytest.raises(OSError, match="No space"):
-        triton_model._follow(tmp_path, SETTINGS, place, "test")  # type: ignore[arg-type]
+        triton_model._follow(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
     assert [serving.num_closed for serving in FakeServing.made] == [1]
 
 
 def test_a_status_of_another_version_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_fits_beside", lambda status, config: True)
-    old = make_place(tmp_path, "old")
+    old = make_target(tmp_path, "old")
     write(old, started={"model": "m", "setting_of_tomorrow": 1})
     make_current(old)
-    place = choose_place(tmp_path, EngineConfig(model="m"))
-    assert place.folder != old.folder
+    target = choose_engine(tmp_path, EngineConfig(model="m"))
+    assert target.folder != old.folder

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tidewheel.server.launch import package_folder, python_path
+from tidewheel.server.tritonserver import package_folder, python_path
 
 LOAD = """
 import importlib.util, sys

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.adapter.presence import Mark, Presence, read_mark
-from tidewheel.engine.process_handle import process_start_ticks
+from tidewheel_process.handle import start_ticks
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def mine() -> Mark | None:
-    return read_mark(os.getpid(), process_start_ticks(os.getpid()) or 0)
+    return read_mark(os.getpid(), start_ticks(os.getpid()) or 0)
 
 
 @pytest.mark.usefixtures("run_dir")
@@ -49,7 +49,7 @@ def test_marks_of_processes_that_are_gone_are_removed(run_dir: Path) -> None:
 def test_a_mark_that_cannot_be_written_is_no_error(run_dir: Path) -> None:
     run_dir.mkdir(mode=0o700)
     (run_dir / "front_ends").mkdir(mode=0o700)
-    (run_dir / "front_ends" / f"{os.getpid()}-{process_start_ticks(os.getpid())}").mkdir()
+    (run_dir / "front_ends" / f"{os.getpid()}-{start_ticks(os.getpid())}").mkdir()
     presence = Presence("a model")
     presence.open_request()
     presence.remove()

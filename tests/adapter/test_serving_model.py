@@ -24,7 +24,7 @@ from support.triton.fake_triton import (
 from support.triton.serving import free_ports, wait_for
 from tidewheel import model
 from tidewheel.adapter import follower
-from tidewheel.engine.folder import Place
+from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
@@ -51,8 +51,8 @@ class FakeClient:
     readiness = READY
     failure: Exception | None = None
 
-    def __init__(self, place: Place, listener: Any, *, name: str) -> None:
-        self.place, self.listener, self.name = place, listener, name
+    def __init__(self, target: EngineTarget, listener: Any, *, name: str) -> None:
+        self.target, self.listener, self.name = target, listener, name
         self.events: list[str] = []
 
     def start(self, timeout_s: float, must_stop: Callable[[], bool]) -> EngineInfo:
@@ -314,9 +314,9 @@ def test_other_settings_are_followed_and_requests_end_where_they_are(
     started, first = start(make_args(tmp_path))
     held = ask("hold")
     started.execute([held])
-    place = started._follower.serving.place
-    config = dataclasses.replace(place.config, max_prompt_bytes=9)
-    monkeypatch.setattr(follower, "find_place", lambda _: place._replace(config=config))
+    target = started._follower.serving.target
+    config = dataclasses.replace(target.config, max_prompt_bytes=9)
+    monkeypatch.setattr(follower, "find_engine", lambda _: target._replace(config=config))
     wait_for(lambda: started._follower.serving.frontend is not first, 60, "the other front end")
     request = ask("0123456789")
     started.execute([request])

@@ -20,9 +20,9 @@ from tidewheel.cluster.cluster_place import ClusterPlace
 from tidewheel.cluster.ray_watch import RayWatch
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
 from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
-from tidewheel.server.control_socket import MAX_LINE, ControlSocket, ask
-from tidewheel.server.processes import children
+from tidewheel.server.model_control import MAX_LINE, ControlSocket, ask
 from tidewheel.server.workdir import work_dir
+from tidewheel_process.process_tree import children, name
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
 
@@ -107,7 +107,7 @@ def test_deaths_of_ray_are_seen(tmp_path: Path) -> None:
 
     with start("gcs_server") as store, start("raylet") as raylet:
         try:
-            wait_for(lambda: {"gcs_server", "raylet"} <= {one.name for one in children(os.getpid())}, 10, "both")
+            wait_for(lambda: {"gcs_server", "raylet"} <= {name(one) for one in children(os.getpid())}, 10, "both")
             watch = RayWatch()
             assert (watch.look(), watch.has_died) == (False, False)
             watch.check()

@@ -32,8 +32,8 @@ from support.triton.serving import (
     wait_for,
     wait_ready,
 )
-from tidewheel.server import processes
 from tidewheel_client import Client, Completion
+from tidewheel_process.current_process import raise_descriptor_limit
 
 pytestmark = pytest.mark.e2e
 
@@ -313,7 +313,7 @@ def test_idle_and_unread_connections_keep_no_other_from_its_answer(server: Serve
 
     expected = answer()
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 900, "ignore_eos": True})
-    processes.raise_descriptor_limit()
+    raise_descriptor_limit()
     with contextlib.ExitStack() as held:
         for number in range(1064):
             connection = http.client.HTTPConnection("127.0.0.1", server.openai_port)

@@ -15,9 +15,9 @@ import pytest
 import requests
 
 from support.triton.serving import REPOSITORY, Server, free_ports, start_server, stop_server, wait_for, wait_ready
-from tidewheel.server import launch
+from tidewheel.server import tritonserver
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.locate import locate
+from tidewheel.server.tritonserver import locate
 from tidewheel.server.workdir import WorkDir
 
 pytestmark = pytest.mark.e2e
@@ -115,13 +115,13 @@ def plain_server(tmp_path: Path) -> Iterator[Server]:
     shutil.copytree(REPOSITORY / "demo", tmp_path / "demo")
     with (tmp_path / "demo" / "config.pbtxt").open("a") as entry:
         entry.write(f'parameters {{ key: "health_port" value: {{ string_value: "{health}" }} }}')
-    launch.assemble(install, work.backends)
+    tritonserver.assemble(install, work.backends)
     ports = Endpoints(http=http, grpc=grpc, metrics=metrics)
-    command = launch.command(install, tmp_path, ports, work, drain_s=0, flags=frozenset())
+    command = tritonserver.command(install, tmp_path, ports, work, drain_s=0, flags=frozenset())
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=launch.environment(install, work)
+            command, stdout=output, stderr=subprocess.STDOUT, env=tritonserver.environment(install, work)
         )
     running = Server(process, http, grpc, metrics, log, health)
     wait_for(lambda: _answers(running), LIMIT_S, "the endpoint")

@@ -17,7 +17,7 @@ import tritonclient.grpc as grpcclient
 from support.triton.burst import PROMPTS, Burst, steady_streams
 from support.triton.serving import REPOSITORY, Server, start_server, stop_server, wait_for, wait_ready
 from tidewheel.server import ServeError
-from tidewheel.server.own_servers import control_of
+from tidewheel.server.workdir import control_of
 
 pytestmark = pytest.mark.e2e
 

@@ -23,10 +23,11 @@ from tidewheel.engine.folder import (
     socket_address,
     write_status,
 )
-from tidewheel.engine.launcher import RestartPolicy, python_executable, recent_deaths, record_death
-from tidewheel.engine.process_handle import process_start_ticks
+from tidewheel.engine.launcher import python_executable, recent_deaths, record_death
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
+from tidewheel_process.handle import start_ticks
+from tidewheel_process.restarts import RestartPolicy
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_socket_address(base: Path) -> None:
 
 
 def status(**fields: object) -> Status:
-    ticks = process_start_ticks(os.getpid())
+    ticks = start_ticks(os.getpid())
     assert ticks is not None
     values = {"state": "ready", "pid": os.getpid(), "start_ticks": ticks, "settings": {"model": "m"}, **fields}
     return Status(**values)  # type: ignore[arg-type]
@@ -114,9 +115,9 @@ def test_alive_means_this_very_process() -> None:
 def test_dead_and_unreaped_processes_are_not_alive() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_start_ticks(process.pid) is None
+    assert start_ticks(process.pid) is None
     process.wait()
-    assert process_start_ticks(process.pid) is None
+    assert start_ticks(process.pid) is None
 
 
 def test_digest_depends_on_values_and_not_on_order() -> None:

@@ -33,9 +33,9 @@ from tidewheel.engine.messages import (
     from_engine_decoder,
 )
 from tidewheel.engine.operating import drain
-from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import Busy, ConfigError, Draining, EngineDead
 from tidewheel.sampling import SamplingParams
+from tidewheel_process.handle import ProcessHandle
 
 Connect = Callable[..., Client]
 LASTING = (*COMMAND[:-1], "3600")  # seconds that an engine waits for another front end

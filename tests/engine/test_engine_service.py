@@ -15,7 +15,7 @@ from support.engine.faulty_engine import DIES, RAISES
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
-from tidewheel.engine.folder import new_place
+from tidewheel.engine.folder import new_target
 from tidewheel.engine.messages import CloseSession, Delta
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import to_source
@@ -157,7 +157,7 @@ def test_requests_that_a_front_end_refused_count_for_their_tenant(connect: Conne
 
 
 def test_the_names_that_one_ping_reports_are_bounded(tmp_path: Path) -> None:
-    client = EngineClient(new_place(tmp_path, EngineConfig(model="ok")), Recorder(), name="front end")
+    client = EngineClient(new_target(tmp_path, EngineConfig(model="ok")), Recorder(), name="front end")
     for number in range(MAX_REFUSED_TENANTS + 10):
         client.count_refused(f"t{number}", 1)
     refused = client._take_refused()

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -16,11 +17,13 @@ from support.engine.engine_clients import LIMIT_S, Client, endless, request
 from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, LOADS_FOREVER, READS
 from tidewheel.config import EngineConfig
 from tidewheel.engine import launcher, process
-from tidewheel.engine.folder import DEATHS, LOCK, STATUS, Status, new_place, read_status
-from tidewheel.engine.launcher import EngineLauncher, RestartPolicy
+from tidewheel.engine.folder import DEATHS, LOCK, STATUS, Status, new_target, read_status
+from tidewheel.engine.launcher import EngineLauncher
 from tidewheel.engine.listening_clock import ListeningClock
-from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import ConfigError, EngineDead, PermanentError
+from tidewheel_process.child import Child
+from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.restarts import RestartPolicy
 
 Connect = Callable[..., Client]
 
@@ -139,10 +142,9 @@ def test_an_engine_whose_first_status_cannot_be_written_is_ended(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawned: list[int] = []
-    popen = launcher.subprocess.Popen
 
-    def spawn(*arguments: object, **options: object) -> object:
-        started = popen(*arguments, **options)  # type: ignore[call-overload]
+    def spawn(*arguments: Any, **options: Any) -> Child:
+        started = Child(*arguments, **options)
         spawned.append(started.pid)
         return started
 
@@ -150,7 +152,7 @@ def test_an_engine_whose_first_status_cannot_be_written_is_ended(
         raise FULL
 
     client = connect(start=False)
-    monkeypatch.setattr(launcher.subprocess, "Popen", spawn)
+    monkeypatch.setattr(launcher, "Child", spawn)
     monkeypatch.setattr(launcher, "write_status", fail)
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\): make room"):
         client.start(LIMIT_S)
@@ -209,10 +211,10 @@ def test_a_crash_loop_ends_with_the_next_load(connect: Connect, folder: Path) ->
 def test_a_start_that_hangs_when_its_owner_dies_is_ended_by_the_next(connect: Connect, model: Path) -> None:
     config = reading(model)
     owner = connect(config=config)
-    place = new_place(owner._engine_dir, config)._replace(
+    target = new_target(owner._engine_dir, config)._replace(
         config=EngineConfig(model=config.model, engine_start_timeout_s=0.2)
     )
-    other = connect(place=place, hold_s=HELD_S)
+    other = connect(target=target, hold_s=HELD_S)
     model.write_text(LOADS_FOREVER)
     old = kill(owner)
     poll(lambda: owner.status.pid != old.pid and owner.status.stage == "weights", "another start")
@@ -228,7 +230,7 @@ def test_a_start_that_hangs_when_its_owner_dies_is_ended_by_the_next(connect: Co
 
 def test_the_owner_of_a_removed_lock_makes_another(folder: Path) -> None:
     owner, other = (
-        EngineLauncher(new_place(folder, EngineConfig(model="ok")), command=(), policy=RestartPolicy())
+        EngineLauncher(new_target(folder, EngineConfig(model="ok")), command=(), policy=RestartPolicy())
         for _ in range(2)
     )
     assert owner.try_lock() and not other.try_lock()

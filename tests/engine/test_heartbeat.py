@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tidewheel.engine.engine_watch import UNUSED_S, EngineWatch
 from tidewheel.engine.folder import CURRENT, HEARTBEAT, LOCK, Status, first_status, is_owned, write_status
-from tidewheel.engine.heartbeat import MAX_GAP_S, HangLimits, HangWatch, Heartbeat
+from tidewheel.engine.heartbeat import MAX_GAP_S, UNUSED_S, EngineWatch, HangLimits, HangWatch, Heartbeat
 
 LOOK_S = 0.2
 GONE = "the front end of the engine is gone or says nothing"

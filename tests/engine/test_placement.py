@@ -17,9 +17,9 @@ from tidewheel.config import LIVE, SIZED, EngineConfig, describe_changes
 from tidewheel.engine import placement
 from tidewheel.engine.folder import CURRENT
 from tidewheel.engine.launcher import stop_engine
-from tidewheel.engine.placement import choose_place, find_place, make_current
-from tidewheel.engine.process_handle import ProcessHandle
+from tidewheel.engine.placement import choose_engine, find_engine, make_current
 from tidewheel.errors import ConfigError
+from tidewheel_process.handle import ProcessHandle
 
 Load = Callable[[EngineConfig], Client]
 
@@ -39,11 +39,11 @@ def load(model_dir: Path) -> Iterator[Load]:
     clients: list[Client] = []
 
     def make(config: EngineConfig) -> Client:
-        place = choose_place(model_dir, config)
-        client = Client(model_dir, name=f"client-{len(clients)}", place=place)
+        target = choose_engine(model_dir, config)
+        client = Client(model_dir, name=f"client-{len(clients)}", target=target)
         clients.append(client)
         client.start(30.0)
-        make_current(place)
+        make_current(target)
         return client
 
     yield make
@@ -137,10 +137,10 @@ def test_settings_that_do_not_fit_the_cache_change_nothing(load: Load) -> None:
 
 
 def test_an_older_reading_does_not_undo_a_newer_one(load: Load, model_dir: Path) -> None:
-    early = choose_place(model_dir, CONFIG)
+    early = choose_engine(model_dir, CONFIG)
     changed = change(ageing_s=3.0)
     first = load(changed)
-    late = Client(model_dir, place=early)
+    late = Client(model_dir, target=early)
     late.start(30.0)
     late.close()
     assert EngineConfig.from_settings(first.status.settings) == changed
@@ -166,8 +166,8 @@ def test_another_engine_stands_beside_the_first_while_that_has_front_ends(load: 
     second.add(request(1, 5))
     second.recorder.wait_ended(1)
     assert second.info.pid != first.info.pid and first.status.is_alive
-    place = find_place(model_dir)
-    assert place is not None and place.config.block_size == 32
+    target = find_engine(model_dir)
+    assert target is not None and target.config.block_size == 32
     first.cancel([1])
     first.recorder.wait_ended(1)
     assert first.recorder.endings[1] == "cancelled"
@@ -191,10 +191,10 @@ def test_without_memory_for_both_the_first_ends_first(
 def test_changed_files_of_the_model_need_another_engine(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1")
     config = change(model=str(tmp_path))
-    before = choose_place(model_dir, config)
-    assert choose_place(model_dir, config).folder == before.folder
+    before = choose_engine(model_dir, config)
+    assert choose_engine(model_dir, config).folder == before.folder
     (tmp_path / "model.safetensors").write_bytes(b"22")
-    assert choose_place(model_dir, config).folder != before.folder
+    assert choose_engine(model_dir, config).folder != before.folder
 
 
 def test_what_an_ended_engine_left_is_removed_at_the_next_load(load: Load, model_dir: Path) -> None:
@@ -209,10 +209,10 @@ def test_what_an_ended_engine_left_is_removed_at_the_next_load(load: Load, model
 
 
 def test_nothing_serves_before_the_first_load(model_dir: Path) -> None:
-    assert find_place(model_dir) is None
-    place = choose_place(model_dir, CONFIG)
-    assert (model_dir / CURRENT).resolve() == place.folder.resolve()
-    assert find_place(model_dir) is None
+    assert find_engine(model_dir) is None
+    target = choose_engine(model_dir, CONFIG)
+    assert (model_dir / CURRENT).resolve() == target.folder.resolve()
+    assert find_engine(model_dir) is None
 
 
 GPU_BYTES = 80 << 30

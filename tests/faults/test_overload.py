@@ -16,7 +16,7 @@ from support.faults.raw_streams import RawStream, idle_connections
 from support.faults.service import MAX_RUNNING, MAX_WAITING, MAX_WAITING_TOKENS, all_at_once
 from support.triton.burst import Burst, bursting
 from support.triton.serving import Server, wait_for
-from tidewheel.server.processes import raise_descriptor_limit
+from tidewheel_process.current_process import raise_descriptor_limit
 
 pytestmark = pytest.mark.e2e
 

@@ -107,7 +107,7 @@ def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
     workers.encode("x", add_special_tokens=False)
     worker = workers._workers[0]  # does what comes one by one
     assert worker is not None
-    os.kill(worker._process.pid, signal.SIGKILL)
+    os.kill(worker._child.pid, signal.SIGKILL)
     assert workers.encode("Hello", add_special_tokens=False).size
 
 

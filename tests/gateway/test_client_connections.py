@@ -43,7 +43,7 @@ def triton() -> Iterator[FakeTriton]:
 @pytest.fixture
 def small(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
     """Gateway that may have few connections."""
-    monkeypatch.setattr(run_gateway.processes, "raise_descriptor_limit", lambda: NUM_DESCRIPTORS)
+    monkeypatch.setattr(run_gateway, "raise_descriptor_limit", lambda: NUM_DESCRIPTORS)
     with gateway_to(triton.port) as gateway:
         yield gateway
 

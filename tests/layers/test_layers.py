@@ -250,7 +250,6 @@ def test_durations_are_monotonic() -> None:
     }
     assert readers == {
         "tidewheel.server.repository",
-        "tidewheel.server.workdir",
         "tidewheel_process.locked_folder",
         "tidewheel.frontend.chat_template",
         "tidewheel.frontend.request_log",

@@ -8,8 +8,7 @@ import pytest
 
 import tidewheel
 from tidewheel.server import ServeError
-from tidewheel.server.launch import assemble, package_folder, python_path
-from tidewheel.server.locate import STUB_NAME, TritonInstall
+from tidewheel.server.tritonserver import STUB_NAME, TritonInstall, assemble, package_folder, python_path
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_assemble(install: TritonInstall, tmp_path: Path) -> None:
 def test_python_path_reaches_the_packages() -> None:
     path = python_path()
     assert len(path) == len(set(path))
-    for package in ("tidewheel", "tidewheel_kernels"):
+    for package in ("tidewheel", "tidewheel_kernels", "tidewheel_client", "tidewheel_process"):
         assert any((Path(root) / package).is_dir() for root in path)
 
 

@@ -15,13 +15,13 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 
-from tidewheel.server import ServeError, processes
+from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.lifeline import Lifeline
-from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.supervisor import Supervisor
-from tidewheel.server.workdir import work_dir
+from tidewheel.server.supervisor import Supervisor, SupervisorParts
+from tidewheel.server.workdir import guarded, work_dir
+from tidewheel_process import process_tree
+from tidewheel_process.current_process import StopSignals
 
 
 def show(supervisor):
@@ -29,7 +29,7 @@ def show(supervisor):
 
 
 def kill_server(supervisor):
-    (server,) = (child for child in processes.children(os.getpid()) if child.pid != parts["guard"].pid)
+    (server,) = (child for child in process_tree.children(os.getpid()) if child.pid != parts.guard.pid)
     os.kill(server.pid, signal.SIGKILL)
     try:
         supervisor.watch(lambda: False)
@@ -37,10 +37,12 @@ def kill_server(supervisor):
         return error
 
 
-parts = {"log": ServerLog(), "note": print, "on_line": print}
-with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, Lifeline(work) as guard:
-    parts["guard"] = guard
-    supervisor = Supervisor(["/bin/sleep", "60"], os.environ, signals=signals, work=work, **parts)
+with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, guarded(work.root) as guard:
+    parts = SupervisorParts(
+        command=["/bin/sleep", "60"], environment=os.environ, signals=signals, log=ServerLog(), guard=guard,
+        work=work, note=print, on_line=print,
+    )
+    supervisor = Supervisor(parts)
     try:
         with supervisor:
             show(supervisor)
@@ -52,7 +54,7 @@ with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, Lifeline(wor
             raise ServeError("enough")
     except ServeError:
         show(supervisor)
-    with Supervisor(["/bin/sleep", "60"], os.environ, signals=signals, work=work, **parts) as supervisor:
+    with Supervisor(parts) as supervisor:
         supervisor.wait_ready(lambda: True, lambda: None)
         os.kill(os.getpid(), signal.SIGTERM)
         supervisor.watch(lambda: False)

@@ -8,8 +8,7 @@ import pytest
 
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.server.console import describe_endpoints, describe_models, version_warning
-from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.triton_http import DeployedModel
+from tidewheel.server.endpoints import DeployedModel, Endpoints
 
 INFO = EngineInfo(
     pid=1,

@@ -13,43 +13,42 @@ import pytest
 
 from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.cli.doctor import as_table
-from tidewheel.server.locate import STUB_NAME
-from tidewheel.server.machine_checks import Judgement, judge
-from tidewheel.server.machine_facts import (
+from tidewheel.server.machine import (
+    DiskSpace,
     Gpu,
+    Judgement,
     Machine,
     Package,
-    Space,
-    Torch,
+    TorchBuild,
+    TriedPart,
+    find_server,
+    judge,
     read_core_limit,
     read_driver,
-    read_machine,
     read_space,
 )
+from tidewheel.server.tritonserver import STUB_NAME
 
-CPU_TORCH = Torch("2.13.0+cpu", "", "torch 2.13.0+cpu is a build without CUDA: install one with it", ())
-CUDA_TORCH = Torch("2.13.0", "13.0", "torch 2.13.0 (CUDA 13.0) cannot use a GPU: Found no NVIDIA driver", ())
-GPU_TORCH = Torch("2.13.0", "13.0", "", (Gpu("NVIDIA H200", (9, 0), 139 * GIB),))
+CPU_TORCH = TorchBuild("2.13.0+cpu", "", "torch 2.13.0+cpu is a build without CUDA: install one with it", ())
+CUDA_TORCH = TorchBuild("2.13.0", "13.0", "torch 2.13.0 (CUDA 13.0) cannot use a GPU: Found no NVIDIA driver", ())
+GPU_TORCH = TorchBuild("2.13.0", "13.0", "", (Gpu("NVIDIA H200", (9, 0), 139 * GIB),))
 HEALTHY = Machine(
     system="Linux",
     processor="x86_64",
     python="3.12.4",
     packages=(Package("torch<2.14,>=2.11", "2.13.0+cpu"), Package("numpy>=1.26", "1.26.4")),
-    server="/opt/tritonserver/bin/tritonserver (installed in this container)",
-    server_obstacle="",
+    server=TriedPart("/opt/tritonserver/bin/tritonserver (installed in this container)"),
     torch=CPU_TORCH,
     driver="",
-    compiler="/usr/bin/gcc",
-    compiler_obstacle="",
+    compiler=TriedPart("/usr/bin/gcc"),
     has_python_headers=False,
-    shared_memory=Space(GIB, GIB, is_writable=True),
+    shared_memory=DiskSpace(GIB, GIB, is_writable=True),
     memory_bytes=16 * GIB,
     num_cores=8,
     num_descriptors=65536,
     core_limit=None,
     used_ports=(),
-    run_dir="/run/tidewheel",
-    run_dir_obstacle="",
+    run_dir=TriedPart("/run/tidewheel"),
 )
 WITH_GPU = replace(HEALTHY, torch=GPU_TORCH, driver="580.65.06", has_python_headers=True)
 NO_SERVER = "no tritonserver found: pip install 'tidewheel[server]' brings one; or run in a container"
@@ -57,19 +56,23 @@ OTHER_STUB = "/s/stub is built for Python 3.10, this is Python 3.12: install tid
 NO_COMPILER = "there is no C compiler gcc: install gcc, or set CC"
 
 DEFECTS: dict[str, tuple[Machine, str, str, str]] = {  # machine, subject, verdict, in what is said
-    "no compiler": (replace(HEALTHY, compiler_obstacle=NO_COMPILER), "compiler", "warning", "install gcc"),
-    "no compiler for a GPU": (replace(WITH_GPU, compiler_obstacle=NO_COMPILER), "compiler", "error", "install gcc"),
+    "no compiler": (replace(HEALTHY, compiler=TriedPart("", NO_COMPILER)), "compiler", "warning", "install gcc"),
+    "no compiler for a GPU": (
+        replace(WITH_GPU, compiler=TriedPart("", NO_COMPILER)), "compiler", "error", "install gcc",
+    ),
     "no headers for a GPU": (replace(WITH_GPU, has_python_headers=False), "compiler", "error", "python3-dev"),
-    "no tritonserver": (replace(HEALTHY, server_obstacle=NO_SERVER), "tritonserver", "error", "pip install"),
-    "another stub": (replace(HEALTHY, server_obstacle=OTHER_STUB), "tritonserver", "error", "with Python 3.10"),
+    "no tritonserver": (replace(HEALTHY, server=TriedPart("", NO_SERVER)), "tritonserver", "error", "pip install"),
+    "another stub": (replace(HEALTHY, server=TriedPart("", OTHER_STUB)), "tritonserver", "error", "with Python 3.10"),
     "full shared memory": (
-        replace(HEALTHY, shared_memory=Space(3 * MIB, 64 * MIB, True)), "shared memory", "error", "3 MiB of 64 MiB",
+        replace(HEALTHY, shared_memory=DiskSpace(3 * MIB, 64 * MIB, True)),
+        "shared memory", "error", "3 MiB of 64 MiB",
     ),
     "small shared memory": (
-        replace(HEALTHY, shared_memory=Space(64 * MIB, 64 * MIB, True)), "shared memory", "warning", "--shm-size=1g",
+        replace(HEALTHY, shared_memory=DiskSpace(64 * MIB, 64 * MIB, True)),
+        "shared memory", "warning", "--shm-size=1g",
     ),
     "shared memory of another user": (
-        replace(HEALTHY, shared_memory=Space(GIB, GIB, False)), "shared memory", "error", "is not writable",
+        replace(HEALTHY, shared_memory=DiskSpace(GIB, GIB, False)), "shared memory", "error", "is not writable",
     ),
     "no shared memory": (replace(HEALTHY, shared_memory=None), "shared memory", "error", "mount it"),
     "CUDA without a driver": (replace(HEALTHY, torch=CUDA_TORCH), "gpu", "warning", "there is no NVIDIA driver"),
@@ -91,12 +94,12 @@ DEFECTS: dict[str, tuple[Machine, str, str, str]] = {  # machine, subject, verdi
     "no installation": (replace(HEALTHY, packages=()), "packages", "warning", "with pip"),
     "ports in use": (replace(HEALTHY, used_ports=(8000, 8002)), "ports", "warning", "8000, 8002"),
     "a run directory that others can read": (
-        replace(HEALTHY, run_dir_obstacle="/r is open to other users: run chmod 700 on it"), "run directory", "error",
-        "chmod 700",
+        replace(HEALTHY, run_dir=TriedPart("", "/r is open to other users: run chmod 700 on it")),
+        "run directory", "error", "chmod 700",
     ),
     "a run directory on a full disk": (
-        replace(HEALTHY, run_dir_obstacle="/r cannot be written (No space left on device)"), "run directory", "error",
-        "TIDEWHEEL_RUN_DIR",
+        replace(HEALTHY, run_dir=TriedPart("", "/r cannot be written (No space left on device)")),
+        "run directory", "error", "TIDEWHEEL_RUN_DIR",
     ),
     "a container with one core": (replace(HEALTHY, core_limit=0.5), "cores", "warning", "may use 0.5"),
     "few files": (replace(HEALTHY, num_descriptors=128), "open files", "warning", "ulimit -Hn"),
@@ -153,14 +156,14 @@ def installation(root: Path, python: str) -> Path:
 
 
 def test_a_stub_for_another_python_on_this_machine(tmp_path: Path) -> None:
-    machine = read_machine(str(installation(tmp_path, "3.9")))
-    assert "is built for Python 3.9" in machine.server_obstacle
+    machine = Machine(server=find_server(str(installation(tmp_path, "3.9"))))
+    assert "is built for Python 3.9" in machine.server.obstacle
     assert machine.torch is not None and machine.packages and machine.shared_memory
 
 
 def test_a_server_that_does_not_run_on_this_machine(tmp_path: Path) -> None:
-    machine = read_machine(str(installation(tmp_path, f"{sys.version_info.major}.{sys.version_info.minor}")))
-    assert "does not run (" in machine.server_obstacle
+    binary = installation(tmp_path, f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert "does not run (" in find_server(str(binary)).obstacle
 
 
 def test_the_command_on_this_machine(tmp_path: Path) -> None:

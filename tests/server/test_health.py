@@ -13,6 +13,7 @@ from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import ServeError, health
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.health import STARTING, Health
+from tidewheel_process.restarts import CrashLoop
 
 
 class FakeWatch:
@@ -91,7 +92,7 @@ def test_an_engine_that_is_given_up_ends_the_server(seen: dict[str, Readiness | 
         it.raise_if_given_up()
         seen["one-1234"] = Readiness("given up", "it died 5 times")
         wait_for(lambda: not it._seen["engines"].is_live, 60, "the look")
-        with pytest.raises(ServeError, match="an engine is given up: one: it died 5 times"):
+        with pytest.raises(CrashLoop, match="an engine is given up: one: it died 5 times"):
             it.raise_if_given_up()
 
 

@@ -10,9 +10,16 @@ import pytest
 
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.launch import ClosedApi, ModelControl, command, control_flags, environment, known_flags
-from tidewheel.server.locate import TritonInstall
-from tidewheel.server.run_server import ServeOptions, open_warnings, opened_apis
+from tidewheel.server.run_server import ServeOptions
+from tidewheel.server.tritonserver import (
+    ClosedApi,
+    ControlMode,
+    TritonInstall,
+    command,
+    control_flags,
+    environment,
+    known_flags,
+)
 from tidewheel.server.workdir import WorkDir
 
 ENDPOINTS = Endpoints(http=1, grpc=2, metrics=3)
@@ -77,7 +84,7 @@ def test_opened_apis(
         ("poll", (), 3, ["--repository-poll-secs=3"]),
     ],
 )
-def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int | None, flags: list[str]) -> None:
+def test_control_flags(mode: ControlMode, models: tuple[str, ...], poll_s: int | None, flags: list[str]) -> None:
     assert control_flags(mode, models, poll_s) == [f"--model-control-mode={mode}", *flags]
 
 
@@ -91,10 +98,10 @@ def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int 
     ],
 )
 def test_what_is_open_is_warned_of(
-    mode: ModelControl, host: str, opened: tuple[ClosedApi, ...], words: list[str]
+    mode: ControlMode, host: str, opened: tuple[ClosedApi, ...], words: list[str]
 ) -> None:
     options = ServeOptions(settings={}, endpoints=Endpoints(host=host), model_control=mode, open_apis=opened)
-    warnings = open_warnings(options)
+    warnings = options.warnings
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
 
@@ -126,7 +133,7 @@ def test_an_explicit_triton_is_closed_unless_it_is_opened(
     argument: str, opened: tuple[ClosedApi, ...], is_open: bool
 ) -> None:
     options = ServeOptions(settings={}, endpoints=Endpoints(), triton_arguments=(argument,), open_apis=opened)
-    assert ("model-repository" in opened_apis(options)) is is_open
+    assert ("model-repository" in options.opened_apis) is is_open
 
 
 def test_environment(install: TritonInstall, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.server import ServeError
-from tidewheel.server.locate import STUB_NAME, locate
+from tidewheel.server.tritonserver import STUB_NAME, locate
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 NOWHERE = Path("/nonexistent/tritonserver")

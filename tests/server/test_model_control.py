@@ -14,8 +14,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.adapter.repository_entry import ORIGIN
 from tidewheel.server import ServeError, repository
-from tidewheel.server.control_socket import ControlSocket
-from tidewheel.server.model_control import Action, ModelControl, ask_server, reload
+from tidewheel.server.model_control import Action, ControlSocket, ModelControl, ask_server, reload
 from tidewheel.server.repository import folder_names, mirror
 
 

@@ -10,10 +10,18 @@ import pytest
 
 from tidewheel.engine.folder import CURRENT
 from tidewheel.private_dir import RUN_DIR
-from tidewheel.server import ServeError, own_servers
+from tidewheel.server import ServeError, workdir
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.own_servers import ENDPOINTS, announce, control_of, current_engines_of
-from tidewheel.server.workdir import CLUSTER, LOCK, WorkDir, work_dir
+from tidewheel.server.workdir import (
+    CLUSTER,
+    ENDPOINTS,
+    WorkDir,
+    control_of,
+    current_engines_of,
+    running_servers,
+    work_dir,
+)
+from tidewheel_process.locked_folder import LOCK
 
 
 @pytest.fixture
@@ -37,11 +45,11 @@ def seen_from(base: Path, port: int) -> list[Path]:
 
 def test_a_server_is_found_by_its_port(base: Path, tmp_path: Path) -> None:
     with work_dir(base, tmp_path) as one:
-        announce(one, Endpoints(metrics=8002))
+        one.announce(Endpoints(metrics=8002))
         link = add_engine(one.run)
         os.environ[RUN_DIR] = str(base)
         with work_dir(base, tmp_path) as other:
-            announce(other, Endpoints(metrics=9002))
+            other.announce(Endpoints(metrics=9002))
             add_engine(other.run, "other-1")
             assert seen_from(base, 8002) == [link]
             assert seen_from(base, 9002) == [other.run / "other-1" / CURRENT]
@@ -49,29 +57,29 @@ def test_a_server_is_found_by_its_port(base: Path, tmp_path: Path) -> None:
 
 
 def test_living_servers_are_listed(base: Path, tmp_path: Path) -> None:
-    assert own_servers.living() == []
+    assert running_servers() == []
     with work_dir(base, tmp_path) as one:
-        announce(one, Endpoints(metrics=8002))
+        one.announce(Endpoints(metrics=8002))
         os.environ[RUN_DIR] = str(base)
         with work_dir(base, tmp_path):  # has announced nothing yet
             os.environ[RUN_DIR] = str(base)
-            assert own_servers.living() == [Endpoints(metrics=8002)]
+            assert running_servers() == [(one, Endpoints(metrics=8002))]
 
 
 def test_servers_of_a_cluster_are_listed(base: Path, tmp_path: Path) -> None:
     run = WorkDir(base / CLUSTER).run
     with work_dir(run, tmp_path) as one:
-        announce(one, Endpoints(metrics=8002))
+        one.announce(Endpoints(metrics=8002))
         os.environ[RUN_DIR] = str(base)
-        assert own_servers.living() == own_servers.living(run) == [Endpoints(metrics=8002)]
-        assert own_servers.living(base) == []
+        assert running_servers() == running_servers(run) == [(one, Endpoints(metrics=8002))]
+        assert running_servers(base) == []
 
 
 def test_the_socket_for_commands_is_that_of_one_server(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="no server of this user runs here"):
         control_of(None)
     with work_dir(base, tmp_path) as one:
-        announce(one, Endpoints(http=8000, grpc=8001))
+        one.announce(Endpoints(http=8000, grpc=8001))
         os.environ[RUN_DIR] = str(base)
         with pytest.raises(
             ServeError, match="port 8000 takes no such command: start it with --model-control explicit"
@@ -82,7 +90,7 @@ def test_the_socket_for_commands_is_that_of_one_server(base: Path, tmp_path: Pat
         with pytest.raises(ServeError, match="no server of this user runs here with port 9001"):
             control_of(9001)
         with work_dir(base, tmp_path) as other:
-            announce(other, Endpoints(http=9000, grpc=9001))
+            other.announce(Endpoints(http=9000, grpc=9001))
             other.control.touch()
             os.environ[RUN_DIR] = str(base)
             assert control_of(9001) == other.control
@@ -95,7 +103,7 @@ def test_a_dead_server_is_not_found(base: Path) -> None:
     work = WorkDir(root)
     add_engine(work.run)
     (root / LOCK).touch()
-    announce(work, Endpoints(metrics=8002))
+    work.announce(Endpoints(metrics=8002))
     assert current_engines_of(8002) == []
 
 
@@ -116,11 +124,11 @@ def test_folders_are_closed_to_others_and_theirs_are_not_read(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with work_dir(base, tmp_path) as work:
-        announce(work, Endpoints(metrics=8002))
+        work.announce(Endpoints(metrics=8002))
         add_engine(work.run)
         assert stat.S_IMODE(work.root.stat().st_mode) == stat.S_IMODE(work.run.stat().st_mode) == 0o700
         assert seen_from(base, 8002)
-        monkeypatch.setattr(own_servers.os, "getuid", lambda: os.geteuid() + 1)
+        monkeypatch.setattr(workdir.os, "getuid", lambda: os.geteuid() + 1)
         assert seen_from(base, 8002) == []
     add_engine(base)
     assert current_engines_of(8002) == []
@@ -128,9 +136,9 @@ def test_folders_are_closed_to_others_and_theirs_are_not_read(
 
 def test_ports_are_reported_while_the_server_lives(tmp_path: Path) -> None:
     path, endpoints = tmp_path / "ports.json", Endpoints(http=8000, grpc=8001)
-    assert own_servers.read_report(path) is None
-    with own_servers.reported(path, endpoints):
-        assert own_servers.read_report(path) == endpoints
+    assert workdir.read_ports_file(path) is None
+    with workdir.ports_file(path, endpoints):
+        assert workdir.read_ports_file(path) == endpoints
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ServeError, match=r"--ports-file .* cannot be written"):
-        own_servers.reported(tmp_path / "none" / "ports", endpoints).__enter__()
+        workdir.ports_file(tmp_path / "none" / "ports", endpoints).__enter__()

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.engine.folder import State, Status, write_status
-from tidewheel.server.console import LoadProgress
-from tidewheel.server.wait_line import WaitLine, waiting
+from tidewheel.server.console import LoadProgress, WaitLine, waiting
 
 
 class Terminal(io.StringIO):
@@ -103,7 +102,7 @@ def test_what_is_waited_for_may_change_meanwhile() -> None:
 
 def test_a_load_says_how_long_it_takes(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr("tidewheel.server.wait_line.FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("tidewheel.server.console.FIRST_LINE_S", 0.0)
     progress = LoadProgress(engines, out)
     progress.update()
     write(engines["demo"], "loading", "weights")

@@ -35,7 +35,7 @@ from support.triton.serving import (
     wait_ready,
 )
 from tidewheel.private_dir import RUN_DIR
-from tidewheel.server.revival import MAX_SHARED_BYTES
+from tidewheel.server.model_reloads import MAX_SHARED_BYTES
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e

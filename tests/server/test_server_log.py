@@ -25,9 +25,9 @@ def fed(*lines: str) -> ServerLog:
 
 def test_parse() -> None:
     line = parse('W1121 08:33:51.926273 9191 model.py:7] "a \\"quoted\\" warning"')
-    assert line == LogLine("W", "model.py", 'a "quoted" warning')
+    assert line == LogLine("W", 'a "quoted" warning')
     assert line.is_problem
-    assert parse("+-----+") == LogLine("", "", "+-----+")
+    assert parse("+-----+") == LogLine("", "+-----+")
     assert not parse('I1121 08:33:51.926273 9191 a.cc:7] "x"').is_problem
     assert not parse('E1121 08:33:50.4 9191 server.cc:241] "CudaDriverHelper has not been initialized."').is_problem
 
@@ -37,8 +37,8 @@ def test_a_line_in_pieces() -> None:
     data = 'I1121 08:33:51.92 9191 a.cc:7] "é"\nrest'.encode()
     cut = data.index(b"\xa9")
     assert log.feed(data[:cut]) == []
-    assert log.feed(data[cut:]) == [LogLine("I", "a.cc", "é")]
-    assert log.feed(b"\n") == [LogLine("", "", "rest")]
+    assert log.feed(data[cut:]) == [LogLine("I", "é")]
+    assert log.feed(b"\n") == [LogLine("", "rest")]
 
 
 def test_a_line_without_an_end_does_not_grow() -> None:
@@ -62,7 +62,7 @@ def test_a_copy_on_a_full_disk() -> None:
     log = ServerLog(disk)
     problem, line = log.feed(b"one\n")
     assert problem.is_problem and "No space left on device" in problem.message
-    assert [line, *log.feed(b"two\n")] == [LogLine("", "", "one"), LogLine("", "", "two")]
+    assert [line, *log.feed(b"two\n")] == [LogLine("", "one"), LogLine("", "two")]
     disk.has_room = True
     log.feed(b"three\n")
     assert disk.getvalue() == b"three\n"

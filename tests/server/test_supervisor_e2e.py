@@ -238,12 +238,12 @@ def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) ->
     address = f"http://127.0.0.1:{server.openai_port}/v1"
     wait_for(lambda: address in server.log.read_text(), RESTART_LIMIT_S, "the gateway's address")
     (gateway,) = server.processes("cli.main gateway")
-    workers = server.processes("one_worker")
+    workers = server.processes("gateway.run_gateway")
     assert len(workers) == 2
     server.triton_process().kill()
     wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
     assert server.processes("cli.main gateway") == [gateway]
-    assert server.processes("one_worker") == workers
+    assert server.processes("gateway.run_gateway") == workers
     gateway.kill()
     wait_for(lambda: "the gateway died" in server.log.read_text(), RESTART_LIMIT_S, "the notice")
     wait_for(server.is_ready, RESTART_LIMIT_S, "another gateway")
@@ -300,7 +300,7 @@ def test_a_start_ends_what_a_killed_server_and_its_guard_left(server: Server, fo
 
 
 def guards(server: Server) -> list[psutil.Process]:
-    return server.processes("tidewheel.server.lifeline")
+    return server.processes("tidewheel.server.workdir")
 
 
 def test_a_guard_that_died_is_started_again(server: Server, folder: Path) -> None:

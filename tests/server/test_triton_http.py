@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from tidewheel.server.triton_http import DeployedModel, TritonHttp
+from tidewheel.server.endpoints import DeployedModel, TritonHttp
 
 
 class Handler(BaseHTTPRequestHandler):

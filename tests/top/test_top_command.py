@@ -11,7 +11,7 @@ import pytest
 from support.triton.serving import free_ports
 from tidewheel.cli.main import main
 from tidewheel.health_endpoint import READY, HealthEndpoint
-from tidewheel.server import own_servers
+from tidewheel.server import workdir
 from tidewheel.server.endpoints import Endpoints
 
 
@@ -31,10 +31,10 @@ def test_without_an_address_it_finds_the_server_of_this_user(
 ) -> None:
     (port,) = free_ports(1)
     one, other = (Endpoints(metrics=port, health=number) for number in (1, 2))
-    monkeypatch.setattr(own_servers, "living", lambda: [one])
+    monkeypatch.setattr(workdir, "running_servers", lambda: [(None, one)])
     assert main(["top", "--once"]) == 2
     assert f"no server answers at http://127.0.0.1:{port}/metrics" in only_line(capsys)
-    monkeypatch.setattr(own_servers, "living", lambda: [one, other])
+    monkeypatch.setattr(workdir, "running_servers", lambda: [(None, one), (None, other)])
     assert main(["top", "--once"]) == 2
     text = capsys.readouterr().err
     assert text.count(f"tidewheel top --metrics-url http://127.0.0.1:{port}/metrics") == 2

@@ -15,9 +15,9 @@ from tidewheel.adapter.repository_entry import ModelSettings
 from tidewheel.adapter.request_events import RequestEvents
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
-from tidewheel.engine.folder import Place
+from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.placement import find_place, may_start
+from tidewheel.engine.placement import find_engine, may_start
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
@@ -39,25 +39,25 @@ class Serving:
     def __init__(
         self,
         settings: ModelSettings,
-        place: Place,
+        target: EngineTarget,
         name: str,
         must_stop: Callable[[], bool],
         on_ended: Callable[[EndedRequest], None] | None = None,
     ) -> None:
         """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve or `must_stop`."""
-        self.place = place
+        self.target = target
         self.refused: Counter[str] = Counter()  # by tag, before the front end
         self.is_leaving = False  # another serves new requests
         door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
         self._relay = relay = EngineRelay(door)
-        self._client = EngineClient(place, relay, name=f"{name}.{os.getpid()}")
+        self._client = EngineClient(target, relay, name=f"{name}.{os.getpid()}")
         try:
-            info = self._client.start(place.config.engine_start_timeout_s, must_stop)
+            info = self._client.start(target.config.engine_start_timeout_s, must_stop)
             self.frontend = relay.frontend = Frontend(
                 info,
-                _make_reader(settings, place.config, info),
+                _make_reader(settings, target.config, info),
                 self._client,
-                max_prompt_bytes=place.config.max_prompt_bytes,
+                max_prompt_bytes=target.config.max_prompt_bytes,
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
                 stream_interval_s=1e-3 * settings.frontend.stream_interval_ms,
@@ -90,8 +90,8 @@ class Serving:
         self._client.close()
 
     def _has_successor(self) -> bool:
-        current = find_place(self.place.folder.parent)
-        return current is not None and current.folder != self.place.folder
+        current = find_engine(self.target.folder.parent)
+        return current is not None and current.folder != self.target.folder
 
     def _publish_metrics(self, settings: ModelSettings, info: EngineInfo) -> MetricsPublisher:
         requests = RequestMetrics(settings.entry.labels, self.frontend.stats())
@@ -151,7 +151,7 @@ class Follower:
     settings; those in flight end where they are.
     """
 
-    def __init__(self, model_dir: Path, settings: ModelSettings, place: Place, name: str) -> None:
+    def __init__(self, model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> None:
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
         self._model_dir = model_dir
         self._settings = settings
@@ -162,7 +162,7 @@ class Follower:
         self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
         self._health.try_open()
         try:
-            self.serving = self._serve(place)
+            self.serving = self._serve(target)
         except BaseException:
             self._health.close()
             self.events.close()
@@ -194,25 +194,25 @@ class Follower:
         for serving in [serving for serving in self._leaving if serving.frontend.is_idle]:
             self._leaving.remove(serving)
             serving.close()
-        place = self._next_place()
-        if place is None:
+        target = self._next_target()
+        if target is None:
             return
-        serving = self._serve(place)
+        serving = self._serve(target)
         self.serving.is_leaving = True
         with self.lock:
             self._leaving.append(self.serving)
             self.serving = serving
-        log.info("%s follows to engine %s", self._name, place.folder.name)
+        log.info("%s follows to engine %s", self._name, target.folder.name)
 
-    def _serve(self, place: Place) -> Serving:
-        return Serving(self._settings, place, self._name, self._stopped.is_set, self.events.listener)
+    def _serve(self, target: EngineTarget) -> Serving:
+        return Serving(self._settings, target, self._name, self._stopped.is_set, self.events.listener)
 
-    def _next_place(self) -> Place | None:
-        now, has_failed = self.serving.place, self.serving.has_failed
-        place = find_place(self._model_dir)  # after: what it was before the failure does not count
+    def _next_target(self) -> EngineTarget | None:
+        now, has_failed = self.serving.target, self.serving.has_failed
+        target = find_engine(self._model_dir)  # after: what it was before the failure does not count
         if has_failed:
-            return place or (now if may_start(now) else None)
-        if place is None or (place.folder, place.config) == (now.folder, now.config):
+            return target or (now if may_start(now) else None)
+        if target is None or (target.folder, target.config) == (now.folder, now.config):
             return None
-        is_older = place.folder == now.folder and place.read_ns < now.read_ns  # an engine that has just started again
-        return None if is_older else place
+        is_older = target.folder == now.folder and target.read_ns < now.read_ns  # an engine has started again
+        return None if is_older else target

@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.private_dir import private_dir, run_dir
+from tidewheel_process.handle import start_ticks
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Presence:
         try:
             folder = private_dir(run_dir() / _FOLDER)
             _sweep(folder)
-            self._path = _path(folder, os.getpid(), process_start_ticks(os.getpid()))
+            self._path = _path(folder, os.getpid(), start_ticks(os.getpid()))
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.write(self._descriptor, _count(0) + model.encode())
         except OSError as error:

@@ -18,8 +18,8 @@ from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
 from tidewheel.confidential import protect_texts
-from tidewheel.engine.folder import Place, engine_dir
-from tidewheel.engine.placement import choose_place, make_current, take_back
+from tidewheel.engine.folder import EngineTarget, engine_dir
+from tidewheel.engine.placement import choose_engine, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.private_dir import close_shared_memory
@@ -49,7 +49,7 @@ class TritonPythonModel:
         try:
             self._settings = settings = load_settings(args)
             model_dir = engine_dir(settings.owner.repository, settings.owner.name)
-            self._follower = _follow(model_dir, settings, choose_place(model_dir, settings.engine), name)
+            self._follower = _follow(model_dir, settings, choose_engine(model_dir, settings.engine), name)
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
         except OSError as error:
@@ -80,7 +80,7 @@ class TritonPythonModel:
             generate, sink.format = read_request(
                 request,
                 decoupled=self._settings.decoupled,
-                max_prompt_bytes=self._follower.serving.place.config.max_prompt_bytes,
+                max_prompt_bytes=self._follower.serving.target.config.max_prompt_bytes,
                 max_request_s=self._settings.frontend.max_request_s,
                 arrival_ns=arrival_ns,
                 dialect=self._settings.frontend.io_dialect,
@@ -101,15 +101,15 @@ class TritonPythonModel:
         self._follower.events.put(EndedRequest.refused(request_id, arrival_ns, time.monotonic_ns(), error))
 
 
-def _follow(model_dir: Path, settings: ModelSettings, place: Place, name: str) -> Follower:
+def _follow(model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> Follower:
     """Serve from this engine, and make the model's other front ends follow."""
     try:
-        follower = Follower(model_dir, settings, place, name)
+        follower = Follower(model_dir, settings, target, name)
     except BaseException:
         take_back(model_dir)
         raise
     try:
-        make_current(place)
+        make_current(target)
     except BaseException:
         follower.close()
         raise

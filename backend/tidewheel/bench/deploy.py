@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from tidewheel.bench.targets import BenchTarget
 from tidewheel.bench.transports.peer import PeerTransport
 from tidewheel.bench.transports.triton_grpc import TritonGrpcTransport
 from tidewheel.errors import ConfigError
-from tidewheel.server import processes
+from tidewheel.server.endpoints import TritonHttp
 from tidewheel.server.repository import write_entry
-from tidewheel.server.triton_http import TritonHttp
+from tidewheel_process.child import Child, StartError
 
 START_S = 600.0
 END_S = 60.0
@@ -136,32 +135,22 @@ def _serve(repository: Path, log: Path) -> Iterator[list[str]]:
         command += [option, str(port)]
     command += ["--health-port", "0"]
     with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603 - this package
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches only this program, which ends the others
-            preexec_fn=processes.end_with_parent,
-        )
+        server = Child(command, ends_with_parent=True, stdout=output, stderr=output)
     try:
-        _wait_ready(process, f"{_HOST}:{ports[0]}", log)
+        _wait_ready(server, f"{_HOST}:{ports[0]}", log)
         yield [f"{_HOST}:{port}" for port in ports]
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        server.end(END_S, signal.SIGINT)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], http: str, log: Path) -> None:
-    server = TritonHttp(http)
-    if not processes.wait_until(lambda: server.is_ready() or process.poll() is not None, START_S):
-        raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
-    if process.poll() is not None:
+def _wait_ready(server: Child, http: str, log: Path) -> None:
+    try:
+        server.wait_ready(TritonHttp(http).is_ready, START_S)
+    except StartError as error:
+        if not server.has_ended:
+            raise BenchError(f"the server {error}: see {log}") from None
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it ended without a word"]
-        raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
+        raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}") from None
 
 
 def _free_ports(count: int) -> list[int]:

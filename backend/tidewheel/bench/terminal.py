@@ -12,7 +12,7 @@ from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table
 from tidewheel.bench.outcome import RequestOutcome, Slo
 from tidewheel.bench.results import ResultRecorder
 from tidewheel.bench.summary import summarise_run
-from tidewheel.server.wait_line import WaitLine, waiting
+from tidewheel.server.console import WaitLine, waiting
 
 TICK_S = 0.5
 _RUN_COLUMNS = ("done", "output", "within", "within e2e", "TTFT p50", "TTFT p99", "TPOT p50", "batch")

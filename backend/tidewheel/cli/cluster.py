@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 def _up(args: argparse.Namespace) -> int:
     """Start the cluster and return the gateway's port. Shows the current stage meanwhile."""
     from tidewheel.cluster import control
-    from tidewheel.server.wait_line import waiting
+    from tidewheel.server.console import waiting
 
     stage = "starting the cluster"
 
@@ -141,14 +141,13 @@ def _up(args: argparse.Namespace) -> int:
 def _where(args: argparse.Namespace, port: int) -> str:
     """Return lines with the cluster's URLs and the commands that watch it."""
     from tidewheel.cluster.cluster_place import ClusterPlace
-    from tidewheel.server import own_servers
     from tidewheel.server.console import top_command
-    from tidewheel.server.workdir import WorkDir
+    from tidewheel.server.workdir import WorkDir, running_servers
 
     url = f"http://{args.host}:{port}"
-    servers = own_servers.living(WorkDir(ClusterPlace.here().root).run)
+    servers = running_servers(WorkDir(ClusterPlace.here().root).run)
     lines = [f"OpenAI API at {url}/v1"] + [f"playground at {url}/playground"] * args.playground
-    tops = [f"{top_command(one)} --gateway-url {url}/metrics" for one in servers]
+    tops = [f"{top_command(one)} --gateway-url {url}/metrics" for _, one in servers]
     return "\n".join([*lines, *(f"Watch it: {top}" for top in tops), "tidewheel cluster status | scale N | down"])
 
 

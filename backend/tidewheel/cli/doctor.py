@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tidewheel.version import __version__
 
 if TYPE_CHECKING:
-    from tidewheel.server.machine_checks import Judgement
+    from tidewheel.server.machine import Judgement
 
 JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
 _WIDTH = 110
@@ -25,10 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.server.machine_checks import describe_device, judge
-    from tidewheel.server.machine_facts import read_machine
+    from tidewheel.server.machine import Machine, describe_device, find_server, judge
 
-    machine = read_machine(args.tritonserver)
+    machine = Machine(server=find_server(args.tritonserver))
     findings = judge(machine)
     device = describe_device(machine.torch)
     can_serve = all(one.verdict != "error" for one in findings)

@@ -80,6 +80,7 @@ def _exit_code(error: Exception) -> int | None:
     """Return an expected error's exit code, or None; import no module for it."""
     for module, name, code in (
         ("tidewheel.server", "ServeError", 1),
+        ("tidewheel_process.restarts", "CrashLoop", 1),
         ("tidewheel.errors", "ConfigError", 1),
         ("tidewheel.cluster", "ClusterError", 2),
         ("tidewheel.cli.usage", "UsageError", 2),

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.server.model_control import ask_server
-    from tidewheel.server.own_servers import control_of
+    from tidewheel.server.workdir import control_of
 
     ask_server(control_of(args.server), args.command, args.model)
     print(f"{args.model} is {_DONE[args.command]}")

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
+_OF_THE_GATEWAY = {
+    "api_keys": "Triton's own ports know no keys",
+    "openai_workers": "they are the gateway's",
+    "reasoning": "only the gateway splits answers",
+    "open_metrics": "they are the gateway's",
+    "playground": "it is a page of the gateway",
+    "max_body_mb": "it limits bodies that the gateway reads",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,18 +219,10 @@ def _options(args: argparse.Namespace) -> ServeOptions:
 def _check_gateway(args: argparse.Namespace) -> None:
     if args.openai_port is not None:
         return
-    if args.api_keys is not None:
-        raise UsageError("--api-keys goes with --openai-port: Triton's own ports know no keys")
-    if args.openai_workers > 1:
-        raise UsageError("--openai-workers goes with --openai-port: they are the gateway's")
-    if args.reasoning is not None:
-        raise UsageError("--reasoning goes with --openai-port: only the gateway splits answers")
-    if args.open_metrics:
-        raise UsageError("--open-metrics goes with --openai-port: they are the gateway's")
-    if args.playground:
-        raise UsageError("--playground goes with --openai-port: it is a page of the gateway")
-    if args.max_body_mb is not None:
-        raise UsageError("--max-body-mb goes with --openai-port: it limits bodies that the gateway reads")
+    for name, reason in _OF_THE_GATEWAY.items():
+        value = getattr(args, name)
+        if value and (name != "openai_workers" or value > 1):
+            raise UsageError(f"--{name.replace('_', '-')} goes with --openai-port: {reason}")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:

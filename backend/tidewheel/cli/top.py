@@ -60,11 +60,12 @@ def _watch(args: argparse.Namespace) -> Watch:
 
 def _pages(args: argparse.Namespace) -> ServerPages:
     """Return the pages of the server that is named, or else of the only one that this user serves."""
-    from tidewheel.server import own_servers
+    from tidewheel.server import workdir
     from tidewheel.server.console import top_command
     from tidewheel_client.server_pages import ServerPages
 
-    if args.url is None and args.metrics_url is None and (found := own_servers.living()):
+    is_named = args.url is not None or args.metrics_url is not None
+    if not is_named and (found := [endpoints for _, endpoints in workdir.running_servers()]):
         if len(found) > 1:
             raise UsageError("\n  ".join(["several servers of this user live; name one:", *map(top_command, found)]))
         return ServerPages(

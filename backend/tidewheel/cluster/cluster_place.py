@@ -6,7 +6,6 @@ All of Ray's files are in it, and every process below has its path in the enviro
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from pathlib import Path
 from tidewheel.cluster import ClusterError
 from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
 from tidewheel.server import workdir
-from tidewheel.server.workdir import CLUSTER, LOCK, WorkDir
+from tidewheel.server.workdir import CLUSTER, WorkDir
+from tidewheel_process.locked_folder import LockedFolder, is_left_over
 
 _LONGEST_BELOW = max(  # names of sockets
     len("/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store."),
@@ -62,7 +62,7 @@ class ClusterPlace:
 
     def is_up(self) -> bool:
         """Return whether a process runs it, ready or not."""
-        return self.root.exists() and not workdir.is_left_over(self.root)
+        return self.root.exists() and not is_left_over(self.root)
 
     def remove(self) -> None:
         """End what is left of a cluster whose process is gone, and remove its files."""
@@ -86,12 +86,15 @@ class ClusterPlace:
             self.root.mkdir(mode=0o700)
         except FileExistsError:
             raise ClusterError(in_use(self)) from None
-        with (self.root / LOCK).open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            work = WorkDir(self.root)
-            work.run.mkdir(mode=0o700)
-            os.environ[RUN_DIR] = str(work.run)
+        folder = LockedFolder(self.root)
+        folder.try_lock()
+        work = WorkDir(self.root)
+        work.run.mkdir(mode=0o700)
+        os.environ[RUN_DIR] = str(work.run)
+        try:
             yield work
+        finally:
+            folder.release()
 
 
 def in_use(place: ClusterPlace) -> str:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+import psutil
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_place import ClusterPlace, free_port, in_use
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.server import ServeError, processes
-from tidewheel.server.control_socket import ask
+from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
-from tidewheel.server.workdir import LOCK
+from tidewheel.server.model_control import ask
+from tidewheel_process import process_tree
+from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.locked_folder import LOCK
 
 _END_S = 30.0  # beyond the drain
 _MODULE = "tidewheel.cluster.head"
@@ -106,7 +109,7 @@ def _head(place: ClusterPlace) -> int | None:
     """Return the process that holds the place."""
     if not place.is_up():
         return None
-    found = (one.pid for one in processes.snapshot() if _MODULE in processes.arguments(one.pid))
+    found = (pid for pid in psutil.pids() if _MODULE in process_tree.arguments(pid))
     return next((pid for pid in found if _holds(pid, place)), None)
 
 
@@ -118,11 +121,9 @@ def _holds(pid: int, place: ClusterPlace) -> bool:
 
 
 def _end(place: ClusterPlace, pid: int, limit_s: float) -> None:
-    process = processes.read(pid)
-    if process is not None:
-        processes.signal_all([process], signal.SIGTERM)
-        if not processes.wait_until(lambda: not processes.is_alive(process), limit_s + _END_S):
-            processes.signal_all([process], signal.SIGKILL)
+    handle = ProcessHandle(pid)
+    handle.end(signal.SIGTERM, limit_s + _END_S)
+    handle.close()
     limit = time.monotonic() + _END_S
     while place.root.exists() and time.monotonic() < limit:  # its guard removes what is left
         time.sleep(0.05)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,10 +21,11 @@ from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.ray_watch import RayWatch
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import RUN_DIR
-from tidewheel.server import processes
-from tidewheel.server.control_socket import ControlSocket
-from tidewheel.server.lifeline import Lifeline
-from tidewheel.server.workdir import WorkDir
+from tidewheel.server.model_control import ControlSocket
+from tidewheel.server.workdir import WorkDir, guarded
+from tidewheel_process import process_tree
+from tidewheel_process.child import wait_until
+from tidewheel_process.current_process import StopSignals
 
 Tell = Callable[[dict[str, object]], None]
 _LOOK_S = 0.2
@@ -37,7 +37,7 @@ def main() -> int:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as news:
         tell = partial(_tell, news)
         try:
-            with place.held() as work, _output_to(place.log), Lifeline(work):
+            with place.held() as work, _output_to(place.log), guarded(work.root):
                 return _run(settings, place, work, tell)
         except (ClusterError, ConfigError) as error:
             tell({"error": str(error)})
@@ -65,13 +65,13 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Te
 
     watch = RayWatch()
     try:
-        with processes.StopSignals() as signals:  # in place of Ray's own
+        with StopSignals() as signals:  # in place of Ray's own
             cluster = ServedCluster(settings)
             first = settings.first_replicas
             tell({"stage": f"starting {first} replica{'s' * (first > 1)} and the gateway"})
             cluster.deploy()
             while not signals.count and not cluster.is_ready():
-                _wait(signals)
+                signals.wait(_LOOK_S)
             with ControlSocket(place.control, partial(_handle, cluster, watch), ClusterError):
                 if not signals.count:
                     tell({"ready": cluster.status().port})
@@ -84,10 +84,10 @@ def _run(settings: ClusterSettings, place: ClusterPlace, work: WorkDir, tell: Te
     return 0
 
 
-def _stay(signals: processes.StopSignals, watch: RayWatch, place: ClusterPlace) -> None:
+def _stay(signals: StopSignals, watch: RayWatch, place: ClusterPlace) -> None:
     """Return when asked to stop, or when Ray has ended everything. Ray may end this process before."""
     while not signals.count and not watch.has_ended_all:
-        _wait(signals)
+        signals.wait(_LOOK_S)
         if watch.look():
             place.last_words.write_text(watch.reason, encoding="utf-8")
 
@@ -111,13 +111,7 @@ def _end_ray(work: WorkDir) -> None:
     import ray
 
     ray.shutdown()
-    own = os.getpid()
-    processes.wait_until(lambda: all(one.pid == own for one in processes.with_folder(RUN_DIR, str(work.run))), _END_S)
-
-
-def _wait(signals: processes.StopSignals) -> None:
-    select.select([signals], [], [], _LOOK_S)
-    signals.clear()
+    wait_until(lambda: not process_tree.started_with(RUN_DIR, str(work.run)), _END_S)
 
 
 def _tell(output: BinaryIO, news: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from tidewheel.cluster import ClusterError
-from tidewheel.server import processes
+from tidewheel_process import process_tree
 
 STORE, RAYLET = "gcs_server", "raylet"
 _WHAT_FOLLOWS = {
@@ -22,8 +22,8 @@ class RayWatch:
     """Watcher of the processes that this one has started Ray with."""
 
     def __init__(self) -> None:
-        children = processes.children(os.getpid())
-        self._watched = [one for one in children if one.name in _WHAT_FOLLOWS]
+        named = {child: process_tree.name(child) for child in process_tree.children(os.getpid())}
+        self._watched = {child: name for child, name in named.items() if name in _WHAT_FOLLOWS}
         self._dead: set[str] = set()
 
     @property
@@ -42,7 +42,7 @@ class RayWatch:
 
     def look(self) -> bool:
         """Return whether another one has died since the last look."""
-        dead = {one.name for one in self._watched if not processes.is_alive(one)}
+        dead = {name for child, name in self._watched.items() if not process_tree.is_alive(child)}
         is_news, self._dead = dead > self._dead, dead
         return is_news
 

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from tidewheel.cluster import ClusterError
 from tidewheel.health_endpoint import Readiness
 from tidewheel.private_dir import private_dir, run_dir
-from tidewheel.server import own_servers, processes
 from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.workdir import read_ports_file
+from tidewheel_process import process_tree
+from tidewheel_process.handle import start_ticks
 
 _END_S = 15.0  # for a server to end
 _ASK_S = 2.0
@@ -61,7 +64,7 @@ class ServedProcess:
                 start_new_session=True,
             )
         self._endpoints: Endpoints | None = None
-        self._tritonserver: tuple[int, int] | None = None  # process id and start, as seen last
+        self._tritonserver: psutil.Process | None = None  # as seen last
         self.num_restarts = 0  # of tritonserver, as far as `look` has seen
 
     @property
@@ -72,15 +75,15 @@ class ServedProcess:
     def endpoints(self) -> Endpoints | None:
         """Return where it listens, once that is known."""
         if self._endpoints is None:
-            self._endpoints = own_servers.read_report(self._ports)
+            self._endpoints = read_ports_file(self._ports)
         return self._endpoints
 
     def look(self) -> None:
         """Update `num_restarts`: add one if another tritonserver process runs than at the last look."""
-        for one in processes.children(self.pid):
-            if one.name == "tritonserver" and (one.pid, one.started) != self._tritonserver:
+        for child in process_tree.children(self.pid):
+            if process_tree.name(child) == "tritonserver" and child != self._tritonserver:
                 self.num_restarts += self._tritonserver is not None
-                self._tritonserver = one.pid, one.started
+                self._tritonserver = child
 
     def readiness(self) -> Readiness:
         """Ask its health endpoint. Raise `ClusterError` if it has ended."""
@@ -129,7 +132,7 @@ def _environment() -> dict[str, str]:
 def _swept(folder: Path) -> Path:
     """Remove what replicas that were killed have left."""
     for path in folder.iterdir():
-        if path.stem.isdecimal() and processes.read(int(path.stem)) is None:
+        if path.stem.isdecimal() and start_ticks(int(path.stem)) is None:
             with contextlib.suppress(OSError):
                 path.unlink()
     return folder

@@ -64,12 +64,12 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """Return whether to launch steps ahead. A CPU has finished when a launch returns, so nothing would overlap."""
+    """Return whether to launch steps ahead. On a CPU nothing would overlap."""
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
-    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written. It uses the clock."""
+    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written."""
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,

@@ -25,8 +25,8 @@ from tidewheel.engine.messages import (
     encoder,
     from_engine_decoder,
 )
-from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import Busy, TidewheelError, from_wire
+from tidewheel_process.handle import ProcessHandle
 
 T = TypeVar("T", bound=Message)
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import zmq
 
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.connection import Connection, Outbox
-from tidewheel.engine.folder import Place, read_status
+from tidewheel.engine.folder import EngineTarget, read_status
 from tidewheel.engine.heartbeat import HangLimits, HangWatch
-from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
+from tidewheel.engine.launcher import EngineLauncher, engine_command
 from tidewheel.engine.messages import (
     PROTOCOL,
     RETRY_AFTER_MS,
@@ -39,6 +39,7 @@ from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, P
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
+from tidewheel_process.restarts import RestartPolicy
 
 log = logging.getLogger(__name__)
 
@@ -86,17 +87,17 @@ class EngineClient:
 
     def __init__(
         self,
-        place: Place,
+        target: EngineTarget,
         listener: EngineListener,
         *,
         name: str,
         options: ClientOptions | None = None,
     ) -> None:
-        self._engine_dir = place.folder
+        self._engine_dir = target.folder
         self._listener = listener
-        self._hello = Hello(PROTOCOL, name, place.identity, place.config.to_settings(), place.read_ns)
+        self._hello = Hello(PROTOCOL, name, target.identity, target.config.to_settings(), target.read_ns)
         self._options = options = options or ClientOptions()
-        self._launcher = EngineLauncher(place, command=options.command, policy=options.restart)
+        self._launcher = EngineLauncher(target, command=options.command, policy=options.restart)
         self._outbox = Outbox(hold_s=options.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None

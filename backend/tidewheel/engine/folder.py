@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -14,11 +13,11 @@ import msgspec
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, run_dir
+from tidewheel_process.handle import start_ticks
+from tidewheel_process.locked_folder import LOCK, is_locked
 
-LOCK = "lock"  # held by the owning front end
 ENGINE_LOCK = "engine.lock"  # held by the engine
 SOCKET = "engine.sock"
 LOG = "engine.log"
@@ -35,7 +34,7 @@ _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 
 
 def engine_dir(repository: Path, model_name: str) -> Path:
-    """Make the private folder of a model's engines, with a short unique name."""
+    """Make the private folder of a model's engines."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:8]
     path = run_dir() / f"{model_label(model_name)}-{digest}"
     check_socket_path(path / ("x" * IDENTITY_CHARS))
@@ -43,12 +42,12 @@ def engine_dir(repository: Path, model_name: str) -> Path:
 
 
 def model_label(model_name: str) -> str:
-    """Return the part of the folder's name that says whose it is."""
+    """Return the model's part of the name of its engines' folder."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
 
 
 def label_of(engine_link: Path) -> str:
-    """Return the `model_label` of the model whose engine serves there."""
+    """Return the `model_label` of an engine's model."""
     return engine_link.parent.name.rpartition("-")[0]
 
 
@@ -59,37 +58,29 @@ def engine_dirs() -> list[Path]:
 
 
 def current_engines() -> list[Path]:
-    """Return, for each model, the link to the folder of the engine that serves it."""
+    """Return the links to the serving engine of each model."""
     return sorted(run_dir().glob(f"*/{CURRENT}"))
 
 
 def is_owned(engine_dir: Path) -> bool:
     """Return whether a front end holds the folder's lock."""
-    try:
-        descriptor = os.open(engine_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return is_locked(engine_dir / LOCK)
 
 
-class Place(NamedTuple):
-    """Engine that a front end uses: where it is or will be, and what it runs with."""
+class EngineTarget(NamedTuple):
+    """Engine that a front end uses, started or not."""
 
     folder: Path
     identity: str
-    started: EngineConfig  # what it starts with
-    config: EngineConfig  # what it takes then
-    read_ns: int  # when `config` was read, monotonic clock
+    started: EngineConfig  # settings of the start
+    config: EngineConfig  # settings that the running engine takes
+    read_ns: int  # time of `config`, monotonic clock
 
 
-def new_place(folder: Path, config: EngineConfig, identity: str = "") -> Place:
-    return Place(folder, identity or settings_digest(config.to_settings()), config, config, time.monotonic_ns())
+def new_target(folder: Path, config: EngineConfig, identity: str = "") -> EngineTarget:
+    return EngineTarget(
+        folder, identity or settings_digest(config.to_settings()), config, config, time.monotonic_ns()
+    )
 
 
 def check_socket_path(directory: Path) -> None:
@@ -107,7 +98,7 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`. A failed load is tried again unless it `is_given_up`. A killed engine writes no last state."""
+    """State of an engine, `status.json`. A killed engine leaves its last one."""
 
     state: State
     pid: int
@@ -115,7 +106,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, object]
     started: dict[str, object] = {}  # settings at the start
     identity: str = ""  # digest of what only another engine can change
-    read_ns: int = 0  # when the settings were read, monotonic clock
+    read_ns: int = 0  # time of the settings, monotonic clock
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
@@ -126,19 +117,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alive(self) -> bool:
-        return self.state not in _ENDED and process_start_ticks(self.pid) == self.start_ticks
+        return self.state not in _ENDED and start_ticks(self.pid) == self.start_ticks
 
 
 _decoder = msgspec.json.Decoder(Status)
 
 
 def first_status(pid: int, state: State, settings: dict[str, object], identity: str) -> Status:
-    ticks = process_start_ticks(pid) or 0  # 0, which no process has, if it has ended
+    ticks = start_ticks(pid) or 0  # no process started at 0
     return Status(state=state, pid=pid, start_ticks=ticks, settings=settings, started=settings, identity=identity)
 
 
 def read_status(engine_dir: Path) -> Status | None:
-    """Return None if this version cannot read it."""
+    """Return None without a status that this version can read."""
     try:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -166,7 +157,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last line without time and level, at most `limit` characters."""
+    """Return the last line of the log without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

@@ -1,4 +1,4 @@
-"""Heartbeat of an engine's step loop: a page of memory in its folder, which others read without asking it."""
+"""Heartbeat of an engine's step loop, a page of memory in its folder, and its watchers in other processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tidewheel.engine.folder import HEARTBEAT, read_status
+from tidewheel.engine.folder import HEARTBEAT, Status, is_owned, read_status
+from tidewheel.health_endpoint import DRAINING, READY, Readiness
 
-MAX_GAP_S = 1.0  # between two looks; what is longer is a pause of the watcher, or of the whole machine
+UNUSED_S = 2.0  # after a front end's end, until another takes over
+MAX_GAP_S = 1.0  # between two looks; longer gaps are pauses of the watcher
 
 _LAYOUT = struct.Struct("<Qdd?I")
 
@@ -28,7 +30,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Writer, in the engine. A beat makes no system call."""
+    """Writer of the heartbeat. A beat makes no system call."""
 
     def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,7 +43,7 @@ class Heartbeat:
         temporary.replace(engine_dir / HEARTBEAT)
 
     def beat(self, expected_s: float | None, num_front_ends: int) -> None:
-        """Note a turn of the loop, and how long it will take; None: idle."""
+        """Note a turn of the loop and its expected seconds; None: idle."""
         self._sequence += 1
         is_stepping = expected_s is not None
         _LAYOUT.pack_into(
@@ -51,7 +53,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """Silence after which an engine counts as hung, and after which it is ended: seconds, or predicted times."""
+    """Silence after which an engine is hung or ended: the longer of seconds and predicted steps."""
 
     hung_s: float = 5.0
     hung_steps: float = 10.0
@@ -60,10 +62,9 @@ class HangLimits:
 
 
 class HangWatch:
-    """Judge of one engine's heartbeat, which looks at least every `MAX_GAP_S`.
+    """Watcher of a heartbeat. Only time in which the watcher itself runs counts as silence.
 
-    Only time in which the watcher itself runs counts as silence. A beat may be read while it is written; the next
-    look reads it again.
+    A beat may be read while it is written; the next look corrects that.
     """
 
     def __init__(
@@ -114,7 +115,58 @@ class HangWatch:
 
 
 def _map(path: Path) -> mmap.mmap | None:
-    """Return None if there is no heartbeat, which proves nothing."""
+    """Return None without a heartbeat, which proves nothing."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
     return None
+
+
+class EngineWatch:
+    """Watcher of the engine of a model. Look at least every second."""
+
+    def __init__(
+        self, current: Path, limits: HangLimits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`current`: link to the engine's folder."""
+        self._current = current
+        self._limits = limits
+        self._clock = clock
+        self._process = (0, 0)
+        self._hang: HangWatch | None = None
+        self._used_at = clock()
+        self._was_ready = False
+
+    def look(self) -> Readiness | None:
+        """Return None for an engine without front ends, or before it was ready."""
+        status = read_status(self._current)
+        if status is None:
+            return None
+        if status.is_given_up and self._was_ready:
+            return Readiness("given up", status.message)
+        is_wanted = is_owned(self._current)
+        if status.state == "ready" and status.is_alive:
+            self._was_ready = True
+            return self._judge(status, is_wanted)
+        self._was_ready = self._was_ready and is_wanted
+        return self._absent(status) if self._was_ready else None
+
+    def _judge(self, status: Status, is_wanted: bool) -> Readiness:
+        if self._hang is None or self._process != (status.pid, status.start_ticks):
+            self._process = status.pid, status.start_ticks
+            self._hang = HangWatch(self._current.resolve(), self._limits, self._clock)
+        self._hang.look()
+        now = self._clock()
+        if is_wanted and self._hang.has_front_ends:
+            self._used_at = now
+        if status.is_draining:
+            return DRAINING
+        if self._hang.is_hung:
+            return Readiness("hung", self._hang.describe())
+        if now - self._used_at > UNUSED_S:
+            return Readiness("stopped", "the front end of the engine is gone or says nothing")
+        return READY
+
+    def _absent(self, status: Status) -> Readiness:
+        if status.state in ("starting", "loading") and status.is_alive:
+            return Readiness("reloading", f"the engine loads again {status.stage}".rstrip())
+        return Readiness("stopped", status.message or "the engine process ended")

@@ -1,17 +1,15 @@
+"""Starts, restarts and ends of the engine process of a folder."""
+
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,9 +17,8 @@ import msgspec
 import tidewheel
 from tidewheel.engine.folder import (
     DEATHS,
-    LOCK,
     LOG,
-    Place,
+    EngineTarget,
     Status,
     first_status,
     last_log_line,
@@ -29,9 +26,12 @@ from tidewheel.engine.folder import (
     replace_file,
     write_status,
 )
-from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import ConfigError, Draining, PermanentError
 from tidewheel.private_dir import check_room, private_dir, unwritable
+from tidewheel_process.child import Child
+from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.locked_folder import LockedFolder
+from tidewheel_process.restarts import RestartPolicy
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +41,6 @@ LATE = "loading for too long"
 MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
 FAULTS = "TIDEWHEEL_FAULTS"  # module to run in place of the engine's, which fails on purpose
 FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-faults`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """Delays of restarts, doubled per death or failed start. `max_deaths` within `window_s` are a crash loop."""
-
-    first_delay_s: float = 0.25
-    max_delay_s: float = 5.0
-    window_s: float = 60.0
-    max_deaths: int = 5
-
-    def delay_s(self, num_deaths: int) -> float:
-        doublings = min(num_deaths - 1, 30)
-        return 0.0 if num_deaths == 0 else min(self.first_delay_s * 2.0**doublings, self.max_delay_s)
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -67,17 +53,17 @@ _deaths_decoder = msgspec.json.Decoder(list[Death])
 
 
 class EngineLauncher:
-    """Engine of a folder, started by the front end that holds the folder's lock. Not thread safe."""
+    """Starter of a folder's engine, while it holds the folder's lock. Not thread safe."""
 
-    def __init__(self, place: Place, *, command: Sequence[str], policy: RestartPolicy) -> None:
-        self._engine_dir = place.folder
-        self._start_timeout_s = place.config.engine_start_timeout_s
-        self._identity = place.identity
-        self._settings = place.started.to_settings()
+    def __init__(self, target: EngineTarget, *, command: Sequence[str], policy: RestartPolicy) -> None:
+        self._engine_dir = target.folder
+        self._start_timeout_s = target.config.engine_start_timeout_s
+        self._identity = target.identity
+        self._settings = target.started.to_settings()
         self._command = command
         self._policy = policy
-        self._lock: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None  # last one started here
+        self._lock = LockedFolder(target.folder)
+        self._child: Child | None = None  # last engine started here
         self._loads_since = 0.0  # monotonic seconds, or when this became the owner
         self._num_failed_starts = 0  # since an engine was ready
         self._next_start = 0.0  # monotonic seconds
@@ -85,24 +71,15 @@ class EngineLauncher:
 
     @property
     def is_owner(self) -> bool:
-        return self._lock is not None
+        return self._lock.is_held
 
     def try_lock(self) -> bool:
-        """Return whether this is the owner now. The kernel frees a dead owner's lock."""
-        if self._lock is not None and not _is_file(
-            self._lock, self._engine_dir / LOCK
-        ):  # another may lock a new file
-            self._unlock()
-        if self._lock is None:
+        """Return whether this is the owner now."""
+        if not self._lock.keeps_lock():
             private_dir(self._engine_dir)
-            self._lock = take_lock(self._engine_dir / LOCK)
+            self._lock.try_lock()
             self._loads_since = time.monotonic()
         return self.is_owner
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def put_off(self) -> None:
         """Start or join no engine for a while, longer each time."""
@@ -110,7 +87,7 @@ class EngineLauncher:
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
     def seek(self, *, was_ready: bool, since_ns: int) -> Status | None:
-        """Return the status of a ready engine. Call repeatedly from `since_ns` on, so that the owner starts one.
+        """Return the status of a ready engine, or start one and return None. Call repeatedly from `since_ns` on.
 
         `was_ready`: an engine served this front end, so its absence is a death. Raise `ConfigError` if a start
         failed, `PermanentError` if another would not help, and `Draining` if the server shuts down.
@@ -134,14 +111,8 @@ class EngineLauncher:
         self._num_failed_starts = 0
         return status
 
-    def _check_room(self, status: Status | None) -> None:
-        """Raise `ConfigError` where no engine could say that it is ready, nor its owner why it does not start."""
-        if status is not None and time.monotonic() >= self._next_room_check:
-            self._next_room_check = time.monotonic() + ROOM_CHECK_S
-            check_room(self._engine_dir)
-
     def give_up(self, message: str) -> None:
-        """Tell others that the owner does not start the engine again."""
+        """Tell other front ends that the owner does not start the engine again."""
         status = read_status(self._engine_dir)
         if self.is_owner and status is not None:
             final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
@@ -149,62 +120,65 @@ class EngineLauncher:
                 write_status(self._engine_dir, final)
 
     def release(self, *, end_engine_that_loads: bool) -> None:
-        """Release the lock. The engine lives as long as a front end."""
         status = read_status(self._engine_dir)
         if end_engine_that_loads and self._is_mine(status) and status is not None and status.state != "ready":
             _end(status, STOP_GRACE_S)
-        self._unlock()
+        self._lock.release()
+
+    def _check_room(self, status: Status | None) -> None:
+        """Raise `ConfigError` if no engine could write its status."""
+        if status is not None and time.monotonic() >= self._next_room_check:
+            self._next_room_check = time.monotonic() + ROOM_CHECK_S
+            check_room(self._engine_dir)
 
     def _is_mine(self, status: Status | None) -> bool:
-        return self._process is not None and status is not None and status.pid == self._process.pid
+        return self._child is not None and status is not None and status.pid == self._child.pid
 
     def _tend(self, status: Status | None, was_ready: bool) -> None:
         if status is not None and status.is_alive:
-            if (why_not := self._why_not(status, was_ready)) is None:
+            if not (fault := self._fault(status, was_ready)):
                 return
-            log.warning("replacing engine %d, which is %s", status.pid, why_not)
+            log.warning("replacing engine %d, which is %s", status.pid, fault)
             _end(status, STOP_GRACE_S)
-            if why_not == LATE:
-                self._process = None
+            if fault == LATE:
+                self._child = None
                 limit = f"{self._start_timeout_s:g} s: raise engine_start_timeout_s"
                 raise ConfigError(f"the engine was not ready within {limit}")
             status = None
         self._check_last_start(status, was_ready)
         if time.monotonic() >= self._earliest_start(status, was_ready):
-            self._start(was_ready)
-
-    def _start(self, was_ready: bool) -> None:
-        if not was_ready:
-            (self._engine_dir / DEATHS).unlink(missing_ok=True)  # a load is a new beginning
-        self._process = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
-        self._loads_since = time.monotonic()
-        log.info("started engine %d", self._process.pid)
+            if not was_ready:
+                (self._engine_dir / DEATHS).unlink(missing_ok=True)  # a load is a new beginning
+            self._child = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
+            self._loads_since = time.monotonic()
+            log.info("started engine %d", self._child.pid)
 
     def _check_owner(self, status: Status, was_ready: bool, since_ns: int) -> None:
-        """Raise `ConfigError` if another owner's engine failed, unless that owner tries again."""
+        """Raise `ConfigError` if the owner's engine failed, unless the owner tries again."""
         if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
             raise _failure(status)
 
-    def _why_not(self, status: Status, was_ready: bool) -> str | None:
-        """Return why a living engine cannot be used, if so."""
+    def _fault(self, status: Status, was_ready: bool) -> str:
+        """Return the reason why a living engine is of no use, or an empty string."""
         if status.identity != self._identity:
             return "left over from a server with other settings"
         if status.is_draining and not was_ready:
             return "shutting down"
         is_late = status.state != "ready" and time.monotonic() - self._loads_since > self._start_timeout_s
-        return LATE if is_late else None
+        return LATE if is_late else ""
 
     def _check_last_start(self, status: Status | None, was_ready: bool) -> None:
         """Raise `ConfigError` if the last start failed, once unless that is permanent."""
-        is_mine, process = self._is_mine(status), self._process
+        is_mine, child = self._is_mine(status), self._child
         if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
-            self._process = None
+            self._child = None
             raise _failure(status)
         has_served = was_ready and (status is None or status.state == "stopped" or status.info is not None)
-        if process is not None and not has_served and (is_mine or not was_ready):
-            self._process = None
+        if child is not None and not has_served and (is_mine or not was_ready):
+            self._child = None
+            child.wait(STOP_GRACE_S)  # ended, but perhaps not yet reaped
             last_words = last_log_line(self._engine_dir)
-            raise ConfigError(f"the engine ended while it loaded ({_exit(process)}): {last_words}")
+            raise ConfigError(f"the engine ended while it loaded ({child.exit}): {last_words}")
 
     def _earliest_start(self, status: Status | None, was_ready: bool) -> float:
         """Return monotonic seconds. Raise `PermanentError` in a crash loop."""
@@ -219,43 +193,12 @@ class EngineLauncher:
         return deaths[-1].at + self._policy.delay_s(len(deaths))
 
 
-def take_lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock, or None if another process has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_file(descriptor, path):
-            return descriptor
-    except BlockingIOError:
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
-def _is_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _failure(status: Status) -> ConfigError:
     return PermanentError(status.message) if status.is_given_up else ConfigError(status.message)
 
 
-def _exit(process: subprocess.Popen[bytes]) -> str:
-    try:
-        code = process.wait(timeout=STOP_GRACE_S)  # ended, but perhaps not yet reaped
-    except subprocess.TimeoutExpired:
-        return "no exit code"
-    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-
-
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """Return whether an engine ran. Kill it after `timeout_s`, in which it answers its requests."""
+    """Return whether an engine ran. Its requests are answered within `timeout_s`, or it is killed."""
     status = read_status(engine_dir)
     if status is None or not status.is_alive:
         return False
@@ -272,7 +215,7 @@ def _end(status: Status, grace_s: float) -> None:
 
 
 def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
-    """Return deaths, oldest first. Ignore future times, which are from before the last boot."""
+    """Return deaths, oldest first. Future times are from before the last boot."""
     try:
         deaths = _deaths_decoder.decode((engine_dir / DEATHS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -291,24 +234,20 @@ def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) 
 
 
 def engine_command() -> list[str]:
-    return [python_executable(), "-P", "-m", _engine_module()]
-
-
-def _engine_module() -> str:
-    """Return the module of the engine, or that of a test's. Raise `ConfigError` unless the latter is allowed."""
-    faults = os.environ.get(FAULTS)
-    if faults is None:
-        return "tidewheel.engine.process"
-    if os.environ.get(FAULTS_ALLOWED) != "1":
-        raise ConfigError(
-            f"{FAULTS} is {faults!r}, which makes the engine fail on purpose: unset it (it is for tests)"
-        )
-    log.warning("%s is %s: this engine fails on purpose", FAULTS, faults)
-    return faults
+    """Return the engine's command, or the one of a test that is allowed. Raise `ConfigError`."""
+    module, faults = "tidewheel.engine.process", os.environ.get(FAULTS)
+    if faults is not None:
+        if os.environ.get(FAULTS_ALLOWED) != "1":
+            raise ConfigError(
+                f"{FAULTS} is {faults!r}, which makes the engine fail on purpose: unset it (it is for tests)"
+            )
+        log.warning("%s is %s: this engine fails on purpose", FAULTS, faults)
+        module = faults
+    return [python_executable(), "-P", "-m", module]
 
 
 def python_executable() -> str:
-    """Return the running interpreter, or one like it if a host program embeds it. Raise `ConfigError`."""
+    """Return the running interpreter, or its like where a program embeds Python. Raise `ConfigError`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
         os.environ.get("TIDEWHEEL_PYTHON"),
@@ -329,10 +268,8 @@ def python_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def spawn_engine(
-    command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str
-) -> subprocess.Popen[bytes]:
-    """Start an engine that outlives its front end, and write its first status."""
+def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str) -> Child:
+    """Start an engine, which outlives its front end, and write its first status."""
     text = msgspec.json.encode(settings).decode()
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", text, "--identity", identity]
     log_path = engine_dir / LOG
@@ -340,20 +277,13 @@ def spawn_engine(
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
         try:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=python_environment(),
-            )
+            child = Child(arguments, stdout=output, stderr=output, env=python_environment())
         except OSError as error:
             raise ConfigError(f"the engine process cannot be started: {error}") from None
-    threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
+    child.reap_on_thread()
     try:
-        write_status(engine_dir, first_status(process.pid, "starting", settings, identity))
+        write_status(engine_dir, first_status(child.pid, "starting", settings, identity))
     except OSError:
-        process.kill()
+        child.kill()
         raise
-    return process
+    return child

@@ -1,4 +1,4 @@
-"""Which engine a front end uses: the one that serves its model, or a new one beside it or instead of it."""
+"""Choice of a front end's engine: the present one of its model, or a new one beside it or in its place."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.folder import (
     CURRENT,
-    LOCK,
-    Place,
+    EngineTarget,
     Status,
-    new_place,
+    new_target,
     read_status,
     settings_digest,
     write_status,
 )
-from tidewheel.engine.launcher import stop_engine, take_lock
+from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.operating import drain
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel_process.locked_folder import LockedFolder
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ FINAL_ANSWERS_S = 3.0
 _POLL_S = 0.1
 
 
-def choose_place(model_dir: Path, config: EngineConfig) -> Place:
-    """Return where to find or start an engine with these settings. Where memory is short, end the present one first.
+def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
+    """Return the engine for these settings, of the last load of any entry. `make_current` makes the others follow.
 
-    Settings are those of the last load of any entry that uses the engine. `make_current` makes the others follow.
+    Where memory is short, the present engine ends first.
     """
     status = read_status(model_dir / CURRENT)
     identity = _identity(config)
-    wanted = new_place(model_dir / identity, config, identity)
+    wanted = new_target(model_dir / identity, config, identity)
     is_first = status is None or not status.is_alive or status.is_draining
     if status is not None and not is_first:
         try:
@@ -65,58 +65,57 @@ def choose_place(model_dir: Path, config: EngineConfig) -> Place:
     return wanted
 
 
-def find_place(model_dir: Path) -> Place | None:
-    """Return the engine that serves, if any, with the settings it has."""
+def find_engine(model_dir: Path) -> EngineTarget | None:
+    """Return the engine that serves, with its settings, or None."""
     status = read_status(model_dir / CURRENT)
     if status is None or status.state != "ready" or not status.is_alive or status.is_draining:
         return None
     started, config = (EngineConfig.from_settings(settings) for settings in (status.started, status.settings))
-    return Place(model_dir / status.identity, status.identity, started, config, status.read_ns)
+    return EngineTarget(model_dir / status.identity, status.identity, started, config, status.read_ns)
 
 
-def may_start(place: Place) -> bool:
-    """Return whether the engine of a front end that has given it up may be started again."""
-    status = read_status(place.folder)
+def may_start(target: EngineTarget) -> bool:
+    """Return whether an engine that its front end has given up may be started again."""
+    status = read_status(target.folder)
     return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
 
 def take_back(model_dir: Path) -> None:
-    """Let the last engine be started again, which ended to make room for one that failed."""
+    """Let an engine that ended to make room be started again."""
     status = read_status(model_dir / CURRENT)
     if status is not None and status.is_draining and not status.is_alive:
         write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
 
 
-def _remove_ended(place: Place) -> None:
-    """Remove folders of the model's other engines that have ended and belong to no front end."""
-    for folder in place.folder.parent.iterdir():
-        if folder.is_symlink() or not folder.is_dir() or folder == place.folder:
+def _remove_ended(target: EngineTarget) -> None:
+    """Remove folders of the model's ended engines."""
+    for folder in target.folder.parent.iterdir():
+        if folder.is_symlink() or not folder.is_dir() or folder == target.folder:
             continue
-        status = read_status(folder)
-        if (status is not None and status.is_alive) or (lock := take_lock(folder / LOCK)) is None:
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        status, lock = read_status(folder), LockedFolder(folder)
+        if (status is None or not status.is_alive) and lock.try_lock():
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
 
 
-def make_current(place: Place) -> None:
-    """Make other front ends of the model follow, and remove what ended engines left."""
-    model_dir = place.folder.parent
+def make_current(target: EngineTarget) -> None:
+    """Make other front ends of the model follow."""
+    model_dir = target.folder.parent
     temporary = model_dir / f"{CURRENT}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(place.folder.name)
+    temporary.symlink_to(target.folder.name)
     temporary.replace(model_dir / CURRENT)
-    _remove_ended(place)
+    _remove_ended(target)
 
 
 def _identity(config: EngineConfig) -> str:
-    """Return a digest of the settings that only another engine can change, and of the model's files."""
+    """Return a digest of the model's files and of the settings that need another engine."""
     files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
     return settings_digest({"settings": config.fixed_settings(), "files": files})
 
 
 def _describe_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of each file; none if the folder cannot be read, which the engine explains."""
+    """Return name, size and time of each file; nothing for an unreadable folder, which the engine explains."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:
@@ -132,7 +131,7 @@ def _end_orderly(folder: Path) -> None:
 
 
 def _fits_beside(status: Status, config: EngineConfig) -> bool:
-    """Estimate whether memory allows another engine. Weights count as large as those of the present one."""
+    """Estimate whether memory allows another engine with weights of the same size."""
     info = status.info
     if info is None:
         return False

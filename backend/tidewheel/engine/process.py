@@ -1,13 +1,10 @@
-"""The engine process: load the model and serve a folder's socket, until SIGTERM, `--linger-s` without a front end, or
-the folder vanishes. The log is standard error.
-"""
+"""Engine process: serves a folder's socket until SIGTERM, the folder's end, or a while without a front end."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import json
 import logging
@@ -37,6 +34,7 @@ from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead, PermanentError
+from tidewheel_process.locked_folder import try_lock
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    """Status of this engine. What the disk does not take at once is written by a later `keep`."""
+    """Status of this engine. A later `keep` writes what a full disk did not take."""
 
     def __init__(self, engine_dir: Path, settings: dict[str, object], identity: str) -> None:
         self.engine_dir = engine_dir
@@ -80,7 +78,7 @@ class StatusFile:
             self._problem = str(error)
 
     def end(self, state: State, message: str) -> None:
-        """Write the last state, before the last answers, so that no client returns."""
+        """Write the last state. Call before the last answers, so that no client returns."""
         self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
@@ -90,7 +88,7 @@ class StatusFile:
 
 
 class StopSignal:
-    """Callable that returns the reason to stop, or an empty string."""
+    """Reason to stop, as a callable: SIGTERM or the end of the folder."""
 
     def __init__(self, status: StatusFile) -> None:
         self._status = status
@@ -117,7 +115,7 @@ class StopSignal:
 def serve(
     config: EngineConfig, engine_dir: Path, load: LoadRunner, *, identity: str = "", linger_s: float = LINGER_S
 ) -> int:
-    """Return the exit code, after all requests are answered. Raise BlockingIOError if another engine runs."""
+    """Return the exit code. Raise BlockingIOError if another engine runs."""
     with _only_engine(engine_dir):
         status = StatusFile(engine_dir, config.to_settings(), identity)
         status.update()
@@ -166,17 +164,11 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
 
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Lock the folder. Wait for an engine that is ending."""
-    deadline = time.monotonic() + PREDECESSOR_LIMIT_S
-    with (engine_dir / ENGINE_LOCK).open("wb") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(0.05)
+    """Lock the folder, after the end of another engine. Raise BlockingIOError if that stays."""
+    lock = try_lock(engine_dir / ENGINE_LOCK, PREDECESSOR_LIMIT_S)
+    if lock is None:
+        raise BlockingIOError(engine_dir / ENGINE_LOCK)
+    with lock:
         yield
 
 

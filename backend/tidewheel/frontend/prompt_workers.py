@@ -5,7 +5,6 @@ import functools
 import logging
 import signal
 import socket
-import subprocess
 import threading
 from queue import LifoQueue
 from typing import cast
@@ -36,12 +35,13 @@ from tidewheel.frontend.prompt_process import (
     Try,
 )
 from tidewheel.grammar import Grammar
+from tidewheel_process.child import Child, describe_exit
 
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_GRAMMARS = 64
 _ATTEMPTS = 2  # of a job whose process something else ended
-# One thread each: jobs run beside each other, and every other thread takes address space. A backtrace takes a second.
+# Jobs run beside each other, every thread takes address space, and a backtrace takes a second.
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"
 }  # fmt: skip
@@ -49,23 +49,22 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 class PromptWorkers:
-    """Encoder that gives each job to one of `count` processes. One that ended is replaced when it is needed."""
+    """Encoder that gives each job to one of `count` processes, which are replaced when they end."""
 
     def __init__(self, folder: Folder, count: int, limits: Limits | None = None) -> None:
-        """Start the first process, which tries the folder out."""
         self._folder = folder
         self._limits = limits or Limits()
         self._is_closed = False
         self._lock = threading.Lock()
         self._workers: list[_Worker | None] = [_Worker(folder, self._limits, is_trial=True), *[None] * (count - 1)]
-        # The first process, which has read the vocabulary of grammars, gets all jobs that come one by one.
+        # Single jobs go to the first process, which has read the vocabulary of grammars.
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
             self._idle.put(index)
         self.compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try)
 
     def wait_tried(self) -> None:
-        """Start the other processes. Raise `ConfigError` if the folder cannot be served within the limits."""
+        """Start all processes. Raise `ConfigError` if the first one cannot serve the folder within the limits."""
         self._worker(0).wait_started()
         for index in range(1, len(self._workers)):
             self._worker(index)
@@ -103,7 +102,7 @@ class PromptWorkers:
                 answer = self._worker(index).ask(job)
                 if answer is not None:
                     break
-                self._bury(index, job)
+                self._discard(index, job)
         except ConfigError as error:  # files that have changed
             raise InternalError(str(error)) from None
         finally:
@@ -123,15 +122,15 @@ class PromptWorkers:
                 worker = self._workers[index] = _Worker(self._folder, self._limits, is_trial=False)
         return worker
 
-    def _bury(self, index: int, job: Job) -> None:
-        """Forget a process that has ended. Raise `InvalidRequest` if the job overran the limit of time."""
+    def _discard(self, index: int, job: Job) -> None:
+        """Forget an ended process. Raise `InvalidRequest` if its job overran a limit."""
         worker = self._workers[index]
         assert worker is not None
         returncode = worker.end()
         self._workers[index] = None
         if self._is_closed:
             raise Draining("the server is shutting down")
-        logger.warning("a process that makes token ids ended (%s) and is replaced", _exit(returncode))
+        logger.warning("a process that makes token ids ended (%s) and is replaced", describe_exit(returncode))
         if isinstance(job, Try) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
             raise InvalidRequest(
                 f"{job.grammar.name} could not be compiled within {self._limits.of_job(job):.0f} s of CPU time and "
@@ -148,14 +147,10 @@ class _Worker:
         self._folder = folder
         self._limits = limits
         self._is_started = False
+        command += ["--trial"] if is_trial else []
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [*command, *(["--trial"] if is_trial else [])],
-                stdin=theirs.fileno(),
-                env=python_environment() | _ENVIRONMENT,
-                start_new_session=True,
-            )
+            self._child = Child(command, stdin=theirs.fileno(), env=python_environment() | _ENVIRONMENT)
         self._socket = ours
         self._stream = ours.makefile("rwb")
 
@@ -169,7 +164,7 @@ class _Worker:
             if answer is None:
                 limits = f"{self._limits.trial_s:.0f} s of CPU time and {self._limits.memory_mb} MiB of memory"
                 raise ConfigError(
-                    f"{self._folder.path}: {stage} could not be tried within {limits} ({_exit(self.end())}): "
+                    f"{self._folder.path}: {stage} could not be tried within {limits} ({describe_exit(self.end())}): "
                     "use files that you trust"
                 )
             assert isinstance(answer, Stage)
@@ -185,13 +180,12 @@ class _Worker:
         return self._read()
 
     def end(self) -> int:
-        """End the process, also from another thread than that of `ask`. Return its exit code."""
-        self._process.kill()
-        returncode: int = self._process.wait()
+        """End the process and return its exit code. Thread-safe."""
+        self._child.kill()
         with contextlib.suppress(OSError):
             self._stream.close()
             self._socket.close()
-        return returncode
+        return self._child.exit_code or 0
 
     def _read(self) -> Answer | None:
         try:
@@ -199,7 +193,3 @@ class _Worker:
         except (OSError, ValueError):
             return None
         return _answers.decode(data) if data else None
-
-
-def _exit(returncode: int) -> str:
-    return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"

@@ -1,4 +1,7 @@
-"""Run the gateway until it is asked to stop."""
+"""Run the gateway until it is asked to stop.
+
+python -m tidewheel.gateway.run_gateway OPTIONS PLACE      one of several workers, with both as JSON
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-from typing import Any
+import sys
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from tidewheel.confidential import TracebackFormatter, protect_texts
@@ -18,10 +23,13 @@ from tidewheel.gateway.gateway_options import GatewayOptions, StandaloneOptions,
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.gateway.workers import serve_workers
-from tidewheel.server import ServeError, processes
+from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
+from tidewheel_process.current_process import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -68,12 +76,9 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
 async def listen(
     gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
 ) -> HttpListener:
-    """Serve the gateway at `host` and `port` until `cleanup`. Raise `ServeError` if the port cannot be had.
-
-    Errors that nothing in the loop takes are logged without their messages, which may quote a prompt.
-    """
+    """Serve the gateway until `cleanup`. Raise `ServeError` if the port cannot be had."""
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    num_descriptors = processes.raise_descriptor_limit()
+    num_descriptors = raise_descriptor_limit()
     runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=drain_s)
     await runner.setup()
     try:
@@ -84,7 +89,7 @@ async def listen(
 
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an unhandled error of the loop, as `TracebackFormatter` does, whatever formatter the log has."""
+    """Log an unhandled error without its message, which may quote a prompt."""
     lines = [context["message"]]
     if (error := context.get("exception")) is not None:
         lines.append(TracebackFormatter().formatException((type(error), error, error.__traceback__)))
@@ -96,3 +101,20 @@ async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> 
     for number in _STOP:
         loop.add_signal_handler(number, task.cancel)
     await task
+
+
+def _run_worker() -> int:
+    options, place = _decode(sys.argv[1], StandaloneOptions), _decode(sys.argv[2], WorkerPlace)
+    try:
+        return serve_alone(options, place)
+    except ServeError as error:
+        print(f"tidewheel: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def _decode(text: str, kind: type[T]) -> T:
+    return msgspec.json.decode(text, type=kind, dec_hook=lambda of, value: of(value))
+
+
+if __name__ == "__main__":
+    sys.exit(_run_worker())

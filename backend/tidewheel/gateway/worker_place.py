@@ -1,4 +1,4 @@
-"""State that the workers of a gateway share: a folder with the use of keys, and the figures of each."""
+"""Folder that the workers of a gateway share: the use of keys, and the counters of each worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidewheel.gateway.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Place of one worker. Without a folder, it is the only one."""
+    """Shared folder as one worker sees it. A single worker has none."""
 
     folder: Path | None = None
     index: int = 0
@@ -27,7 +27,7 @@ class WorkerPlace:
         return self.folder is None or self._path(self.index).exists()
 
     def publish(self, counters: Counters) -> None:
-        """Write the figures for the others, and for the next worker here. A full disk leaves older ones."""
+        """Write this worker's counters. A full disk leaves older ones."""
         if self.folder is None:
             return
         path = self._path(self.index)
@@ -36,7 +36,7 @@ class WorkerPlace:
             path.with_suffix(".new").replace(path)
 
     def before(self) -> Counters:
-        """Return the counts of a worker that died here: counters never go back."""
+        """Return the counters of a dead worker of this index: counters never go back."""
         counters = self._read(self.index)
         return msgspec.structs.replace(counters, num_open=0, open_upstream={})
 

@@ -1,22 +1,16 @@
-"""Workers of a gateway: processes that share a port, and are started again when they die.
+"""Workers of a gateway: processes that share a port and are started again when they die.
 
-The kernel shares connections out. Every worker listens by itself (SO_REUSEPORT): at one shared socket, the first to
-wake would take a whole burst. Limits of keys hold for all together, and `/metrics` is their sum (`worker_place.py`).
+Every worker listens by itself (SO_REUSEPORT): at one shared socket, the first to wake would take a whole burst.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import select
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 
 import msgspec
 
@@ -24,127 +18,82 @@ from tidewheel.gateway.gateway_options import StandaloneOptions, announce
 from tidewheel.gateway.ledger import Ledger
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.private_dir import run_dir
-from tidewheel.server import ServeError, processes
-from tidewheel.server.revival import Restarts
-from tidewheel.server.workdir import LOCK, is_left_over
+from tidewheel.server import ServeError
+from tidewheel_process.child import Child
+from tidewheel_process.current_process import StopSignals
+from tidewheel_process.locked_folder import new_folder, remove_left_over
+from tidewheel_process.restarts import RestartedChild
 
 _START_S = 30.0
 _LOOK_S = 0.1
 _PREFIX = "gateway-"
-_MODULE = "tidewheel.gateway.one_worker"
+_MODULE = "tidewheel.gateway.run_gateway"
 
 
 def serve_workers(options: StandaloneOptions) -> int:
-    """Return the exit code. Raise `ServeError` if they cannot start, or die again and again."""
+    """Return the exit code. Raise `ServeError` if a worker cannot start, or `CrashLoop`."""
+    remove_left_over(base := run_dir(), _PREFIX)
     with (
-        processes.StopSignals() as signals,
+        StopSignals() as signals,
         _reserved(options.host, options.port) as port,
-        _folder(run_dir()) as folder,
+        new_folder(base, _PREFIX) as folder,
     ):
         Ledger.create(folder / "ledger")
         options = msgspec.structs.replace(options, port=port)
         places = [WorkerPlace(folder, index, options.workers) for index in range(options.workers)]
-        with _running([_Worker(options, place) for place in places], signals) as workers:
-            _wait_listening(workers, signals)
+        with _running(options, places, signals) as workers:
+            _wait_listening(workers, places, signals)
             announce(options.host, port)
             while not signals.count:
                 for worker in workers:
                     worker.watch()
-                _wait(signals)
+                signals.wait(_LOOK_S)
     return 0
 
 
-class _Worker:
-    def __init__(self, options: StandaloneOptions, place: WorkerPlace) -> None:
-        order = [msgspec.json.encode(one, enc_hook=str).decode() for one in (options, place)]
-        self._command = [sys.executable, "-P", "-m", _MODULE, *order]
-        self._place = place
-        self._restarts = Restarts()
-        self._start_at = 0.0  # of the next one, after a death
-        self._start()
+def _start(options: StandaloneOptions, place: WorkerPlace) -> Child:
+    arguments = [msgspec.json.encode(one, enc_hook=str).decode() for one in (options, place)]
+    return Child([sys.executable, "-P", "-m", _MODULE, *arguments], ends_with_parent=True)
 
-    @property
-    def is_listening(self) -> bool:
-        return self._place.is_listening()
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def watch(self) -> None:
-        """Start it again some time after it died. Raise `CrashLoop` after too many deaths."""
-        now = time.monotonic()
-        if self._start_at:
-            if now >= self._start_at:
-                self._start()
-        elif self.has_ended:
-            reason = f"worker {self._place.index} of the gateway died (exit code {self._process.returncode})"
-            print(f"{reason}; starting it again", file=sys.stderr, flush=True)  # noqa: T201
-            self._start_at = now + self._restarts.next_delay_s(now - self._started_at, reason)
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _start(self) -> None:
-        # In its own session: Ctrl-C reaches only this process, which passes it on once.
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            self._command,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=processes.end_with_parent,
-        )
-        self._started_at, self._start_at = time.monotonic(), 0.0
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager
-def _running(workers: Sequence[_Worker], signals: processes.StopSignals) -> Iterator[Sequence[_Worker]]:
-    """End them with the block, and let them drain. Another signal ends the wait for open requests."""
+def _running(
+    options: StandaloneOptions, places: Sequence[WorkerPlace], signals: StopSignals
+) -> Iterator[Sequence[RestartedChild]]:
+    """Run the workers, which drain at the end of the block; another signal ends the wait for open requests."""
+    workers = [
+        RestartedChild(f"worker {place.index} of the gateway", partial(_start, options, place), _note)
+        for place in places
+    ]
     try:
         yield workers
-        for worker in workers:
-            worker.terminate()
-        count = signals.count
-        while not all(worker.has_ended for worker in workers):
-            _wait(signals)
-            if signals.count > count:
-                count = signals.count
+        num_asked = -1
+        while not all(worker.child.has_ended for worker in workers):
+            if signals.count > num_asked:
+                num_asked = signals.count
                 for worker in workers:
-                    worker.terminate()
+                    worker.child.terminate()
+            signals.wait(_LOOK_S)
     finally:
         for worker in workers:
-            worker.kill()
+            worker.child.kill()
 
 
-def _wait(signals: processes.StopSignals) -> None:
-    select.select([signals], [], [], _LOOK_S)
-    signals.clear()
-
-
-def _wait_listening(workers: Sequence[_Worker], signals: processes.StopSignals) -> None:
+def _wait_listening(workers: Sequence[RestartedChild], places: Sequence[WorkerPlace], signals: StopSignals) -> None:
     limit = time.monotonic() + _START_S
-    while not signals.count and not all(worker.is_listening for worker in workers):
-        if any(worker.has_ended for worker in workers) or time.monotonic() > limit:
+    while not signals.count and not all(place.is_listening() for place in places):
+        if any(worker.child.has_ended for worker in workers) or time.monotonic() > limit:
             raise ServeError("a worker of the gateway could not start: its error is above")
-        _wait(signals)
-
-
-@contextlib.contextmanager
-def _folder(base: Path) -> Iterator[Path]:
-    """Make a folder that is locked while this process lives. Remove those of killed gateways."""
-    for left_over in filter(is_left_over, base.glob(f"{_PREFIX}*")):
-        shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base) as made, (Path(made) / LOCK).open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(made)
+        signals.wait(_LOOK_S)
 
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Hold a port that the workers may listen on too. Raise `ServeError` if another process listens there."""
+    """Hold a port on which the workers may listen too. Raise `ServeError` if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

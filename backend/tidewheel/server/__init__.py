@@ -11,7 +11,3 @@ class LoadError(ServeError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model {model!r} cannot be loaded: {reason}")
         self.model = model
-
-
-class CrashLoop(ServeError):
-    """Too many deaths, after which another start would not help."""

@@ -1,11 +1,13 @@
-"""Output that a person reads: notes, load progress, and the report of a ready server."""
+"""Output for people: notes, waits, load progress, and the report of a ready server."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -15,11 +17,9 @@ from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.health_endpoint import State
-from tidewheel.server.endpoints import Endpoints, is_loopback
-from tidewheel.server.launch import BACKEND
+from tidewheel.server.endpoints import DeployedModel, Endpoints, is_loopback
 from tidewheel.server.server_log import LogLine, without_places
-from tidewheel.server.triton_http import DeployedModel
-from tidewheel.server.wait_line import WaitLine
+from tidewheel.server.tritonserver import BACKEND
 from tidewheel.version import __version__
 
 _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
@@ -29,6 +29,8 @@ _STEPS = 1000
 OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
 _PROMPT = "A tuple is"
+FIRST_LINE_S = 5.0  # until the first line without a terminal; each later one takes twice as long
+_TICK_S = 0.5
 
 
 class Console:
@@ -44,10 +46,7 @@ class Console:
         self._write(f"tidewheel: {text}", sys.stderr)
 
     def server_line(self, line: LogLine, state: State) -> None:
-        """Show problems, or everything if verbose.
-
-        Errors of a load are hidden, because its end reports the reason; so is all that a stopping server prints.
-        """
+        """Show problems, or everything if verbose. The end of a load reports its errors."""
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
         elif line.is_problem and line.level in _SHOWN.get(state, ""):
@@ -59,8 +58,60 @@ class Console:
             stream.flush()  # type: ignore[attr-defined]
 
 
+class WaitLine:
+    """Status line, redrawn on a terminal, else printed ever more rarely. Ignores errors of a closed terminal."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._since = clock()
+        self._next_s = FIRST_LINE_S
+        self._bar: tqdm | None = None
+
+    def update(self, what: str) -> None:
+        """Show `what` and the seconds so far. Call every 0.5 s."""
+        seconds = self._clock() - self._since
+        with contextlib.suppress(OSError, ValueError):
+            if self._stream.isatty():
+                self._draw(f"  {what}, {seconds:.0f} s")
+            elif seconds >= self._next_s:
+                self._next_s = 2 * seconds
+                print(f"  {what}, {seconds:.0f} s so far", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.close()
+            self._bar = None
+
+    def _draw(self, text: str) -> None:
+        tqdm.monitor_interval = 0  # no thread beside one that forks
+        if self._bar is None:
+            self._bar = tqdm(desc=text, file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True)
+        self._bar.set_description_str(text)
+
+
+@contextlib.contextmanager
+def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
+    """Show `what()` and the seconds so far on `stream` (default: standard error) during the block."""
+    line, is_over = WaitLine(stream), threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(_TICK_S):
+            line.update(what())
+
+    thread = threading.Thread(target=tick, name="wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        line.close()
+
+
 class LoadProgress:
-    """One bar per loading engine on a terminal, else one line per engine and stage, and the time that it takes."""
+    """A bar per loading engine on a terminal, else a line per engine and stage; and the seconds so far."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         self._engines = dict(engines)
@@ -139,12 +190,12 @@ def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel], *,
 
 
 def top_command(endpoints: Endpoints) -> str:
-    """Return the command that shows this server, wherever it is typed."""
+    """Return the `tidewheel top` that shows this server."""
     return f"tidewheel top --metrics-url {endpoints.metrics_url} --health-url {endpoints.ready_url}"
 
 
 def version_warning(version: str, host: str) -> str | None:
-    """Return why this server must not face a network, or None."""
+    """Return the reason why this server must not face a network, or None."""
     if is_loopback(host) or _number(version) >= OLDEST_FOR_PRODUCTION:
         return None
     return (

@@ -1,10 +1,16 @@
+"""Ports of a server, and a client of Triton's HTTP endpoint."""
+
 from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
+import json
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from tidewheel.server import ServeError
 
@@ -26,16 +32,17 @@ class Endpoints:
     def chosen(self) -> Endpoints:
         """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
-            http = self._hold(held, self.http, "http")
-            grpc = self._hold(held, self.grpc, "grpc")
-            metrics = self._hold(held, self.metrics, "metrics")
-            health = self._hold(held, self.health, "health")
-            openai = None if self.openai is None else self._hold(held, self.openai, "openai")
-            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics, health=health, openai=openai)
+            ports = {name: port for name, port in asdict(self).items() if name != "host" and port is not None}
+            chosen: dict[str, Any] = {name: self._hold(held, port, name) for name, port in ports.items()}
+            return replace(self, **chosen)
 
     def authority(self, port: int) -> str:
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+    @property
+    def triton(self) -> TritonHttp:
+        return TritonHttp(self.authority(self.http))
 
     @property
     def metrics_url(self) -> str:
@@ -46,10 +53,7 @@ class Endpoints:
         return f"http://{self.authority(self.health)}/ready"
 
     def connect(self) -> socket.socket:
-        """Return a connection to the HTTP endpoint, unconnected if it does not answer.
-
-        After SIGTERM, Triton unloads no model while one is open.
-        """
+        """Return a connection to the HTTP endpoint, unconnected if it does not answer."""
         address = _ANY.get(self.host, self.host)
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         connection.settimeout(ANSWER_S)
@@ -81,8 +85,70 @@ class Endpoints:
         return f"cannot listen on {self.host} port {port} (--{name}-port): {error.strerror}"
 
 
+class DeployedModel(NamedTuple):
+    name: str
+    backend: str
+    decoupled: bool
+    engine_of: str  # model whose engine it shares, or empty
+
+
+class TritonHttp:
+    """Client with a connection for each call."""
+
+    def __init__(self, authority: str) -> None:
+        self._authority = authority
+
+    def is_ready(self) -> bool:
+        return self._holds("/v2/health/ready")
+
+    def is_live(self) -> bool:
+        return self._holds("/v2/health/live")
+
+    def serves(self, model: str) -> bool:
+        return self._holds(f"/v2/models/{quote(model, safe='')}/ready")
+
+    def models(self) -> list[DeployedModel]:
+        """Return the ready models. Raise OSError without an answer."""
+        index = self._json("POST", "/v2/repository/index")
+        names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
+        return [self._model(name) for name in names]
+
+    def _model(self, name: str) -> DeployedModel:
+        config = self._json("GET", f"/v2/models/{quote(name, safe='')}/config")
+        parameters = config.get("parameters", {})
+        return DeployedModel(
+            name=name,
+            backend=config.get("backend", ""),
+            decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+            engine_of=parameters.get("engine_of", {}).get("string_value", ""),
+        )
+
+    def _holds(self, path: str) -> bool:
+        try:
+            return self._call("GET", path)[0] == 200
+        except OSError:
+            return False
+
+    def _json(self, method: str, path: str) -> Any:
+        status, body = self._call(method, path)
+        if status != 200:
+            raise OSError(f"{path} answered {status}")
+        return json.loads(body)
+
+    def _call(self, method: str, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._authority, timeout=ANSWER_S)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except http.client.HTTPException as error:
+            raise OSError(str(error)) from error
+        finally:
+            connection.close()
+
+
 def check_keys(host: str, api_keys: Path | None) -> None:
-    """Raise `ServeError` if a network could ask the gateway without a key."""
+    """Raise `ServeError` if other machines could use the gateway without a key."""
     if api_keys is None and not is_loopback(host):
         raise ServeError(
             f"--host is {host!r}, and there is no --api-keys: all that reach the gateway could use the models; "

@@ -1,4 +1,4 @@
-"""Readiness of `tidewheel serve`: the state of the server, whether tritonserver answers, and every engine."""
+"""Readiness of `tidewheel serve`: of the server, of tritonserver and of every engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tidewheel.engine.engine_watch import EngineWatch
 from tidewheel.engine.folder import current_engines, label_of
+from tidewheel.engine.heartbeat import EngineWatch
 from tidewheel.health_endpoint import READY, HealthEndpoint, Readiness
-from tidewheel.server import CrashLoop, ServeError
+from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
+from tidewheel_process.restarts import CrashLoop
 
 LOOK_S = 0.2
 ASK_S = 1.0  # between two requests to tritonserver
@@ -18,12 +19,12 @@ STARTING = Readiness("starting", "the server loads its models")
 
 
 class Health:
-    """Endpoint, and the threads that look. It lives as long as the `with` block."""
+    """Health endpoint, and the threads that examine engines and tritonserver during the `with` block."""
 
     def __init__(
         self, endpoints: Endpoints, is_live: Callable[[], bool], find: Callable[[], list[Path]] = current_engines
     ) -> None:
-        """`is_live` asks tritonserver, `find` returns the links to the engines that serve."""
+        """`is_live` asks tritonserver, `find` returns the links to the serving engines."""
         self.server: Callable[[], Readiness] = lambda: STARTING  # engines count when it is READY
         self._is_live = is_live
         self._find = find
@@ -43,7 +44,6 @@ class Health:
         return next((one for one in (self.server(), *self._seen.values()) if not one.is_ready), READY)
 
     def raise_if_given_up(self) -> None:
-        """Raise `CrashLoop` if an engine is not started again."""
         engines = self._seen["engines"]
         if not engines.is_live:
             raise CrashLoop(f"an engine is given up: {engines.reason}")
@@ -56,7 +56,7 @@ class Health:
         return min(bad, key=lambda one: one.is_live, default=READY)
 
     def ask(self) -> Readiness:
-        """Ask tritonserver, once it has been ready."""
+        """Ask tritonserver, if the server has been ready."""
         is_silent = self.server().is_ready and not self._is_live()
         return Readiness("stopped", "tritonserver does not answer") if is_silent else READY
 

@@ -1,20 +1,27 @@
-"""Load and unload models of a running server, for its own user: by a private socket, or over Triton's API."""
+"""Loads and unloads of models of a running server, by a private socket or over Triton's API."""
 
 from __future__ import annotations
 
 import functools
+import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tidewheel.server import ServeError, processes, repository
-from tidewheel.server.control_socket import ask
+import msgspec
 
+from tidewheel.server import ServeError, repository
+from tidewheel_process.child import wait_until
+
+MAX_LINE = 1 << 16
+ASK_S = 60.0
 _TIMEOUT_S = 3600.0  # a load has limits of its own
 
 Action = Literal["load", "unload", "reload"]
+Handle = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -26,16 +33,15 @@ class _PendingLoad:
 
 
 class ModelControl:
-    """Loader and unloader of models: changes the private repository that Triton polls and waits for the result."""
+    """Loader and unloader of models, by changes of the private repository that Triton polls."""
 
     def __init__(
         self, source: Path, target: Path, *, check: Callable[[], None], serves: Callable[[str], bool],
         forget: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Take the operator's repository and the private one.
+        """`source`: the operator's repository; `target`: the private one; `serves` asks Triton.
 
-        `check` raises `ServeError` while nothing can be loaded, `serves` asks whether Triton takes requests of a
-        model, and `forget` is called with an unloaded one.
+        `check` raises `ServeError` while nothing can be loaded; `forget` takes an unloaded model.
         """
         self._source = source
         self._target = target
@@ -46,10 +52,7 @@ class ModelControl:
         self._pending: _PendingLoad | None = None
 
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Load, unload or reload the model that a command of `ask_server` names, and wait until it is done.
-
-        Return an empty answer. Raise `ServeError` if that fails. Not for several threads at once.
-        """
+        """Do a command of `ask_server` and return an empty answer. Raise `ServeError`. Not thread-safe."""
         self._check()
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         try:
@@ -59,7 +62,7 @@ class ModelControl:
         return {}
 
     def note_load(self, model: str, failure: str) -> None:
-        """End the wait for a load of `model`; an empty `failure` means that it serves. Thread-safe."""
+        """End the wait for a load; `failure` is empty if the model serves. Thread-safe."""
         with self._lock:
             pending = self._pending
             if pending is None or pending.model != model:
@@ -71,7 +74,7 @@ class ModelControl:
         pending.ended.set()
 
     def note_restart(self, reason: str) -> None:
-        """Fail the pending load with `reason` and undo it, so that the server restarts without that model."""
+        """Fail and undo the pending load, so that the server restarts without its model."""
         pending = self._pending
         if pending is not None:
             self.note_load(pending.model, reason)
@@ -100,7 +103,7 @@ class ModelControl:
         self._loaded(model)
         repository.remove_entry(self._target, model)
         self._forget(model)
-        processes.wait_until(lambda: not self._serves(model), _TIMEOUT_S)
+        wait_until(lambda: not self._serves(model), _TIMEOUT_S)
 
     def _loaded(self, model: str) -> Path:
         if model not in (names := repository.folder_names(self._target)):
@@ -119,15 +122,72 @@ class ModelControl:
 
 
 def ask_server(control: Path, action: Action, model: str) -> None:
-    """Ask the server at the socket `control` to load, unload or reload a model. Raise `ServeError` on failure."""
+    """Have the server at a control socket load, unload or reload a model. Raise `ServeError`."""
     ask(control, {"do": action, "model": model}, ServeError, None)
 
 
-def reload(authority: str, model: str) -> None:
-    """Unload and load a model over Triton's API, which gives it new front ends. Raise OSError if that fails.
+class ControlSocket(socketserver.ThreadingUnixStreamServer):
+    """Server of commands on a Unix socket, one at a time: a line of JSON each way.
 
-    Over HTTP, Triton would hold up every connection that shares the thread of the call, and lose their answers.
+    A client gets the bare message of an `error`, and class and first line of any other exception.
     """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, path: Path, handle: Handle, error: type[Exception]) -> None:
+        self._handle = handle
+        self._error = error
+        self._turn = threading.Lock()
+        super().__init__(str(path), _Command)
+        path.chmod(0o600)
+
+    def answer(self, line: bytes) -> bytes:
+        try:
+            with self._turn:
+                answer = self._handle(msgspec.json.decode(line, type=dict[str, Any]))
+        except (self._error, msgspec.DecodeError) as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"}
+        return msgspec.json.encode(answer)
+
+    def __enter__(self) -> ControlSocket:
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="control", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Command(socketserver.StreamRequestHandler):
+    server: ControlSocket
+    timeout = ASK_S
+
+    def handle(self) -> None:
+        self.wfile.write(self.server.answer(self.rfile.readline(MAX_LINE)) + b"\n")
+
+
+def ask(path: Path, command: dict[str, Any], error: type[Exception], limit_s: float | None = ASK_S) -> dict[str, Any]:
+    """Return a `ControlSocket`'s answer. Raise `error` for an error, or without an answer within the limit."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(limit_s)
+            connection.connect(str(path))
+            connection.sendall(msgspec.json.encode(command) + b"\n")
+            with connection.makefile("rb") as lines:
+                answer = msgspec.json.decode(lines.readline(MAX_LINE), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as failure:
+        raise error(f"{path} does not answer: {failure}") from None
+    if "error" in answer:
+        raise error(str(answer["error"]))
+    return answer
+
+
+def reload(authority: str, model: str) -> None:
+    """Unload and load a model over Triton's API, which gives it new front ends. Raise OSError."""
+    # Over HTTP, Triton would hold up every connection that shares the thread of the call, and lose their answers.
     import grpc  # slow, and seldom needed
     from tritonclient.grpc import service_pb2 as pb
     from tritonclient.grpc import service_pb2_grpc

@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
-    """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
+    """Write an entry and its non-decoupled twin. Raise `ConfigError`."""
     model = resolve_model(model)
     check_settings({"model": model, **settings})
     # Like `vllm serve`, and unlike entries that are written for Triton.
@@ -70,7 +70,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def entries(repository: Path) -> list[str]:
-    """Return sorted names. Raise `ConfigError` if there are none."""
+    """Return the sorted names of entries. Raise `ConfigError` without any."""
     if not repository.is_dir():
         raise ConfigError(f"model repository {str(repository)!r}: no such folder")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
@@ -82,7 +82,7 @@ def entries(repository: Path) -> list[str]:
 
 
 def folder_names(repository: Path) -> list[str]:
-    """Return the names that a polling Triton takes for models: those of all folders, sorted."""
+    """Return the sorted names of all folders, which a polling Triton takes for models."""
     return sorted(path.name for path in repository.iterdir() if path.is_dir())
 
 
@@ -95,10 +95,7 @@ def check_names(repository: Path, names: Iterable[str]) -> None:
 
 
 def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make the private repository `target`, with links to the files of the named entries (none named: all).
-
-    Raise `ConfigError` if an entry is missing.
-    """
+    """Make `target` with links to the files of the named entries (none: all). Raise `ConfigError`."""
     check_names(repository, names)
     target.mkdir()
     for name in dict.fromkeys(names) or folder_names(repository):
@@ -107,7 +104,7 @@ def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
 
 
 def add_entry(repository: Path, name: str, target: Path) -> None:
-    """Add links to the files of an entry. A polling Triton sees all of them at once, and loads it."""
+    """Add links to the files of an entry, all at once. A polling Triton loads it."""
     source, folder = (repository / name).resolve(), _aside(target, name)
     folder.mkdir(parents=True)
     _link(folder, source)
@@ -118,7 +115,7 @@ def add_entry(repository: Path, name: str, target: Path) -> None:
 
 
 def remove_entry(target: Path, name: str) -> None:
-    """Remove the links of an entry. A polling Triton unloads it."""
+    """Remove an entry's links. A polling Triton unloads it."""
     folder = _aside(target, name)
     folder.parent.mkdir(exist_ok=True)
     (target / name).rename(folder)
@@ -126,7 +123,7 @@ def remove_entry(target: Path, name: str) -> None:
 
 
 def refresh_entry(entry: Path) -> None:
-    """Add links to files that are new in the operator's folder, and remove links to deleted ones."""
+    """Follow new and deleted files of the operator's folder."""
     for path in entry.iterdir():
         if not path.exists():
             path.unlink()
@@ -134,12 +131,12 @@ def refresh_entry(entry: Path) -> None:
 
 
 def load_again(entry: Path) -> None:
-    """Make a polling Triton load an entry again. It retries every second until that succeeds."""
+    """Make a polling Triton load an entry again, every second until it succeeds."""
     _shift(entry, 1)
 
 
 def give_up_loading(entry: Path) -> None:
-    """Undo a `load_again` that failed: Triton keeps what it had loaded before."""
+    """Undo a failed `load_again`: Triton keeps what it had loaded."""
     _shift(entry, -1)
 
 
@@ -155,17 +152,14 @@ def _link(folder: Path, source: Path) -> None:
 
 
 def _aside(target: Path, name: str) -> Path:
-    """Return a path beside the repository, for an entry that Triton must not see."""
+    """Return a path for an entry that Triton must not see."""
     folder = target.with_name(f"{target.name}-aside") / name
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
 def select(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make a repository of links to some entries. Raise `ConfigError` if one is missing.
-
-    Triton's own `--model-control-mode=explicit` would let every client load models.
-    """
+    """Make a repository of links to entries. Raise `ConfigError` if one is missing."""
     check_names(repository, names)
     target.mkdir(parents=True)
     for name in dict.fromkeys(names):
@@ -181,12 +175,11 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
 
 
 def num_front_ends(num_cores: int) -> int:
-    """Return how many front ends a machine has cores for: each uses one to make responses, and the server as much."""
+    """Return the number of front ends for a machine. Each uses a core for responses, and the server as much."""
     return max(1, min(MAX_FRONT_ENDS, num_cores // CORES_OF_A_FRONT_END))
 
 
 def entry_text(parameters: Mapping[str, str], *, decoupled: bool, num_instances: int = 1) -> str:
-    """Return the `config.pbtxt` of an entry."""
     lines = [
         'backend: "tidewheel"',
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",

@@ -1,38 +1,51 @@
+"""`tidewheel serve`: options, preparation, and the life of the server."""
+
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.private_dir import unwritable
-from tidewheel.server import CrashLoop, ServeError, launch, model_control, own_servers, processes, repository
+from tidewheel.server import ServeError, model_control, repository, tritonserver, workdir
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
-from tidewheel.server.control_socket import ControlSocket
-from tidewheel.server.endpoints import Endpoints, check_keys
-from tidewheel.server.gateway_process import GatewayProcess
+from tidewheel.server.endpoints import DeployedModel, Endpoints, check_keys
 from tidewheel.server.health import Health
-from tidewheel.server.lifeline import Lifeline, stop_with_parent
-from tidewheel.server.locate import TritonInstall, locate
-from tidewheel.server.model_control import ModelControl
-from tidewheel.server.processes import StopSignals
+from tidewheel.server.model_control import ControlSocket, ModelControl
+from tidewheel.server.model_reloads import Load
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.supervisor import Supervisor
-from tidewheel.server.triton_http import DeployedModel, TritonHttp
-from tidewheel.server.workdir import WorkDir, work_dir
+from tidewheel.server.supervisor import Supervisor, SupervisorParts
+from tidewheel.server.tritonserver import (
+    GOOD_DESCRIPTORS,
+    MANY_DESCRIPTORS,
+    ClosedApi,
+    ControlMode,
+    TritonInstall,
+    locate,
+)
+from tidewheel.server.workdir import WorkDir
+from tidewheel_process.child import Child, StartError
+from tidewheel_process.current_process import StopSignals, call_at_end_of, raise_descriptor_limit
+from tidewheel_process.restarts import RestartedChild
 
 _POLL_S = 1
 _STDIN = 0
 _MODELS_API: Literal["model-repository"] = "model-repository"
 _OWN_CONTROL = ("--model-control", "--model-repo", "--model-store", "--load-model", "--repository-poll")
 FORCED_EXIT = 130  # a shell's code for Ctrl-C
+_GATEWAY_START_S = 30.0
+_GATEWAY_DRAIN_S = 1.0  # for the last bytes of answers: the server has drained before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +62,8 @@ class ServeOptions:
     gateway_arguments: tuple[str, ...] = ()  # its other options
     drain_s: float = 30.0
     restart: bool = True  # after a death, without a session
-    model_control: launch.ModelControl = "none"
-    open_apis: tuple[launch.ClosedApi, ...] = ()  # `model-repository` with `explicit` alone
+    model_control: ControlMode = "none"
+    open_apis: tuple[ClosedApi, ...] = ()  # `model-repository` with `explicit` alone
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
@@ -60,22 +73,47 @@ class ServeOptions:
     allow_faults: bool = False
     verbose: bool = False
 
+    @property
+    def is_closed(self) -> bool:
+        """No client may have models loaded: Triton gets a private repository."""
+        return not (
+            self.model_control == "poll"
+            or _MODELS_API in self.open_apis
+            or any(argument.startswith(_OWN_CONTROL) for argument in self.triton_arguments)
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    install: TritonInstall
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    endpoints: Endpoints
-    engines: Mapping[str, Path]  # model name → folder of the engine that serves
-    reload: Callable[[str], None] | None  # loads one model again, where that is possible
+    @property
+    def opened_apis(self) -> set[ClosedApi]:
+        """Triton's APIs that need no secret header."""
+        # Without explicit model control, Triton itself refuses loads, and the API only lists models.
+        is_explicit = any("explicit" in argument for argument in self.triton_arguments)
+        return {*self.open_apis, *(() if is_explicit else (_MODELS_API,))}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines about what any client can do by the open APIs."""
+        warnings = []
+        if "shared-memory" in self.open_apis:
+            warnings.append(
+                "--open-api shared-memory lets all that reach the ports, other users of the machine included, read "
+                "and change the requests of others (docs/proxy.md)"
+            )
+        if _MODELS_API in self.open_apis:
+            warnings.append(
+                f"--open-api {_MODELS_API} lets all that reach {self.endpoints.host} run code as this user: other "
+                "users of the machine, and every web page that a browser on it opens (docs/proxy.md)"
+            )
+        return warnings
+
+    def source(self, work: WorkDir) -> Path:
+        """Return the operator's repository, or the one that `--model` makes."""
+        return (self.model_repository or work.written).expanduser().resolve()
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
     """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
 
-    Raise `ServeError` or `ConfigError` if the server cannot start, or dies and is not to start again. No process is
-    left.
+    Raise `ServeError`, `ConfigError` or `CrashLoop`. No process is left.
     """
     if options.endpoints.openai is not None:
         check_keys(options.endpoints.host, options.api_keys)
@@ -83,173 +121,89 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     install = locate(options.tritonserver)
     with (
         StopSignals() as signals,
-        work_dir() as work,
-        Lifeline(work) as lifeline,
+        workdir.work_dir() as work,
+        workdir.guarded(work.root) as guard,
         _server_log(options.log_file) as log,
     ):
         if options.end_with_stdin:
-            stop_with_parent(_STDIN, signals.stop)
-        try:
-            plan = _prepare(options, install, work)
-        except OSError as error:
-            raise _unprepared(error, work) from None
-        if warning := _descriptor_warning():
-            console.note(f"warning: {warning}")
+            call_at_end_of(_STDIN, signals.stop)
+        plan = _prepare(options, install, work)
+        if (limit := raise_descriptor_limit()) < GOOD_DESCRIPTORS:
+            console.note(
+                f"warning: {limit} open files are allowed, one for each connection, and clients beyond wait without "
+                f"an answer: allow {GOOD_DESCRIPTORS} or more (ulimit -Hn)"
+            )
         console.note(f"starting tritonserver ({install.origin})")
-        triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
+        parts = SupervisorParts(
+            command=plan.command,
+            environment=plan.environment,
+            signals=signals,
+            log=log,
+            guard=guard,
+            work=work,
+            note=console.note,
+            on_line=console.server_line,
+        )
         with (
-            own_servers.reported(options.ports_file, plan.endpoints),
-            Health(plan.endpoints, triton.is_live) as health,
-            Supervisor(
-                plan.command,
-                plan.environment,
-                signals=signals,
-                log=log,
-                guard=lifeline,
-                work=work,
-                note=console.note,
-                on_line=console.server_line,
-            ) as supervisor,
-            _model_control(options, work, log, triton, supervisor),
+            workdir.ports_file(options.ports_file, plan.endpoints),
+            Health(plan.endpoints, plan.endpoints.triton.is_live) as health,
+            Supervisor(parts) as supervisor,
+            _model_control(options, parts, plan, supervisor),
             _gateway(options, plan.endpoints, supervisor, console) as gateway,
         ):
-            for warning in open_warnings(options):
-                console.note(f"warning: {warning}")
-            health.server = lambda: supervisor.readiness
-            if _wait_ready(supervisor, plan):
-                if gateway is not None:
-                    gateway.wait_ready()
-                _announce(console, plan, log.version)
-                if session is None:
-                    _describe_endpoints(console, plan, options)
-                _stay(supervisor, plan, console, health, gateway, session, options)
-                console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(options.drain_s, plan.endpoints)
+            server = _Server(options, plan, console, supervisor, health, gateway)
+            server.run(session)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
+class _Plan(NamedTuple):
+    install: TritonInstall
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    endpoints: Endpoints
+    engines: Mapping[str, Path]  # model name → folder of the engine that serves
+    load: Load | None  # loads one model again, where that is possible
+
+
 def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
-    models = _repository(options, work)
-    names = repository.entries(models)
-    endpoints = options.endpoints.chosen()
-    own_servers.announce(work, endpoints)
-    launch.assemble(install, work.backends)
-    environment = launch.environment(install, work) | ({FAULTS_ALLOWED: "1"} if options.allow_faults else {})
-    command = launch.command(
-        install,
-        models,
-        endpoints,
-        work,
-        drain_s=options.drain_s,
-        flags=launch.known_flags(install, environment),
-        control=_control_flags(options),
-        opened=opened_apis(options),
-        extra=options.triton_arguments,
-    )
-    return _Plan(
-        install=install,
-        command=tuple(command),
-        environment=environment,
-        endpoints=endpoints,
+    try:
+        is_polled = _is_polled(options)
+        models = _repository(options, work)
+        names = repository.entries(models)
+        endpoints = options.endpoints.chosen()
+        work.announce(endpoints)
+        tritonserver.assemble(install, work.backends)
+        faults = {FAULTS_ALLOWED: "1"} if options.allow_faults else {}
+        environment = tritonserver.environment(install, work) | faults
+        command = tritonserver.command(
+            install,
+            models,
+            endpoints,
+            work,
+            drain_s=options.drain_s,
+            flags=tritonserver.known_flags(install, environment),
+            control=_control_flags(options, is_polled=is_polled),
+            opened=options.opened_apis,
+            extra=options.triton_arguments,
+        )
         # Front ends identify their repository by an entry's real path.
-        engines={name: engine_dir(real_entry(models / name).parent, name) / CURRENT for name in names},
-        reload=_reload(options, models, endpoints),
-    )
-
-
-def _unprepared(error: OSError, work: WorkDir) -> Exception:
-    path = error.filename2 or error.filename  # none: a write
-    if path is None or Path(path).is_relative_to(work.root):
-        return unwritable(work.root.parent, error)
-    return ServeError(f"{path} cannot be read: {error.strerror}")
-
-
-def _is_closed(options: ServeOptions) -> bool:
-    """Return whether no client may have models loaded, so that `serve` makes a private repository."""
-    return not (
-        options.model_control == "poll"
-        or _MODELS_API in options.open_apis
-        or any(argument.startswith(_OWN_CONTROL) for argument in options.triton_arguments)
-    )
-
-
-def opened_apis(options: ServeOptions) -> set[launch.ClosedApi]:
-    """Return Triton's APIs that need no secret header.
-
-    `model-repository` is one of them unless `--triton-arg` asks for explicit model control: in every other mode
-    Triton itself refuses loads, and the API only lists models.
-    """
-    is_explicit = any("explicit" in argument for argument in options.triton_arguments)
-    return {*options.open_apis, *(() if is_explicit else (_MODELS_API,))}
-
-
-def _is_polled(options: ServeOptions) -> bool:
-    """Return whether Triton polls the private repository. That needs a high limit of open files.
-
-    Without a free descriptor a polling Triton unloads the models that it cannot see. Raise `ServeError` if the limit
-    is too low and `--model-control explicit` needs polling.
-    """
-    if not _is_closed(options):
-        return False
-    limit = processes.raise_descriptor_limit()
-    if options.model_control == "explicit" and limit < processes.MANY_DESCRIPTORS:
-        raise ServeError(
-            f"--model-control explicit needs {processes.MANY_DESCRIPTORS} open files, and {limit} are allowed: allow "
-            "more (ulimit -Hn)"
-        )
-    return limit >= processes.MANY_DESCRIPTORS
-
-
-def _control_flags(options: ServeOptions) -> list[str]:
-    if _is_polled(options):
-        return launch.control_flags("poll", (), _POLL_S)
-    mode = "none" if _is_closed(options) else options.model_control
-    return launch.control_flags(mode, options.models, options.repository_poll_s)
-
-
-def _reload(options: ServeOptions, models: Path, endpoints: Endpoints) -> Callable[[str], None] | None:
-    if not options.restart:
-        return None
-    if _is_polled(options):
-        return lambda name: repository.load_again(models / name)
-    if options.model_control == "explicit":
-        return partial(model_control.reload, endpoints.authority(endpoints.grpc))
-    return None
-
-
-def _descriptor_warning() -> str:
-    limit = processes.raise_descriptor_limit()
-    if limit >= processes.GOOD_DESCRIPTORS:
-        return ""
-    return (
-        f"{limit} open files are allowed, one for each connection, and clients beyond wait without an answer: "
-        f"allow {processes.GOOD_DESCRIPTORS} or more (ulimit -Hn)"
-    )
-
-
-def open_warnings(options: ServeOptions) -> list[str]:
-    """Return a warning for each open API: what any client that reaches it can do."""
-    host, warnings = options.endpoints.host, []
-    if "shared-memory" in options.open_apis:
-        warnings.append(
-            "--open-api shared-memory lets all that reach the ports, other users of the machine included, read and "
-            "change the requests of others (docs/proxy.md)"
-        )
-    if _MODELS_API in options.open_apis:
-        warnings.append(
-            f"--open-api {_MODELS_API} lets all that reach {host} run code as this user: other users of the machine, "
-            "and every web page that a browser on it opens (docs/proxy.md)"
-        )
-    return warnings
+        engines = {name: engine_dir(real_entry(models / name).parent, name) / CURRENT for name in names}
+    except OSError as error:
+        path = error.filename2 or error.filename  # none: a write
+        if path is None or Path(path).is_relative_to(work.root):
+            raise unwritable(work.root.parent, error) from None
+        raise ServeError(f"{path} cannot be read: {error.strerror}") from None
+    load = _load(options, models, endpoints, is_polled=is_polled) if options.restart else None
+    return _Plan(install, command, environment, endpoints, engines, load)
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
-    source = _source(options, work)
+    source = options.source(work)
     if options.model_repository is None:
         model = options.model or ""
         name = options.model_name or repository.served_name(model)
         repository.write_entry(source, model, repository.check_name(name), options.settings)
-    if _is_closed(options):
+    if options.is_closed:
         return repository.mirror(source, options.models, work.repository)
     if options.model_control == "explicit":
         repository.check_names(source, options.models)
@@ -257,30 +211,52 @@ def _repository(options: ServeOptions, work: WorkDir) -> Path:
     return repository.select(source, options.models, work.repository) if options.models else source
 
 
-def _source(options: ServeOptions, work: WorkDir) -> Path:
-    """Return the operator's repository, or that of the entries that `--model` makes."""
-    return (options.model_repository or work.written).expanduser().resolve()
+def _is_polled(options: ServeOptions) -> bool:
+    """Return whether Triton polls the private repository. Raise `ServeError` if it should and cannot."""
+    # Without a free descriptor, a polling Triton unloads the models that it cannot see.
+    limit = raise_descriptor_limit()
+    if options.is_closed and options.model_control == "explicit" and limit < MANY_DESCRIPTORS:
+        raise ServeError(
+            f"--model-control explicit needs {MANY_DESCRIPTORS} open files, and {limit} are allowed: allow more "
+            "(ulimit -Hn)"
+        )
+    return options.is_closed and limit >= MANY_DESCRIPTORS
+
+
+def _control_flags(options: ServeOptions, *, is_polled: bool) -> list[str]:
+    if is_polled:
+        return tritonserver.control_flags("poll", (), _POLL_S)
+    mode = "none" if options.is_closed else options.model_control
+    return tritonserver.control_flags(mode, options.models, options.repository_poll_s)
+
+
+def _load(options: ServeOptions, models: Path, endpoints: Endpoints, *, is_polled: bool) -> Load | None:
+    if is_polled:
+        return lambda name: repository.load_again(models / name)
+    if options.model_control == "explicit":
+        return partial(model_control.reload, endpoints.authority(endpoints.grpc))
+    return None
 
 
 def _model_control(
-    options: ServeOptions, work: WorkDir, log: ServerLog, triton: TritonHttp, supervisor: Supervisor
+    options: ServeOptions, parts: SupervisorParts, plan: _Plan, supervisor: Supervisor
 ) -> contextlib.AbstractContextManager[object]:
-    """Return the control socket for `tidewheel load`, `unload` and `reload`.
-
-    A null context without `--model-control explicit`, or where models are loaded over Triton's own API.
-    """
-    if options.model_control != "explicit" or not _is_closed(options):
+    """Return the control socket of `tidewheel load`, or a null context where models are loaded in no such way."""
+    if options.model_control != "explicit" or not options.is_closed:
         return contextlib.nullcontext()
 
     def check() -> None:
         if supervisor.readiness.state in ("starting", "draining", "stopped"):
             raise ServeError(f"the server is {supervisor.readiness.state}: nothing can be loaded until it is ready")
 
-    source = _source(options, work)
-    control = ModelControl(source, work.repository, check=check, serves=triton.serves, forget=supervisor.forget)
-    log.on_load = control.note_load
+    work = parts.work
+    serves = plan.endpoints.triton.serves
+    control = ModelControl(
+        options.source(work), work.repository, check=check, serves=serves, forget=supervisor.forget
+    )
+    parts.log.on_load = control.note_load
     supervisor.on_restart = control.note_restart
-    return ControlSocket(work.control, control.handle, ServeError)
+    return ControlSocket(parts.work.control, control.handle, ServeError)
 
 
 @contextlib.contextmanager
@@ -296,88 +272,119 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
         yield ServerLog(copy)
 
 
+@contextlib.contextmanager
 def _gateway(
     options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor, console: Console
-) -> contextlib.AbstractContextManager[GatewayProcess | None]:
+) -> Iterator[RestartedChild | None]:
+    """Run the gateway, which outlives restarts of tritonserver."""
     if endpoints.openai is None:
-        return contextlib.nullcontext()
-    keys = () if options.api_keys is None else (f"--api-keys={options.api_keys}",)
-    arguments = (*keys, *options.gateway_arguments)
-    return GatewayProcess(endpoints, arguments, pids=supervisor.spared, note=console.note)
-
-
-def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
-    server = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
-    progress = LoadProgress(plan.engines)
-    try:
-        return supervisor.wait_ready(server.is_ready, progress.update)
-    finally:
-        progress.close()
-
-
-def _announce(console: Console, plan: _Plan, version: str) -> None:
-    models = _deployed(console, plan)
-    statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
-    infos = {name: status.info for name, status in statuses.items() if status is not None and status.info is not None}
-    warning = version_warning(version, plan.endpoints.host)
-    if warning is not None:
-        console.note(f"warning: {warning}")
-    console.report(describe_models(version, plan.install.origin, models, infos))
-
-
-def _describe_endpoints(console: Console, plan: _Plan, options: ServeOptions) -> None:
-    has_playground = "--playground" in options.gateway_arguments
-    console.report(describe_endpoints(plan.endpoints, _deployed(console, plan), has_playground=has_playground))
-
-
-def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
-    try:
-        return TritonHttp(plan.endpoints.authority(plan.endpoints.http)).models()
-    except OSError as error:
-        console.note(f"warning: the server is ready and does not list its models: {error}")
-        return []
-
-
-def _stay(
-    supervisor: Supervisor,
-    plan: _Plan,
-    console: Console,
-    health: Health,
-    gateway: GatewayProcess | None,
-    session: Callable[[Endpoints], None] | None,
-    options: ServeOptions,
-) -> None:
-    """Return when asked to stop, or when `session` is over."""
-    guest = None if session is None else threading.Thread(target=session, args=(plan.endpoints,), daemon=True)
-    if guest is not None:
-        guest.start()
-
-    def is_over() -> bool:
-        health.raise_if_given_up()
-        if gateway is not None:
-            gateway.watch()
-        return guest is not None and not guest.is_alive()
-
-    if guest is not None:
-        supervisor.watch(is_over)
+        yield None
         return
-    died_at = 0.0
-    while not supervisor.stop_requested:
+    url = f"{endpoints.authority(endpoints.grpc)},metrics={endpoints.metrics},health={endpoints.health}"
+    command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "gateway", f"--host={endpoints.host}"]
+    command += [f"--port={endpoints.openai}", f"--url={url},http={endpoints.http}", f"--drain-s={_GATEWAY_DRAIN_S}"]
+    command += [f"--api-keys={options.api_keys}"] if options.api_keys is not None else []
+    command += options.gateway_arguments
+    gateway = RestartedChild("the gateway", lambda: Child(command, stdout=subprocess.DEVNULL), console.note)
+    supervisor.spared = lambda: {gateway.child.pid}
+    try:
+        yield gateway
+    finally:
+        gateway.child.end(2 * _GATEWAY_DRAIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    options: ServeOptions
+    plan: _Plan
+    console: Console
+    supervisor: Supervisor
+    health: Health
+    gateway: RestartedChild | None
+
+    def run(self, session: Callable[[Endpoints], None] | None) -> None:
+        for warning in self.options.warnings:
+            self.console.note(f"warning: {warning}")
+        self.health.server = lambda: self.supervisor.readiness
+        if not self._wait_ready():
+            return
+        self._wait_gateway()
+        self._describe(with_endpoints=session is None)
+        if session is None:
+            self._stay()
+        else:
+            guest = threading.Thread(target=session, args=(self.plan.endpoints,), daemon=True)
+            guest.start()
+            self.supervisor.watch(lambda: self._tend() or not guest.is_alive())
+        farewell = "stopping"
+        if self.supervisor.stop_requested:
+            farewell += f": running requests have {self.options.drain_s:g} s to end (Ctrl-C again ends them now)"
+        self.console.note(farewell)
+        self.supervisor.drain(self.options.drain_s, self.plan.endpoints)
+
+    def _stay(self) -> None:
+        """Restart the server after deaths until asked to stop."""
+        died_at = 0.0
+        while not self.supervisor.stop_requested:
+            try:
+                if self.supervisor.readiness.state == "starting" and self._wait_ready():
+                    self.console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
+                self.supervisor.watch(self._tend, self.plan.load, may_give_back=self.options.is_closed)
+            except ServeError as error:
+                if not self.options.restart:
+                    raise
+                self.console.note(f"{error}\ntidewheel: starting the server again")
+                died_at = time.monotonic()
+                self.supervisor.restart(error)
+
+    def _tend(self) -> bool:
+        """Restart a dead gateway and return False. Raise `CrashLoop` if an engine or the gateway is given up."""
+        self.health.raise_if_given_up()
+        if self.gateway is not None:
+            self.gateway.watch()
+        return False
+
+    def _wait_ready(self) -> bool:
+        progress = LoadProgress(self.plan.engines)
         try:
-            if supervisor.readiness.state == "starting" and _wait_ready(supervisor, plan):
-                console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
-            supervisor.watch(is_over, plan.reload, may_give_back=_is_closed(options))
-        except CrashLoop:
-            raise
-        except ServeError as error:
-            if not options.restart:
-                raise
-            console.note(f"{error}\ntidewheel: starting the server again")
-            died_at = time.monotonic()
-            supervisor.restart(error)
+            return self.supervisor.wait_ready(self.plan.endpoints.triton.is_ready, progress.update)
+        finally:
+            progress.close()
 
+    def _wait_gateway(self) -> None:
+        """Wait until the gateway has seen the ready server. Raise `ServeError`."""
+        if self.gateway is None:
+            return
+        endpoints = self.plan.endpoints
+        url = f"http://{endpoints.authority(endpoints.openai or 0)}/health"
 
-def _farewell(supervisor: Supervisor, drain_s: float) -> str:
-    if not supervisor.stop_requested:
-        return "stopping"
-    return f"stopping: running requests have {drain_s:g} s to end (Ctrl-C again ends them now)"
+        def is_ready() -> bool:
+            try:
+                with urllib.request.urlopen(url, timeout=1.0):
+                    return True
+            except OSError:
+                return False
+
+        try:
+            self.gateway.child.wait_ready(is_ready, _GATEWAY_START_S)
+        except StartError as error:
+            raise ServeError(f"the gateway {error}") from None
+
+    def _describe(self, *, with_endpoints: bool) -> None:
+        console, plan, version = self.console, self.plan, self.supervisor.version
+        models = self._models()
+        statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
+        infos = {name: status.info for name, status in statuses.items() if status is not None and status.info}
+        if warning := version_warning(version, plan.endpoints.host):
+            console.note(f"warning: {warning}")
+        console.report(describe_models(version, plan.install.origin, models, infos))
+        if with_endpoints:
+            has_playground = "--playground" in self.options.gateway_arguments
+            console.report(describe_endpoints(plan.endpoints, models, has_playground=has_playground))
+
+    def _models(self) -> list[DeployedModel]:
+        try:
+            return self.plan.endpoints.triton.models()
+        except OSError as error:
+            self.console.note(f"warning: the server is ready and does not list its models: {error}")
+            return []

@@ -11,7 +11,7 @@ _QUOTED_LINES = 8
 _QUOTED_CHARS = 300  # of a line
 _MAX_LINE = 1 << 16
 _SIGNAL = re.compile(r"Signal \(\d+\) received")  # before a stack trace
-_LINE = re.compile(r'^(?P<level>[IWEF])\d{4} [\d:.]+ \d+ (?P<file>[^:\]]+):\d+\] ?"?(?P<message>.*?)"?$', re.DOTALL)
+_LINE = re.compile(r'^(?P<level>[IWEF])\d{4} [\d:.]+ \d+ [^:\]]+:\d+\] ?"?(?P<message>.*?)"?$', re.DOTALL)
 _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
 _LOAD_FAILED = re.compile(
@@ -36,7 +36,6 @@ _NOISE = re.compile(
 
 class LogLine(NamedTuple):
     level: str  # I, W, E, F; empty if not Triton's
-    file: str
     message: str
 
     @property
@@ -52,8 +51,8 @@ class LoadFailure(NamedTuple):
 def parse(text: str) -> LogLine:
     match = _LINE.match(text)
     if match is None:
-        return LogLine("", "", text)
-    return LogLine(match["level"], match["file"], _unescape(match["message"]))
+        return LogLine("", text)
+    return LogLine(match["level"], _unescape(match["message"]))
 
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
@@ -85,7 +84,7 @@ class ServerLog:
         self.on_load: Callable[[str, str], None] | None = None  # takes a model and its failure, empty if it serves
 
     def feed(self, data: bytes) -> list[LogLine]:
-        """Return the complete lines. Copy them as far as the disk takes them."""
+        """Return the complete lines, and copy them to the log file."""
         problem = self._copied(data)
         *complete, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
         if len(self._rest) > _MAX_LINE:
@@ -101,7 +100,7 @@ class ServerLog:
             except OSError as error:
                 self._has_failed = True
                 if not had_failed:
-                    return [LogLine("W", "", f"the log file cannot be written, lines are lost: {error.strerror}")]
+                    return [LogLine("W", f"the log file cannot be written, lines are lost: {error.strerror}")]
         return []
 
     def last_words(self) -> str:
@@ -112,7 +111,7 @@ class ServerLog:
         return _one_line(best[0].message) if best else "it printed nothing"
 
     def quote(self) -> str:
-        """Return the last lines as they came, or the first ones of a stack trace."""
+        """Return the last lines, or the first lines of a stack trace."""
         lines = [line for line in (*self._raw, self._rest) if line.strip()]
         traces = [index for index, line in enumerate(lines) if _SIGNAL.search(line)]
         start = traces[-1] if traces else max(len(lines) - _QUOTED_LINES, 0)

@@ -1,31 +1,38 @@
+"""Supervision of tritonserver, its front ends and the engines."""
+
 from __future__ import annotations
 
 import contextlib
 import os
 import selectors
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
+import psutil
+
 from tidewheel.adapter.presence import Mark, read_mark
 from tidewheel.engine.folder import engine_dirs, read_status
-from tidewheel.engine.launcher import RestartPolicy, stop_engine
+from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.operating import drain
 from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
-from tidewheel.server import LoadError, ServeError, processes
+from tidewheel.server import LoadError, ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.launch import BACKEND
-from tidewheel.server.lifeline import Lifeline
-from tidewheel.server.locate import STUB_NAME
-from tidewheel.server.processes import StopSignals
-from tidewheel.server.revival import GiveBack, Restarts, Revivals
+from tidewheel.server.model_reloads import Load, PendingReloads, SharedMemoryRelief, StubId
 from tidewheel.server.server_log import LogLine, ServerLog
-from tidewheel.server.server_process import ServerProcess
-from tidewheel.server.triton_http import TritonHttp
+from tidewheel.server.tritonserver import BACKEND, STUB_NAME
 from tidewheel.server.workdir import WorkDir, remove_shared_memory, shared_bytes
+from tidewheel_process import process_tree
+from tidewheel_process.child import Child
+from tidewheel_process.current_process import StopSignals, adopt_orphans
+from tidewheel_process.guard import Guard
+from tidewheel_process.handle import ProcessHandle, start_ticks
+from tidewheel_process.restarts import DeathCount
 
 POLL_S = 0.1
 LOOK_S = 0.5  # between two looks at all processes
@@ -36,77 +43,78 @@ FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 MISSED_S = 60.0  # clients of a dead front end have gone by then
 SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorParts:
+    """Parts of a server that its supervisor uses."""
+
+    command: Sequence[str]  # of tritonserver
+    environment: Mapping[str, str]
+    signals: StopSignals
+    log: ServerLog
+    guard: Guard  # is not ended with the other processes
+    work: WorkDir
+    note: Callable[[str], None]
+    on_line: Callable[[LogLine, State], None]
 
 
 class Supervisor:
-    """Owner of tritonserver and every process below this one, which end with the `with` block.
+    """Owner of every process below this one, which end with the `with` block.
 
     Any thread may read `readiness`.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        signals: StopSignals,
-        log: ServerLog,
-        guard: Lifeline,  # is not ended with the others
-        work: WorkDir,
-        note: Callable[[str], None],
-        on_line: Callable[[LogLine, State], None],
-    ) -> None:
+    def __init__(self, parts: SupervisorParts) -> None:
         self.readiness = Readiness("starting", "the server is starting")
-        self.spared: set[int] = set()  # processes that outlive a restart
-        self._command, self._environment = command, environment
-        self._signals = signals
-        self._guard = guard
-        self._work = work
-        self._log = log
-        self._note = note
-        self._on_line = on_line
-        self._restarts = Restarts(RestartPolicy())
-        self._served_since = 0.0
-        self._revivals = Revivals(note)
-        self._next_look = 0.0
-        self._watched: set[tuple[int, int]] = set()  # stubs, by process id and start
-        self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
-        self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
-        self._paused: list[str] = []  # models
-        self._unloaded: deque[str] = deque()  # models that are not to be loaded again
+        self.spared: Callable[[], set[int]] = set  # process ids that outlive a restart
         self.on_restart: Callable[[str], None] | None = None  # takes the reason, before all but the engines end
-        self._serving: dict[processes.Process, str] = {}  # stubs and their models
-        self._give_back = GiveBack(lambda pid: shared_bytes(pid, work.shm_prefix), note)
-        self._num_open = 0  # requests at living front ends
+        self._parts = parts
+        self._log = parts.log
+        self._deaths = DeathCount()
+        self._served_since = 0.0
+        self._reloads = PendingReloads(parts.note)
+        self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, parts.work.shm_prefix), parts.note)
+        self._unloaded: deque[str] = deque()  # models that are not to be loaded again
+        self._stubs = StubWatch()
+        self._next_look = 0.0
         self._missed = ("", 0.0)  # death with clients that still wait, and until when it matters
         self._selector = selectors.DefaultSelector()
-        self._selector.register(signals, selectors.EVENT_READ, signals.clear)
-        processes.adopt_orphans()
+        self._selector.register(parts.signals, selectors.EVENT_READ, parts.signals.clear)
+        adopt_orphans()
         self._server = self._start()
 
     @property
     def stop_requested(self) -> bool:
-        return self._signals.count > 0
+        return self._parts.signals.count > 0
+
+    @property
+    def version(self) -> str:
+        """Triton's version; empty before it printed one."""
+        return self._log.version
 
     @property
     def was_forced(self) -> bool:
-        return self._signals.count > 1
+        return self._parts.signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
-        """Return whether the server became ready before a stop. Raise `ServeError` if it cannot."""
+        """Return whether the server became ready before a stop. Raise `ServeError`."""
         while not is_ready():
             self._pump(POLL_S)
             on_tick()
             if self.stop_requested:
                 return False
-            has_ended = self._server.has_ended()
+            has_ended = self._server.has_ended
             if has_ended:
-                self._server.read_output()
+                self._read_output()
             if self._log.failure is not None:
                 raise LoadError(self._log.failure.model, self._log.failure.reason)
             if has_ended:
-                raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
-            self._check_loading_stubs()
+                raise ServeError(f"tritonserver ended at its start ({self._server.exit}): {self._log.last_words()}")
+            # Triton waits for ever for a stub that dies before its model is asked.
+            if self._must_look() and (dead := self._stubs.look(self._server.pid)) is not None:
+                raise ServeError(f"a front end died while the server started (stub process {dead[0].pid})")
         self._served_since = time.monotonic()
         self.readiness = READY
         return True
@@ -114,67 +122,62 @@ class Supervisor:
     def watch(
         self,
         is_over: Callable[[], bool],
-        reload: Callable[[str], None] | None = None,
+        load: Load | None = None,
         *,
-        may_give_back: bool = False,  # while `reload` keeps the old front end until the new one serves
+        may_give_back: bool = False,  # while `load` keeps the old front end until the new one serves
     ) -> None:
-        """Return when asked to stop or `is_over()`. Raise `ServeError` after a death that ends all.
-
-        `reload` starts a load of one model again, or raises OSError.
-        """
+        """Return when asked to stop or `is_over()`. Raise `ServeError` after a death that ends all."""
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
-            if self._server.has_ended():
-                self._server.read_output()
-                raise ServeError(f"tritonserver died ({self._server.exit()})\nIt printed last:\n{self._log.quote()}")
-            if time.monotonic() < self._next_look:
+            if self._server.has_ended:
+                self._read_output()
+                raise ServeError(f"tritonserver died ({self._server.exit})\nIt printed last:\n{self._log.quote()}")
+            if not self._must_look():
                 continue
-            self._next_look = time.monotonic() + LOOK_S
-            self._guard.keep()
-            if (dead := self._find_dead_stub()) is not None:
-                self._replace_stub(*dead, reload)
-            if self._num_open == 0 and time.monotonic() < self._missed[1]:
+            self._parts.guard.keep()
+            if (dead := self._stubs.look(self._server.pid)) is not None:
+                self._replace_stub(*dead, load)
+            if self._stubs.num_open == 0 and time.monotonic() < self._missed[1]:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
-            if reload is not None and may_give_back:
-                self._give_back.look(self._serving, self._revivals, reload)
+            if load is not None and may_give_back:
+                self._relief.look(self._stubs.serving, self._reloads, load)
             self.readiness = self._judge()
-            processes.reap(keep=self._server.pid)
+            process_tree.reap(keep=[self._server.pid, *self.spared()])
 
     def restart(self, error: ServeError) -> None:
-        """End and start all but the engines, unless asked to stop. Raise `CrashLoop` after too many."""
+        """End and start all but the engines, unless asked to stop. Raise `CrashLoop`."""
         reason = str(error).splitlines()[0]
         was_serving = self.readiness.state != "starting"
         self.readiness = Readiness("starting", reason)
         if self.on_restart is not None:
             self.on_restart(reason)
-        self._kill_all_but_engines()
-        self._server.close()
-        remove_shared_memory(self._work.shm_prefix)
+        self._reloads.cancel()
+        self._kill(self._all_but_engines)  # at once: clients notice by their connections
+        self._forget_server()
+        remove_shared_memory(self._parts.work.shm_prefix)
         start = time.monotonic() + self._count_death(reason, was_serving=was_serving)
         while time.monotonic() < start and not self.stop_requested:
             self._pump(POLL_S)
         if not self.stop_requested:
             self._log.failure = None
-            self._unreaped, self._replaced, self._missed = {}, set(), ("", 0.0)
+            self._stubs.close()
+            self._stubs, self._missed = StubWatch(), ("", 0.0)
             self._server = self._start()
 
     def forget(self, model: str) -> None:
-        """Cancel pending reloads of a model that was unloaded on purpose. Thread-safe."""
+        """Cancel reloads of a model that was unloaded on purpose. Thread-safe."""
         self._unloaded.append(model)
 
     def drain(self, limit_s: float, endpoints: Endpoints) -> None:
-        """Refuse new requests; let the others end, after the limit with an error.
-
-        A connection keeps Triton from unloading models, which clients would read as an unknown model. Afterwards
-        Triton would wait for every idle one, so it is ended.
-        """
+        """Refuse new requests; let the others end, after the limit with an error."""
         self._begin_stop()
         folders = engine_dirs()
         end = time.monotonic() + limit_s
         idle = _drain_engines(folders)
         has_others = idle is None or _has_other_backends(endpoints)
+        # An open connection keeps Triton from unloading models, which clients would read as an unknown model.
         with endpoints.connect() if idle is not None else contextlib.nullcontext():
-            self._server.ask_to_end()
+            self._server.terminate()
             while idle is False and time.monotonic() < end and not self.was_forced:
                 if self._wait_server(POLL_S):
                     return
@@ -183,21 +186,19 @@ class Supervisor:
             for folder in folders:
                 stop_engine(folder, FINAL_ANSWERS_S)
         if not self._wait_server(max(end - time.monotonic(), SETTLE_S) if has_others else SETTLE_S):
-            # Stubs would wait for a server that is gone.
-            stubs = processes.children(self._server.pid)
+            # Triton waits for every idle connection, and stubs would wait for a server that is gone.
+            stubs = process_tree.children(self._server.pid)
             self._server.kill()
-            processes.signal_all(stubs, SIGKILL)
+            process_tree.signal_all(stubs, SIGKILL)
 
     def end_all(self, grace_s: float) -> None:
-        """End every process below this one, after the grace by SIGKILL."""
         self._begin_stop()
-        processes.signal_all(self._descendants(), SIGTERM)
+        process_tree.signal_all(self._descendants(), SIGTERM)
         end = time.monotonic() + grace_s
         while self._descendants() and time.monotonic() < end and not self.was_forced:
             self._pump(POLL_S)
-            processes.reap(keep=self._server.pid)
+            process_tree.reap(keep=[self._server.pid])
         self._kill(self._descendants)
-        self._server.wait()
 
     def __enter__(self) -> Supervisor:
         return self
@@ -208,120 +209,94 @@ class Supervisor:
         if error is not None:
             self.readiness = Readiness("stopped", str(error))
         self.end_all(0.0 if self.was_forced else DEATH_GRACE_S if error else ENGINE_GRACE_S)
-        self._server.close()
+        self._forget_server()
+        self._stubs.close()
         self._selector.close()
 
-    def _start(self) -> ServerProcess:
-        return ServerProcess(self._command, self._environment, self._selector, self._note_output)
+    def _start(self) -> Child:
+        parts = self._parts
+        pipe, merged = subprocess.PIPE, subprocess.STDOUT
+        server = Child(parts.command, env=dict(parts.environment), stdout=pipe, stderr=merged)
+        os.set_blocking(server.stdout.fileno(), False)
+        self._selector.register(server.stdout, selectors.EVENT_READ, self._read_output)
+        return server
 
-    def _note_output(self, data: bytes) -> None:
-        for line in self._log.feed(data):
-            self._on_line(line, self.readiness.state)
+    def _read_output(self) -> None:
+        output = self._server.stdout
+        with contextlib.suppress(BlockingIOError):
+            while not output.closed and (data := os.read(output.fileno(), _READ_BYTES)):
+                for line in self._log.feed(data):
+                    self._parts.on_line(line, self.readiness.state)
+            self._close_output()
 
-    def _descendants(self) -> list[processes.Process]:
-        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard.pid]
+    def _close_output(self) -> None:
+        if not self._server.stdout.closed:
+            self._selector.unregister(self._server.stdout)
+            self._server.stdout.close()
 
-    def _all_but_engines(self) -> list[processes.Process]:
-        """Return the processes that end with a front end. New front ends join an engine that lives."""
+    def _forget_server(self) -> None:
+        """Reap the server and read the rest of its output. May be called twice."""
+        self._server.wait()
+        self._read_output()
+        self._close_output()
+
+    def _descendants(self) -> list[psutil.Process]:
+        guard = self._parts.guard.pid
+        return [process for process in process_tree.descendants(os.getpid()) if process.pid != guard]
+
+    def _all_but_engines(self) -> list[psutil.Process]:
+        """Return the processes that end with a front end: new front ends join a living engine."""
         statuses = [read_status(folder) for folder in engine_dirs()]
-        engines = [status.pid for status in statuses if status is not None and status.is_alive]
-        kept = {*self.spared, *engines}
-        kept |= {process.pid for pid in kept for process in processes.descendants(pid)}
+        kept = self.spared() | {status.pid for status in statuses if status is not None and status.is_alive}
+        kept |= {process.pid for pid in kept for process in process_tree.descendants(pid)}
         return [process for process in self._descendants() if process.pid not in kept]
 
-    def _kill_all_but_engines(self) -> None:
-        """End them at once: clients notice by their connections."""
-        self._revivals.cancel()
-        self._server.stop_watching()
-        self._kill(self._all_but_engines)
+    def _kill(self, find: Callable[[], list[psutil.Process]]) -> None:
+        while left := find():
+            process_tree.signal_all(left, SIGKILL)
+            time.sleep(POLL_S / 10)
+            process_tree.reap(keep=[self._server.pid, *self.spared()])
         self._server.wait()
 
-    def _kill(self, find: Callable[[], list[processes.Process]]) -> None:
-        while left := find():
-            processes.signal_all(left, SIGKILL)
-            time.sleep(POLL_S / 10)
-            processes.reap(keep=self._server.pid)
-
-    def _check_loading_stubs(self) -> None:
-        """Raise `ServeError` if one has died. Triton waits for ever for one that dies before its model is asked."""
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + LOOK_S
-        if (dead := self._find_dead_stub()) is not None:
-            raise ServeError(f"a front end died while the server started (stub process {dead[0].pid})")
-
-    def _find_dead_stub(self) -> tuple[processes.Process, Mark | None] | None:
-        """Return a stub that Triton did not end. Triton never starts it again, and its model answers no more.
-
-        One with a mark died while it served. Without one, it loaded, was unloaded or is of a foreign backend.
-        """
+    def _must_look(self) -> bool:
         now = time.monotonic()
-        stubs = [child for child in processes.children(self._server.pid) if STUB_NAME.startswith(child.name)]
-        for stub in stubs:
-            self._watch_stub(stub)
-        marks = {stub: read_mark(stub.pid, stub.started) for stub in stubs}
-        self._num_open = sum(mark.num_open for stub, mark in marks.items() if mark and stub.state != "Z")
-        self._serving = {stub: mark.model for stub, mark in marks.items() if mark and stub.state != "Z"}
-        self._paused = [mark.model for stub, mark in marks.items() if mark and stub.state == "T"]
-        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in stubs if stub.state == "Z"}
-        for stub, since in self._unreaped.items():
-            if stub not in self._replaced and (marks[stub] is not None or now - since >= REAP_GRACE_S):
-                return stub, marks[stub]
-        return None
+        if now < self._next_look and not self._stubs.has_one_ended:
+            return False
+        self._next_look = now + LOOK_S
+        return True
 
-    def _watch_stub(self, stub: processes.Process) -> None:
-        """Look again as soon as it ends."""
-        if (stub.pid, stub.started) in self._watched:
-            return
-        self._watched.add((stub.pid, stub.started))
-        watch = processes.Watch(stub)
-        if (descriptor := watch.fileno) is None:
-            return
-
-        def end() -> None:
-            self._selector.unregister(descriptor)
-            watch.close()
-            self._next_look = 0.0
-
-        self._selector.register(descriptor, selectors.EVENT_READ, end)
-
-    def _replace_stub(self, stub: processes.Process, mark: Mark | None, reload: Callable[[str], None] | None) -> None:
-        """Load the model again. Raise `ServeError` if a start of all loses fewer requests.
-
-        Triton lets clients of a dead stub wait until their connections break.
-        """
+    def _replace_stub(self, stub: StubId, mark: Mark | None, load: Load | None) -> None:
+        """Load the model again. Raise `ServeError` if a start of all loses fewer requests."""
+        # Triton lets clients of a dead stub wait until their connections break.
         whose = f" of model {mark.model!r}" if mark is not None else ""
         reason = f"a front end{whose} died (stub process {stub.pid})"
-        if reload is None or mark is None or (mark.num_open and mark.num_open >= self._num_open):
+        if load is None or mark is None or (mark.num_open and mark.num_open >= self._stubs.num_open):
             raise ServeError(reason)
-        self._replaced.add(stub)
+        self._stubs.replaced.add(stub)
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
-        self._note(f"{reason}; loading the model again")
-        self._revivals.start(mark.model, reload, self._count_death(reason, was_serving=True))
+        self._parts.note(f"{reason}; loading the model again")
+        self._reloads.start(mark.model, load, self._count_death(reason, was_serving=True))
 
     def _judge(self) -> Readiness:
         while self._unloaded:
-            self._revivals.cancel(self._unloaded.popleft())
-        if model := self._revivals.look():
+            self._reloads.cancel(self._unloaded.popleft())
+        if model := self._reloads.look():
             return Readiness("reloading", f"{model}: its front end died")
-        if self._paused:
-            return Readiness("hung", f"{self._paused[0]}: its front end is paused")
+        if self._stubs.paused:
+            return Readiness("hung", f"{self._stubs.paused[0]}: its front end is paused")
         return READY
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
-        """Return the delay of the next start."""
         now = time.monotonic()
         served_s = now - self._served_since if was_serving else 0.0
         self._served_since = now
-        return self._restarts.next_delay_s(served_s, reason)
+        return self._deaths.next_delay_s(served_s, reason)
 
     def _begin_stop(self) -> None:
-        """Stop watching, because an ended process would keep the selector from waiting."""
         if self.readiness.state != "stopped":
             self.readiness = DRAINING
-        self._revivals.cancel()
-        self._server.stop_watching()
+        self._reloads.cancel()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -329,24 +304,78 @@ class Supervisor:
 
     def _wait_server(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s
-        while not self._server.has_ended():
+        while not self._server.has_ended:
             if time.monotonic() >= end or self.was_forced:
                 return False
             self._pump(POLL_S)
         return True
 
 
+class StubWatch:
+    """Front ends of one tritonserver at the last `look`."""
+
+    def __init__(self) -> None:
+        self.num_open = 0  # requests at living front ends
+        self.serving: dict[StubId, str] = {}  # living front ends and their models
+        self.paused: list[str] = []  # models
+        self.replaced: set[StubId] = set()  # ended stubs whose model is loaded again
+        self._unreaped: dict[StubId, float] = {}  # ended stubs, and when they were seen first
+        self._handles: dict[StubId, ProcessHandle] = {}  # of living stubs
+
+    @property
+    def has_one_ended(self) -> bool:
+        return any(handle.has_ended for handle in self._handles.values())
+
+    def look(self, server_pid: int) -> tuple[StubId, Mark | None] | None:
+        """Return a dead stub, which Triton never starts again, and its mark if it served."""
+        now = time.monotonic()
+        statuses = _stubs(server_pid)
+        marks = {stub: read_mark(*stub) for stub in statuses}
+        living = {stub: mark for stub, mark in marks.items() if mark and statuses[stub] != psutil.STATUS_ZOMBIE}
+        self.num_open = sum(mark.num_open for mark in living.values())
+        self.serving = {stub: mark.model for stub, mark in living.items()}
+        self.paused = [mark.model for stub, mark in living.items() if statuses[stub] == psutil.STATUS_STOPPED]
+        # A stub without a mark loaded, was unloaded or is of a foreign backend.
+        ended = [stub for stub, status in statuses.items() if status == psutil.STATUS_ZOMBIE]
+        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
+        self._keep_handles(set(statuses) - set(ended))
+        for stub, since in self._unreaped.items():
+            if stub not in self.replaced and (marks[stub] is not None or now - since >= REAP_GRACE_S):
+                return stub, marks[stub]
+        return None
+
+    def close(self) -> None:
+        self._keep_handles(set())
+
+    def _keep_handles(self, living: set[StubId]) -> None:
+        for stub in self._handles.keys() - living:
+            self._handles.pop(stub).close()
+        for stub in living - self._handles.keys():
+            self._handles[stub] = ProcessHandle(*stub)
+
+
+def _stubs(server_pid: int) -> dict[StubId, str]:
+    """Return the status of the stubs below a tritonserver, unreaped ones included."""
+    found = {}
+    for child in process_tree.children(server_pid):
+        name, ticks = process_tree.name(child), start_ticks(child.pid, or_zombie=True)
+        if name and STUB_NAME.startswith(name) and ticks is not None:
+            found[StubId(child.pid, ticks)] = process_tree.status(child)
+    return found
+
+
 def _has_other_backends(endpoints: Endpoints) -> bool:
     """Return whether models may have requests that no engine knows."""
     try:
-        models = TritonHttp(endpoints.authority(endpoints.http)).models()
+        models = endpoints.triton.models()
     except OSError:
         return True
     return any(model.backend != BACKEND for model in models)
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
-    """Return whether no engine has a request left, or None without an engine. A silent one may be in a long step."""
+    """Return whether no engine has a request left, or None without an engine."""
+    # A silent engine may be in a long step.
     answers = [drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs if _serves(folder)]
     idle = [answer is not None and answer.num_running + answer.num_waiting == 0 for answer in answers]
     return all(idle) if idle else None

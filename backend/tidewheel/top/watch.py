@@ -15,7 +15,7 @@ from tidewheel.engine.operating import cancel_request, list_requests
 from tidewheel.metrics import RECEIVED
 from tidewheel.request import Priority
 from tidewheel.server.endpoints import is_loopback
-from tidewheel.server.own_servers import current_engines_of
+from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError
 from tidewheel.top.metric_changes import Change, Page
 from tidewheel.top.server_view import (

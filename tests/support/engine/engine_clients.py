@@ -11,12 +11,12 @@ from support.engine.faulty_engine import prompt_bytes
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import ClientOptions, EngineClient
-from tidewheel.engine.folder import Place, Status, new_place, read_status
-from tidewheel.engine.launcher import RestartPolicy
+from tidewheel.engine.folder import EngineTarget, Status, new_target, read_status
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
+from tidewheel_process.restarts import RestartPolicy
 
 Key = int | tuple[int, int]
 
@@ -104,13 +104,13 @@ class Client(EngineClient):
         *,
         name: str = "test",
         config: EngineConfig = CONFIG,
-        place: Place | None = None,
+        target: EngineTarget | None = None,
         **options: object,
     ) -> None:
         self.recorder = Recorder()
         settings = {"command": COMMAND, "restart": RestartPolicy(first_delay_s=0.01), **options}
-        place = place or new_place(engine_dir, config)
-        super().__init__(place, self.recorder, name=name, options=ClientOptions(**settings))
+        target = target or new_target(engine_dir, config)
+        super().__init__(target, self.recorder, name=name, options=ClientOptions(**settings))
 
     @property
     def info(self) -> EngineInfo:

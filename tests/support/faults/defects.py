@@ -57,7 +57,7 @@ def variables(switch: Path) -> dict[str, str]:
 
 def plant() -> None:
     """Have modules changed when they are imported."""
-    _CHANGES["tidewheel.server.launch"].append(("assemble", _with_our_backend))
+    _CHANGES["tidewheel.server.tritonserver"].append(("assemble", _with_our_backend))
     sys.meta_path.insert(0, _Finder())
 
 

@@ -1,19 +1,37 @@
-"""Judgements about a machine, for `tidewheel doctor`. Each is a function of facts alone."""
+"""Facts about this machine and judgements about them, for `tidewheel doctor`. A judgement depends on facts alone."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import shutil
+import sysconfig
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
 from tidewheel.byte_sizes import GIB, MIB, shown_bytes
+from tidewheel.errors import ConfigError
+from tidewheel.private_dir import run_dir
 from tidewheel.runner.device import LEAST_CAPABILITY
-from tidewheel.server.launch import SHM_DEFAULT_BYTES
-from tidewheel.server.machine_facts import Gpu, Machine, Torch
-from tidewheel.server.processes import GOOD_DESCRIPTORS
-from tidewheel.server.workdir import SHARED_MEMORY
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.server import ServeError, tritonserver
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.tritonserver import GOOD_DESCRIPTORS, SHM_DEFAULT_BYTES
+from tidewheel.server.workdir import SHARED_MEMORY, WorkDir
+from tidewheel_kernels.native.library import NativeUnavailable, find_compiler
+from tidewheel_process.current_process import raise_descriptor_limit
 
+DEFAULT_PORTS = (8000, 8001, 8002, 8003)
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_DISTRIBUTION = "tidewheel"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 LEAST_SHM_BYTES = 2 * SHM_DEFAULT_BYTES  # a front end at its start, with room to grow once
 GOOD_SHM_BYTES = 256 * MIB
@@ -24,6 +42,168 @@ GOOD_NUM_CORES = 2  # one for the engine, one for the rest
 _ON_CPU = "models run on the CPU"
 
 Verdict = Literal["ok", "warning", "error"]
+
+
+class Gpu(NamedTuple):
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+
+
+class TorchBuild(NamedTuple):
+    version: str
+    cuda: str  # of the build; empty: none
+    obstacle: str  # to the use of a GPU, or empty
+    gpus: tuple[Gpu, ...]
+
+
+class DiskSpace(NamedTuple):
+    free_bytes: int
+    total_bytes: int
+    is_writable: bool
+
+
+class TriedPart(NamedTuple):
+    """Part of the machine: found, or with an obstacle that says what is wrong and what to do."""
+
+    found: str
+    obstacle: str = ""
+
+
+class Package(NamedTuple):
+    requirement: str  # as in pyproject.toml
+    installed: str  # version, or empty
+
+
+def read_driver(path: Path = DRIVER_VERSION) -> str:
+    try:
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def read_core_limit(path: Path = CPU_LIMIT) -> float | None:
+    try:
+        quota, period = path.read_text(encoding="utf-8", errors="replace").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # "max": no limit
+        return None
+
+
+def read_space(folder: Path = SHARED_MEMORY) -> DiskSpace | None:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return DiskSpace(usage.free, usage.total, os.access(folder, os.W_OK | os.X_OK))
+
+
+def find_server(path: str | None = None) -> TriedPart:
+    """Run the server that is found, because its libraries may be missing."""
+    try:
+        install = tritonserver.locate(path)
+    except ServeError as error:
+        return TriedPart("", str(error))
+    work = WorkDir(Path(tempfile.gettempdir()))  # where nothing is made
+    try:
+        tritonserver.known_flags(install, tritonserver.environment(install, work))
+    except ServeError as error:
+        what, _, why = str(error).partition(": ")
+        return TriedPart("", f"{what} ({why}): install what it lacks, or use NVIDIA's Triton container")
+    return TriedPart(f"{install.binary} ({install.origin})")
+
+
+def _find_compiler() -> TriedPart:
+    try:
+        return TriedPart(find_compiler(os.environ))
+    except NativeUnavailable as error:
+        return TriedPart("", str(error))
+
+
+def _try_run_dir() -> TriedPart:
+    try:
+        folder = run_dir()
+        with tempfile.TemporaryFile(dir=folder):
+            return TriedPart(str(folder))
+    except ConfigError as error:
+        return TriedPart("", str(error))
+    except OSError as error:
+        return TriedPart(
+            "", f"{error.filename or 'the folder of TIDEWHEEL_RUN_DIR'} cannot be written ({error.strerror})"
+        )
+
+
+def _read_packages() -> tuple[Package, ...]:
+    """Return the requirements of this installation; none without one."""
+    try:
+        texts = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return ()
+    wanted = (Requirement(text) for text in texts)
+    return tuple(
+        Package(f"{one.name}{one.specifier}", _version(one.name))
+        for one in wanted
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _read_torch() -> TorchBuild | None:
+    try:
+        import torch
+
+        from tidewheel.runner.device import cuda_obstacle
+    except (ImportError, OSError):
+        return None
+    obstacle = cuda_obstacle()
+    devices = () if obstacle else map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = tuple(Gpu(one.name, (one.major, one.minor), one.total_memory) for one in devices)
+    return TorchBuild(str(torch.__version__), torch.version.cuda or "", obstacle, gpus)
+
+
+def _has_python_headers() -> bool:
+    return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+
+
+def _used_ports() -> tuple[int, ...]:
+    return tuple(port for port in DEFAULT_PORTS if _is_used(port))
+
+
+def _is_used(port: int) -> bool:
+    try:
+        Endpoints(http=port).chosen()
+    except ServeError:
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Facts about this machine."""
+
+    system: str = field(default_factory=platform.system)
+    processor: str = field(default_factory=platform.machine)
+    python: str = field(default_factory=platform.python_version)
+    packages: tuple[Package, ...] = field(default_factory=_read_packages)
+    server: TriedPart = field(default_factory=find_server)  # path and origin
+    torch: TorchBuild | None = field(default_factory=_read_torch)  # None: torch cannot be imported
+    driver: str = field(default_factory=read_driver)  # version of NVIDIA's, or empty
+    compiler: TriedPart = field(default_factory=_find_compiler)
+    has_python_headers: bool = field(default_factory=_has_python_headers)
+    shared_memory: DiskSpace | None = field(default_factory=read_space)  # None: there is no /dev/shm
+    memory_bytes: int | None = field(default_factory=available_host_bytes)  # available to this process
+    num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    core_limit: float | None = field(default_factory=read_core_limit)  # of the container
+    num_descriptors: int = field(default_factory=raise_descriptor_limit)  # open files that a process may have
+    used_ports: tuple[int, ...] = field(default_factory=_used_ports)
+    run_dir: TriedPart = field(default_factory=_try_run_dir)
 
 
 class Judgement(NamedTuple):
@@ -64,9 +244,7 @@ def check_packages(machine: Machine) -> Judgement:
 
 
 def check_server(machine: Machine) -> Judgement:
-    if not machine.server_obstacle:
-        return Judgement("tritonserver", "ok", machine.server)
-    return _of_obstacle("tritonserver", "error", machine.server_obstacle)
+    return _judge_part("tritonserver", machine.server, "error")
 
 
 def check_gpu(machine: Machine) -> Judgement:
@@ -103,12 +281,10 @@ def _judge_gpus(gpus: tuple[Gpu, ...]) -> Judgement:
 def check_compiler(machine: Machine) -> Judgement:
     has_gpu = machine.torch is not None and bool(machine.torch.gpus)
     verdict: Verdict = "error" if has_gpu else "warning"
-    if machine.compiler_obstacle:
-        return _of_obstacle("compiler", verdict, machine.compiler_obstacle)
-    if has_gpu and not machine.has_python_headers:
-        seen = f"{machine.compiler}, and no Python.h, which triton-lang needs on a GPU"
+    if has_gpu and machine.compiler.found and not machine.has_python_headers:
+        seen = f"{machine.compiler.found}, and no Python.h, which triton-lang needs on a GPU"
         return Judgement("compiler", "error", seen, "install Python's headers (Debian: python3-dev)")
-    return Judgement("compiler", "ok", machine.compiler)
+    return _judge_part("compiler", machine.compiler, verdict)
 
 
 def check_shared_memory(machine: Machine) -> Judgement:
@@ -161,9 +337,7 @@ def check_ports(machine: Machine) -> Judgement:
 
 
 def check_run_dir(machine: Machine) -> Judgement:
-    if machine.run_dir_obstacle:
-        return _of_obstacle("run directory", "error", machine.run_dir_obstacle, "set TIDEWHEEL_RUN_DIR to another")
-    return Judgement("run directory", "ok", machine.run_dir)
+    return _judge_part("run directory", machine.run_dir, "error", "set TIDEWHEEL_RUN_DIR to another")
 
 
 CHECKS: tuple[Callable[[Machine], Judgement], ...] = (
@@ -181,14 +355,15 @@ CHECKS: tuple[Callable[[Machine], Judgement], ...] = (
 )
 
 
-def describe_device(torch: Torch | None) -> str:
+def describe_device(torch: TorchBuild | None) -> str:
     return torch.gpus[0].name if torch is not None and torch.gpus else "the CPU"
 
 
-def _of_obstacle(subject: str, verdict: Verdict, obstacle: str, otherwise: str = "") -> Judgement:
-    """Take an error's message apart: what is wrong, and what to do."""
-    seen, _, advice = obstacle.partition(": ")
-    return Judgement(subject, verdict, seen, advice or otherwise)
+def _judge_part(subject: str, part: TriedPart, verdict: Verdict, advice: str = "") -> Judgement:
+    if not part.obstacle:
+        return Judgement(subject, "ok", part.found)
+    seen, _, remedy = part.obstacle.partition(": ")
+    return Judgement(subject, verdict, seen, remedy or advice)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

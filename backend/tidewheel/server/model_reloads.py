@@ -1,0 +1,124 @@
+"""Loads of models while the others serve, after the death of a front end or to give shared memory back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from tidewheel.adapter.presence import front_ends
+from tidewheel.byte_sizes import shown_bytes
+from tidewheel_process.restarts import RestartPolicy
+
+MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on
+GIVE_BACK_S = 60.0  # at least, between two replacements
+KEPT_S = 3600.0  # the same, while Triton keeps a replaced front end
+
+Load = Callable[[str], None]  # has a model loaded again; raises OSError if that fails
+
+
+class StubId(NamedTuple):
+    """Triton's process of one front end."""
+
+    pid: int
+    start_ticks: int
+
+
+class Reload:
+    """Load of a model, tried on a thread until it succeeds, and over when a new front end serves."""
+
+    def __init__(self, model: str, load: Load, delay_s: float, *, while_it_serves: bool = False) -> None:
+        self.model = model
+        self.while_it_serves = while_it_serves
+        self._load = load
+        self._delay_s = delay_s
+        self._before = front_ends(model)
+        self._since = time.monotonic()
+        self._failure = ""
+        self._cancelled = threading.Event()
+        threading.Thread(target=self._run, name=f"reload of {model}", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return not front_ends(self.model) <= self._before
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def new_failure(self) -> str:
+        failure, self._failure = self._failure, ""
+        return failure
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def _run(self) -> None:
+        num_failures = 0
+        while not self._cancelled.wait(self._delay_s):
+            try:
+                self._load(self.model)
+                return
+            except OSError as error:
+                num_failures += 1
+                self._delay_s = RestartPolicy().delay_s(num_failures)
+                self._failure = f"model {self.model!r} cannot be loaded again, and is tried again: {error}"
+
+
+class PendingReloads:
+    """Reloads that are not over."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._pending: list[Reload] = []
+
+    def start(self, model: str, load: Load, delay_s: float = 0.0, *, while_it_serves: bool = False) -> None:
+        self._pending.append(Reload(model, load, delay_s, while_it_serves=while_it_serves))
+
+    def look(self) -> str:
+        """Note failures and successes. Return a model without a front end, or an empty string."""
+        for reload in self._pending:
+            if failure := reload.new_failure():
+                self._note(failure)
+        for reload in [reload for reload in self._pending if reload.is_over]:
+            self._pending.remove(reload)
+            self._note(f"model {reload.model!r} is loaded again after {reload.age_s:.1f} s")
+        return next((reload.model for reload in self._pending if not reload.while_it_serves), "")
+
+    def cancel(self, model: str = "") -> None:
+        """Cancel the reloads of `model`; empty: of all."""
+        for reload in [reload for reload in self._pending if model in ("", reload.model)]:
+            reload.cancel()
+            self._pending.remove(reload)
+
+
+class SharedMemoryRelief:
+    """Replacement of front ends whose shared memory has grown: Triton never shrinks it.
+
+    One at a time: Triton keeps a front end while a gRPC stream is open that had a request for it, and for ever after
+    a request over such a stream that Triton itself refused, or a stream that was cancelled as it ended.
+    """
+
+    def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:
+        self._shared_bytes = shared_bytes
+        self._note = note
+        self._replaced: set[StubId] = set()
+        self._next = 0.0  # monotonic seconds
+
+    def look(self, serving: Mapping[StubId, str], reloads: PendingReloads, load: Load) -> None:
+        """Replace one front end, if it is time. `serving`: models by stub."""
+        now = time.monotonic()
+        sizes = {stub: self._shared_bytes(stub.pid) for stub in serving if now >= self._next}
+        grown = next((stub for stub, size in sizes.items() if size > MAX_SHARED_BYTES), None)
+        if grown is None:
+            return
+        model, size = serving[grown], shown_bytes(sizes[grown])
+        if not self._replaced.isdisjoint(serving):
+            self._next = now + KEPT_S
+            self._note(f"{size} of shared memory of model {model!r} stay: Triton keeps a front end that was replaced")
+            return
+        self._next = now + GIVE_BACK_S
+        self._note(f"a front end of model {model!r} holds {size} of shared memory; loading it again")
+        self._replaced.add(grown)
+        reloads.start(model, load, while_it_serves=True)

@@ -123,7 +123,7 @@ def check(harness: FrontendHarness, script: Script, sink: RecordingSink) -> None
     assert script.stream or len(sink.chunks) == 1
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=st.lists(scripts, min_size=1, max_size=5))
 def test_text_is_right_and_ends_once(harness: FrontendHarness, batch: list[Script]) -> None:
     running = [(script, submit(harness, script)) for script in batch]

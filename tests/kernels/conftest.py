@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import tidewheel_kernels
+from support.kernels.covering import covering
 
 FOLDER = Path(__file__).parent
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1"
@@ -98,8 +99,24 @@ def pytest_unconfigure() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # numpy, which interprets the kernels, warns where a GPU gives inf or NaN without a word.
+    here = [item for item in items if FOLDER in item.path.parents]
+    for item in here:
+        # numpy, which interprets the kernels, warns where a GPU gives inf or NaN without a word.
+        item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+    if not ON_GPU:
+        _leave_to_long_runs(here)
+
+
+def _leave_to_long_runs(items: list[pytest.Item]) -> None:
+    """Mark as slow what a covering array of the pairs of a test's parameters does not need."""
+    cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        needed = set(covering([item.callspec.indices for item in same]))
+        for index, item in enumerate(same):
+            if index not in needed:
+                item.add_marker(pytest.mark.slow)

@@ -256,7 +256,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+TestPoolMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 @pytest.mark.slow

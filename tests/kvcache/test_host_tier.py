@@ -149,7 +149,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
 
 TestHostTierMachine = HostTierMachine.TestCase
-TestHostTierMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+TestHostTierMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import settings
 from support.kvcache.kv_machine import KVMachine
 
 TestKVMachine = KVMachine.TestCase
-TestKVMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+TestKVMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 @pytest.mark.slow

@@ -141,6 +141,7 @@ def test_without_a_bug_it_is_content() -> None:
     run_state_machine_as_test(KVMachine, settings=settings(SETTINGS, max_examples=20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_the_state_machine_notices(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

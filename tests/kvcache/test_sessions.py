@@ -240,7 +240,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSessionMachine = SessionMachine.TestCase
-TestSessionMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True)
+TestSessionMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 @pytest.mark.slow

@@ -408,6 +408,7 @@ def test_without_a_bug_it_is_content(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SETTINGS_FORGOTTEN, *(mutate.__name__ for mutate in MUTATIONS)])
 def test_the_state_machine_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MACHINES.get(name, SchedulerMachine)

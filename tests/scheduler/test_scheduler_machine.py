@@ -8,7 +8,7 @@ from hypothesis import settings
 from support.scheduler.scheduler_machine import SchedulerMachine
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=130, stateful_step_count=50, deadline=None, derandomize=True)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
     python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]
 
-Launchers run on CPU tensors, compiling instead of launching. Exit status 1 if a kernel does not compile, needs too
-much shared memory, uses the stack where its case forbids it, or lacks an expected instruction.
+Exit status 1 if a kernel does not compile, needs too much shared memory, uses the stack where its case forbids it, or
+lacks an expected instruction.
 """
 
 from __future__ import annotations

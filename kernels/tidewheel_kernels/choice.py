@@ -5,8 +5,8 @@ The environment variable ``TIDEWHEEL_KERNELS`` is one of:
 ``auto``       (default) On CUDA the triton-lang kernel. Elsewhere the first available of the C kernel (float32 and
                bfloat16, with a C compiler), torch operations for a CPU, and the reference.
 ``torch``      The same without C kernels.
-``reference``  The reference everywhere.
-``triton``     The triton-lang kernel everywhere. Off the GPU, set ``TRITON_INTERPRET=1`` before triton is imported.
+``reference``  The reference.
+``triton``     The triton-lang kernel. Off the GPU, set ``TRITON_INTERPRET=1`` before triton is imported.
 ``flash``      `paged_attention` only: prompts by FlashAttention-3, or an error that says why not.
 
 ``operation=kind`` sets one operation; commas separate settings: ``torch,rms_norm=reference``.

@@ -151,8 +151,8 @@ def prefill_config(
 def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
     """Return the blocks to declare in a descriptor, at least `shape[0]`.
 
-    triton-lang 3.8 and 3.9 (`driver.c`) count bytes to the last element in signed 32 bits, and take some tensors over
-    2 GiB for small ones. Boxes stay within the real blocks, so more may be declared.
+    triton-lang 3.8 and 3.9 count bytes in signed 32 bits, and take some tensors over 2 GiB for small ones. Boxes stay
+    within the real blocks.
     """
     last_byte = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element_size
     wrapped, overflow = last_byte % 2**32, 2**31 - 1

@@ -1,9 +1,8 @@
-"""Options not yet measured on a GPU: off, unless the environment variable ``TIDEWHEEL_TRY`` names them (comma
-separated).
+"""Options not yet measured on a GPU: off, unless the environment variable ``TIDEWHEEL_TRY`` names them, with commas.
 
-``dependent_launch`` Norms, rotation and SiLU start while the previous kernel ends (sm_90 and newer).
-``fast_accumulation`` Products of 8-bit floats are summed in the tensor cores alone. ``flash_prompts`` Prompts go to
-FlashAttention-3 where it takes them.
+dependent_launch     norms, rotation and SiLU start while the previous kernel ends (sm_90 and newer)
+fast_accumulation    products of 8-bit floats are summed in the tensor cores alone
+flash_prompts        prompts go to FlashAttention-3 where it takes them
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Direct launch of compiled kernels: triton-lang's own path takes 15 to 40 µs of host time.
 
-triton-lang specialises on types, on multiples of 16 and on numbers equal to 1. A `KernelLauncher` fixes the numbers,
-so each call checks only types and addresses of tensors.
+triton-lang specialises on types, multiples of 16 and ones. A `KernelLauncher` fixes numbers, so calls check only
+types and addresses of tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pacing of requests. A closed loop sends when a request ends, so it hides overload; an open loop does not."""
+"""Pacing of requests. A closed loop sends when a request ends, so it hides overload."""
 
 from __future__ import annotations
 

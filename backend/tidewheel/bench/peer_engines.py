@@ -1,7 +1,7 @@
 """Engines without a server, behind a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
 
-In: `{"id": 1, "input_ids": […], "max_tokens": 16}` a line. Out: `{"versions": {…}}` once, then after each step a list
-of `[id, new tokens, is it done]`; `{"error": "…"}` at a failure.
+    in   `{"id": 1, "input_ids": […], "max_tokens": 16}` a line
+    out  `{"versions": {…}}` once, then after each step `[[id, new tokens, is it done], …]`; `{"error": "…"}`
 
 Imports only the standard library, and the engine when it is made.
 """

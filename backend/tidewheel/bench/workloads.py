@@ -1,7 +1,4 @@
-"""Workloads from a seed. Request i is the same at any load, so targets get equal work.
-
-Prompts are random token ids: they share prefixes only if the workload says so.
-"""
+"""Workloads from a seed. Request i is the same at any load; prompts are random, and share prefixes only if asked."""
 
 from __future__ import annotations
 

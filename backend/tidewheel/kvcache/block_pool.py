@@ -9,13 +9,12 @@ from tidewheel.errors import InternalError, require
 class BlockPool:
     """Blocks ``0 … num_blocks - 1``, each in one of four states:
 
-    * *in use*: ``ref_count > 0``. Once full and computed, it has a hash, is never written again and may be shared.
-    * *kept*: ``ref_count == 0`` with a keeper; not evicted.
-    * *cached*: ``ref_count == 0`` with a hash, in the free list. `lookup` finds it, `allocate` may evict it.
-    * *empty*: ``ref_count == 0`` without a hash, in the free list.
+        in use    ``ref_count > 0``; once full and computed it has a hash, is never written again and may be shared
+        kept      ``ref_count == 0`` with a keeper; not evicted
+        cached    ``ref_count == 0`` with a hash: `lookup` finds it, `allocate` may evict it
+        empty     ``ref_count == 0`` without a hash
 
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. Lists are
-    cheaper to read singly than numpy arrays.
+    The free list is the order of eviction: empty blocks, then cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -10,9 +10,9 @@ from tidewheel.errors import InternalError, require
 class HostTier:
     """Slots ``0 … num_slots - 1`` in host memory, found by content digest, each in one of three states:
 
-    * *empty*: no content.
-    * *idle*: `lookup` finds it, `insert` may evict it, least recently used first.
-    * *pinned*: a copy to or from it is queued or in flight.
+    empty     no content
+    idle      `lookup` finds it, `insert` may evict it, least recently used first
+    pinned    a copy to or from it is queued or in flight
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -41,8 +41,8 @@ class FreedBlockCounter:
 class KVCacheManager:
     """Block tables of rows, with cached prefixes, sessions and a host tier.
 
-    Each block has one writer: shared blocks are full and computed, new tokens go to the row's own blocks. Blocks that
-    a batch in flight may use are held until its step is done.
+    Shared blocks are full and computed; new tokens go to the row's own blocks. Blocks of a batch in flight are held
+    until its step is done.
     """
 
     def __init__(
@@ -96,9 +96,8 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token as a hit in the leader's row, which must have computed it.
-
-        No hit while the row waits for transfers.
+        """Return the prompt but its last token, computed in the leader's row; no hit while that row waits for
+        transfers.
         """
         if leader_row in self._transfers.arrivals:
             return NO_HIT
@@ -116,7 +115,7 @@ class KVCacheManager:
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the hit and further blocks; False without effect if blocks or a host content lack.
+        """Give a new row the hit and further blocks; False without effect if they lack.
 
         A session loses its tail if no block is left for the copy.
         """

@@ -2,8 +2,7 @@
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
-SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183), so a hit compares no tokens. Different tenants or salts
-never share a block.
+SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Tenants and salts never share a block.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from tidewheel.request import Request
 class SessionStore:
     """Blocks of sessions, *kept* in the pool but counted as free.
 
-    When nothing else is free, the least recently used session moves to the host tier, or ends without one. Requests
-    share full blocks and copy the tail, so two may use one session.
+    Under pressure the least recently used session moves to the host tier, or ends. Requests share full blocks and
+    copy the tail, so two may use one session.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class SessionTable:
     """Sessions by name, and by tenant in order of use, in O(1) amortised.
 
     Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most.
-    Callers release the blocks of removed sessions.
+    Callers release the blocks.
     """
 
     def __init__(self, limits: SessionLimits) -> None:

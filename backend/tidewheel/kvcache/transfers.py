@@ -49,8 +49,8 @@ class _StepHolds(NamedTuple):
 class TransferQueue:
     """Copies of the next batch, and what steps in flight hold.
 
-    A batch copies out, in, then inside, before it computes; so blocks written out need no pin. Sources are held until
-    the step is done, lest a swap overwrites them; slots are pinned as long, lest a batch writes a slot that it reads.
+    A batch copies out, in, then inside, before it computes, so blocks written out need no pin. Sources are held and
+    slots pinned until the step is done, lest a later batch overwrites them.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:

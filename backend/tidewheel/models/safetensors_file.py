@@ -1,7 +1,6 @@
-"""Safetensors files: validated, and read in chunks of bounded size.
+"""Safetensors files, validated and read in chunks (https://huggingface.co/docs/safetensors).
 
-Layout: 8 bytes little endian length n, n bytes of JSON header, data. The header maps names to dtype, shape and byte
-range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
+Layout: 8 bytes little endian length n, n bytes of JSON header, data. Byte ranges of the header tile the data exactly.
 """
 
 from __future__ import annotations

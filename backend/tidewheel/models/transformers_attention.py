@@ -1,7 +1,6 @@
 """transformers' attention interface on the paged cache, and a probe that both compute the same.
 
-The library passes the layer but not the step, and many models drop keyword arguments, so all layers share a slot with
-the step's attention.
+The library passes the layer but not the step, so all layers share a slot with the step's attention.
 """
 
 from __future__ import annotations
@@ -170,9 +169,9 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> ProbeResult:
-    """Compare paged attention with transformers' own on a few tokens. Raise `ConfigError` if logits differ.
+    """Raise `ConfigError` if paged attention gives other logits than transformers' own for a few tokens.
 
-    This finds biases, sinks and masks that do not arrive as arguments.
+    This finds biases, sinks and masks that are no arguments.
     """
     inputs = {
         "input_ids": random_tokens(NUM_TOKENS, model.config.vocab_size, device).unsqueeze(0),

@@ -1,4 +1,4 @@
-"""Threaded reading of checkpoint chunks in order and bounded memory, into host memory or through a pinned ring.
+"""Threaded reading of checkpoint chunks in bounded memory, into host memory or through a pinned ring.
 
 preadv(2) reads a shrunk file short, where a mapping would end the process (SIGBUS).
 """
@@ -160,10 +160,7 @@ def carrier_to(device: torch.device) -> ChunkSink:
 
 
 def stream_chunks(chunks: Sequence[FileChunk], carrier: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
-    """Read, deliver and report every chunk, and wait for all. No thread is left.
-
-    Raise `ConfigError`, naming a file that cannot be read or ends early.
-    """
+    """Read, deliver and report every chunk; leave no thread. Raise `ConfigError` naming a file that fails."""
     reading: deque[tuple[int, FileChunk, Future[None]]] = deque()
 
     def deliver_oldest() -> None:

@@ -1,7 +1,7 @@
 """CUDA graphs of decode-only steps for fixed batch sizes; a batch takes the next larger size.
 
-Samplers are greedy, or by row with all filters; other changes of logits run eagerly. A graph plans and merges splits
-of long contexts in each layer. Large sizes have a second graph for steps whose contexts need no split.
+Samplers are greedy, or by row with all filters; other changes of logits run eagerly. Large sizes have a second graph
+without split contexts, for steps that need no split.
 """
 
 from __future__ import annotations

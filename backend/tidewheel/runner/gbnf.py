@@ -23,8 +23,8 @@ _SURROGATES = range(0xD800, 0xE000)
 def to_lark(rules: str) -> str:
     """Return GBNF or Lark rules as Lark. Raise `ValueError`.
 
-    llguidance's converter drops the first of two rules with one name, merges names that differ only in case or `-`,
-    and breaks characters written as `\\u00e9`.
+    llguidance's converter drops a rule given twice, merges names that differ only in case or `-`, and breaks
+    `\\u00e9`.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 

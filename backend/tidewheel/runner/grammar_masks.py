@@ -1,6 +1,6 @@
 """Token masks of rows with grammars, computed on a thread beside the device.
 
-A mask needs the row's last token: with two steps in flight, the thread waits for it while the later step runs.
+A mask needs the row's last token, which the thread awaits while the next step runs.
 """
 
 from __future__ import annotations

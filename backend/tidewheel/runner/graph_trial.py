@@ -1,7 +1,7 @@
 """Trial of CUDA graphs for models not known to be capturable.
 
-A graph freezes host computation, so logits of a replay at other positions are compared with the model's. Before, the
-model decodes with waiting forbidden: a wait would fail the capture.
+A graph freezes host computation, so a replay at other positions must give the model's logits. The model first decodes
+with waiting forbidden, which would fail a capture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Free host memory, and the claims by which engines that load together share it.
 
-Linux counts memory when it is first written, so free memory may belong to a cache that fills slowly. Each engine
-publishes its claim in a memfd, found in /proc, which ends with the process.
+Linux counts memory when it is first written, and a cache fills slowly. So each engine publishes a claim in a memfd,
+found in /proc, which ends with the process.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep up to 1 GiB of freed memory.
-
-    Otherwise Linux clears the pages of each layer's tensors in every step.
-    """
+    """Make glibc keep up to 1 GiB of freed memory: otherwise Linux clears each layer's pages in every step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
@@ -146,7 +143,7 @@ class MemoryClaim:
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
     """Return `available` less claimed non-resident bytes, divided by the engines that size a cache together.
 
-    `claims`: all claims by process, `mine` included. An engine with a fixed cache gets the whole rest.
+    `claims`: by process, `mine` included. An engine with a fixed cache gets the whole rest.
     """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():

@@ -23,7 +23,7 @@ def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STA
 
 
 class HostBlocks:
-    """Host slots (pinned on CUDA), each of one block of all layers, copied through a staging buffer on the device."""
+    """Host slots (pinned on CUDA) of one block of all layers, copied through a staging buffer on the device."""
 
     def __init__(
         self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
@@ -139,7 +139,7 @@ def side_of(device: torch.device) -> TransferStream:
 class BlockTransfers:
     """Block copies before a batch computes: out of the cache, into it, then inside it.
 
-    The next batch waits for copies out; this batch only for copies in, or if it rewrites blocks being copied out.
+    The next batch waits for copies out; this one for copies in, or if it rewrites blocks being copied out.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None, side: TransferStream | None = None) -> None:

@@ -57,9 +57,9 @@ class ForwardBounds(NamedTuple):
 class RowTable:
     """Tokens and block table of every row.
 
-    Tokens are sampled into the device table, so a step can start before the host has read the last tokens. A spare
-    column takes the token after a full context, a spare row serves padding. Only changes of the host's block tables
-    are sent; with `shares_memory` (CPU), host and device tables are one.
+    Sampled tokens go to the device table, so a step can start before the host has read them. A spare column takes the
+    token after a full context, a spare row serves padding. With `shares_memory` (CPU), host and device tables are
+    one.
     """
 
     def __init__(

@@ -80,10 +80,7 @@ def _run_a_kernel(device: torch.device) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the configured folder, else one in the home or the run directory.
-
-    Raise `ConfigError` if a configured folder is not writable.
-    """
+    """Return the configured folder, or one in the home or the run directory. Raise `ConfigError` if read-only."""
     named = environment.get("TRITON_CACHE_DIR")
     if not named and environment.get("TRITON_HOME"):
         named = str(Path(environment["TRITON_HOME"]) / ".triton" / "cache")

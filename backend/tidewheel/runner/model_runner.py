@@ -65,7 +65,7 @@ _LogitsAndMore = tuple[torch.Tensor, LogprobsOutput | None, torch.Tensor | None]
 
 
 class ModelRunner:
-    """Runner of batches, in scheduled order and on one thread, with the KV cache and row tables.
+    """Runner of batches in scheduled order, on one thread, with the KV cache and row tables.
 
     Without an accelerator (CPU), `launch` returns a finished step.
     """

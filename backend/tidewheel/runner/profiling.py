@@ -1,6 +1,6 @@
-"""Memory of a step beside weights and cache: measured on a GPU, estimated on a CPU.
+"""Memory of a step: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so they are captured after it; the largest few are captured before, to estimate all.
+Graphs point into the cache, so they are captured after it; the largest few are tried before, to estimate all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""CUDA graphs of steps with prompts: the parts of a forward pass between attentions, for fixed numbers of tokens.
+"""CUDA graphs of steps with prompts: the parts between attentions, for fixed numbers of tokens.
 
-Attention depends on prompt lengths, so it stays outside. A step takes the next larger number; padding writes no key
-and is not attended to.
+Attention depends on prompt lengths and stays outside. A step takes the next larger number; padding writes no key.
 """
 
 from __future__ import annotations

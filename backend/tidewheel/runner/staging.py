@@ -57,8 +57,8 @@ class StagingSender:
     """Sender through a pinned buffer into a fixed device buffer: one asynchronous copy, after all reads of old
     content.
 
-    Leading arrays keep their addresses while their sizes stay, as graphs require. From the first array that does not
-    fit, all go into a new tensor.
+    Leading arrays keep their addresses while their sizes stay, as graphs require; from the first that does not fit,
+    all go into a new tensor.
     """
 
     def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:

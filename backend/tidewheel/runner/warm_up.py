@@ -1,7 +1,7 @@
 """Synthetic steps that compile kernels before the first request.
 
-triton-lang compiles for each combination of constants, argument types, and pointers and integers that are multiples
-of 16 or equal to 1: by number of decoding rows, context and chunk lengths, and sampling.
+triton-lang compiles by constants, argument types, and whether pointers and integers are multiples of 16 or 1, which
+follow from decoding rows, context and chunk lengths, and sampling.
 """
 
 from __future__ import annotations

@@ -46,13 +46,13 @@ class LoadSignal:
 class CircuitBreaker:
     """Circuit breaker that sheds `level` classes (Nygard, "Release It!", 2007).
 
-        CLOSED     → OPEN        a signal over its limit: shed LOW; at twice the limit also NORMAL, at four times HIGH
+        CLOSED     → OPEN        over the limit: shed LOW; at twice the limit also NORMAL, at four times HIGH
         OPEN       → OPEN        over the limit again: shed one more class
         OPEN       → HALF_OPEN   within it for a period: admit `NUM_PROBES` of the best shed class
         HALF_OPEN  → OPEN        probes over the limit: shed the same classes for twice the time
         HALF_OPEN  → CLOSED      probes within it, or the period ends: shed one class less, until none
 
-    Queue times count for their class and lower ones. Transitions discard observations.
+    Queue times count for their class and lower ones.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:

@@ -13,10 +13,7 @@ from tidewheel.scheduler.step_plan import StepPlan
 
 
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows until the rest of `needy` can grow by a block; return rows that wait for blocks in flight.
-
-    No row is preempted for a lower class.
-    """
+    """Preempt rows, none for a lower class, so that `needy` can grow by a block; return rows that must wait."""
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
@@ -42,9 +39,9 @@ def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> l
 def victims_for(
     state: SchedulerState, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool
 ) -> list[int]:
-    """Return rows of lower classes to preempt for a CRITICAL request; none if they do not suffice or are not needed.
+    """Return rows of lower classes to preempt for a CRITICAL request; none if not enough or not needed.
 
-    With fair tenants, only rows after the request in the order of service: others would return before it.
+    With fair tenants, only rows after the request in order: others would return before it.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -184,9 +181,7 @@ CAUTION = 2.0  # standard deviations beside the mean
 class GrowthForecast:
     """Expected cache slots t steps from now: a request has grown by t, or ended and freed its o own slots.
 
-    With p(t) the chance of running on, from `OutputPredictor.survival`, it adds
-
-        mean        p · (t + o) - o
+        mean        p · (t + o) - o                 p(t): chance of running on, from `OutputPredictor.survival`
         variance    p · (1 - p) · (t + o)²
 
     Compare Past-Future scheduling (Gong et al., ASPLOS 2025).

@@ -45,7 +45,7 @@ class RowColumns:
 
         num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens
 
-    The left side is the next position to schedule; the middle includes sampled tokens that only the device knows.
+    The left side is the next position to schedule; samples in flight are known to the device only.
     """
 
     def __init__(self, num_rows: int) -> None:

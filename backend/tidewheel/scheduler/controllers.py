@@ -46,9 +46,8 @@ class AppliedStep(NamedTuple):
 class TpotController:
     """Controller of the token budget that holds `target_s` as the time of decoding steps.
 
-    Clamped integral control: ln B ← ln B + gain · ln(0.97 · target / step time). In full steps d ln t / d ln B is
-    between 0 and 1, so the loop gain is at most 0.2: no overshoot, even two steps late (z² - z + g has real roots for
-    g ≤ 1/4). Only steps that use the budget raise it.
+    Clamped integral control: ln B ← ln B + gain · ln(0.97 · target / step time). As d ln t / d ln B is between 0 and
+    1, the loop gain is at most 0.2: no overshoot, even two steps late (z² - z + g has real roots for g ≤ 1/4).
     """
 
     def __init__(self, target_s: float, max_budget: int, min_budget: int) -> None:
@@ -75,9 +74,8 @@ class SeqsGovernor:
     """Controller of the number of running requests, twice a second.
 
     Requests leave only when they end, so steady lowering would overshoot. The limit falls, by at most a quarter, to
-    as many as use 85 % of the blocks and meet the target. It rises by 1/32 of `max_num_seqs`, to at most 85 % at the
-    peak blocks per request of 30 s, as young requests still grow; a loaded device is always busy, so a reached limit
-    rises too.
+    as many as use 85 % of the blocks and meet the target; it rises by 1/32 of `max_num_seqs`, to at most 85 % at the
+    peak blocks per request of 30 s.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:

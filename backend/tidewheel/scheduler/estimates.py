@@ -94,8 +94,8 @@ class OutputPredictor:
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
         """Return ascending output lengths and the share of outputs longer than each (Kaplan-Meier estimate, 1958).
 
-        Running requests count as outputs of at least their length, as short outputs end first; their weight falls to
-        0 at `NUM_KNOWN` ends. Below `MIN_SEEN` ends a geometric prior with twice its mean fills in.
+        Running requests count as outputs of at least their length, with a weight that falls to 0 at `NUM_KNOWN` ends.
+        Below `MIN_SEEN` ends a geometric prior fills in.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self.prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
@@ -226,7 +226,7 @@ class ServiceEstimate:
 
 
 class PreemptionCost:
-    """Choice between recompute and swap by device time (left to the user by vLLM, SOSP 2023, section 4.5).
+    """Choice between recompute and swap by device time.
 
     recompute    computed tokens · `seconds_per_token`
     swap         2 · blocks · seconds per block

@@ -1,7 +1,7 @@
 """Plan of one step: rows that get its tokens, and requests that enter.
 
-A request that cannot enter is not overtaken, lest smaller ones starve it, unless it waits for the strategy or for a
-prefix being computed.
+A request that cannot enter is not overtaken, lest smaller ones starve it, unless it waits for a prefix being
+computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Orders of service: request keys, smallest first, computed when a request is queued or changes class.
-
-The order decides who enters next, gets the rest of the budget, and keeps its blocks.
-"""
+"""Orders of service by request keys, smallest first, computed when a request is queued or changes class."""
 
 from __future__ import annotations
 

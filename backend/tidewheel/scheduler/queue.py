@@ -172,8 +172,7 @@ class WaitingSet:
 
         Without fairness: lower classes, lowest and newest first. With fairness, in turn:
         1. lower classes of tenants whose `max_priority` is below the newcomer's class;
-        2. requests of the tenant with most waiting per weight, while it has more than the newcomer's tenant would
-           have, in classes that tenant may ask for;
+        2. requests of the tenant with most waiting per weight, while above the newcomer's, in classes it may ask for;
         3. lower classes of the newcomer's tenant.
         """
         if self._counters is None:
@@ -267,8 +266,8 @@ def next_in_line(
 ) -> Request | None:
     """Return the request with the longest cached prefix of the first `WINDOW`, in the first one's class.
 
-    The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. A started request
-    is neither preferred nor overtaken.
+    The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. Started requests
+    are neither preferred nor overtaken.
     """
     first = next(waiting, None)
     if first is None or not first.is_new or first.arrival_time <= before:

@@ -1,8 +1,8 @@
 """Continuous batching without prefill and decode phases.
 
 Each step spends a token budget on the gaps between tokens and computed tokens. `schedule` reserves, `apply` commits;
-in between a batch is *in flight*. With `max_inflight_steps` 2, a batch is scheduled before the last tokens are known:
-ends by length are known ahead, at other ends `apply` drops the extra token.
+in between a batch is *in flight*. With two in flight, ends by length are known ahead; at other ends `apply` drops the
+extra token.
 """
 
 from __future__ import annotations

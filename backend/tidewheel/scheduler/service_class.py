@@ -1,8 +1,8 @@
 """Changes of service class.
 
 Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that ages
-again in HIGH or CRITICAL is *overdue*: it precedes its class. A request drops a class once over its tenant's block
-quota, and at its soft deadline.
+again is *overdue*: it precedes its class. A request drops a class once over its tenant's block quota, and at its soft
+deadline.
 """
 
 from __future__ import annotations

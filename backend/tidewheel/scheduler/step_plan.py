@@ -37,8 +37,8 @@ class SplitChunk(NamedTuple):
 class StepPlan:
     """Next batch, within a token budget.
 
-    A prompt that exceeds the budget left takes half of it. The other half goes to requests of its level that follow
-    and have less than half as much to compute: they gain more than it loses. The rest returns to it.
+    A prompt that exceeds the budget left takes half of it; the rest goes to requests of its level with less than half
+    as much to compute, then back to it.
     """
 
     def __init__(self, limits: StepLimits) -> None:

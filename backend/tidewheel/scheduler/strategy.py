@@ -78,8 +78,8 @@ class BatchWindow:
     """Collection time of dynamic batches.
 
     Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
-    grows, at first by a factor of 1.25. The factor's logarithm is halved when the direction turns, down to 2 %, else
-    grows by a fifth, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993).
+    grows, at first by 1.25. The factor's logarithm is halved at turns, down to 2 %, else grows by a fifth (as in
+    Rprop: Riedmiller and Braun, 1993).
     """
 
     def __init__(self, target_latency_s: float) -> None:

@@ -24,8 +24,7 @@ _REQUESTS = "requests_per_s"
 class TokenBucket:
     """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, with debt).
 
-    In time t it passes at most ``rate · t + burst``, or ``rate · t`` plus the largest cost: a cost over `burst` needs
-    a full bucket and leaves a debt.
+    A cost over `burst` needs a full bucket and leaves a debt.
     """
 
     __slots__ = ("_filled_at", "_level", "burst", "rate")
@@ -57,8 +56,8 @@ _Buckets = dict[str, TokenBucket]  # by limit
 class TenantTable:
     """Token buckets by tenant, reserved at admission and settled at the end, in O(1).
 
-    Tenants without an entry share the buckets of `*`, or each has its own, of which full ones are dropped, and beyond
-    `MAX_BUCKETS` the least recently used.
+    Tenants without an entry share the buckets of `*`, or have their own, of which full ones are dropped, and the
+    least recently used beyond `MAX_BUCKETS`.
     """
 
     def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
@@ -187,16 +186,13 @@ _MIN_STALE = 64  # before a rebuild
 class VirtualCounters:
     """Weighted Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
-    The least served tenant goes first. A tenant with waiting requests is *active*. Service costs
+    The least served tenant with waiting requests (*active*) goes first. Service costs
 
         (input weight · prompt tokens + output weight · output tokens) / weight of the tenant
 
-    Activation lifts a tenant to the least active counter, or else to the last active tenant's, so absence saves up
-    nothing. The service of active tenants differs by at most twice the cost of the longest prompt or of all running
-    outputs.
-
-    Counters only grow, so heap entries are updated at the top. Beyond `MAX_IDLE_TENANTS`, idle tenants with the least
-    counters are forgotten.
+    Activation lifts a tenant to the least active counter, or else to the last active tenant's. The service of active
+    tenants differs by at most twice the cost of the longest prompt or of all running outputs. Counters only grow, so
+    heap entries are updated at the top.
     """
 
     def __init__(self, weight: Callable[[str], float], max_idle: int = MAX_IDLE_TENANTS) -> None:

@@ -50,10 +50,7 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
 
 
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
-    """Return the steps of a recording.
-
-    With two in flight, a step starts when the last ends, and no turn is timed.
-    """
+    """Return the steps of a recording. With two in flight, no turn is timed."""
     steps: list[MeasuredStep] = []
     in_flight: deque[Scheduled] = deque()
     last_end: float | None = None
@@ -147,7 +144,7 @@ def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
 def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatArray:
     """Return an x >= 0 that minimises |design · x - target|; columns may be collinear.
 
-    Active set method of Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
+    Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
     """
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0.0] = 1.0

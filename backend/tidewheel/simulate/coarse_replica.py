@@ -1,8 +1,7 @@
 """Replica with merged decode steps, fast enough for days of traffic.
 
-Between two events (an arrival, the end of a request) decode steps have the same rows, and their time is a sum in
-closed form. Steps with prompts are taken singly. Orders by class and arrival, reserves the cache of a whole request
-at its start; without preemption, prefix cache, sessions and deadlines.
+Between two events decode steps have the same rows, and their time is a sum in closed form. Orders by class and
+arrival, reserves the cache of a whole request at its start; without preemption, prefix cache, sessions and deadlines.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
 
 *overhead* includes reading the weights; *gemm*, the other matrix products, is piecewise linear and never falls
-(roofline: Williams, Waterman, Patterson, CACM 2009). Attention is compute-bound in prompt chunks, elsewhere bound by
-reading the cache.
+(roofline: Williams, Waterman, Patterson, CACM 2009).
 """
 
 from __future__ import annotations

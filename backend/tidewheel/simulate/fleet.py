@@ -47,8 +47,7 @@ class ReplicaLifetime:
 class SimulatedFleet:
     """Replicas that are STARTING, READY, DRAINING or gone.
 
-    A starting replica is ready after `startup_s`; a draining one takes no request and goes with its last. Without a
-    plan, the first replicas stay.
+    A starting replica is ready after `startup_s`; a draining one takes no request and goes with its last.
     """
 
     def __init__(

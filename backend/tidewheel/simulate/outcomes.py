@@ -135,9 +135,8 @@ def steady_rate(outcomes: SimulationOutcomes) -> float | None:
 
 
 def keeps_up(outcomes: SimulationOutcomes) -> bool:
-    """Return whether nothing was lost, and queues did not grow.
-
-    The median queue time of the last quarter may be twice that of the second, and 50 ms more.
+    """Return whether nothing was lost, and the median queue time of the last quarter is at most twice that of the
+    second, and 50 ms more.
     """
     if np.isin(outcomes.ends, (REFUSED, FAILED)).any():
         return False
@@ -223,9 +222,9 @@ def _distribution(values: FloatArray) -> dict[str, float | None]:
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:
-    """Return the mean number in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1: Theory", 1975, chapter 5).
+    """Return the mean number in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1", 1975, chapter 5).
 
-    `service_scv`: variance of service times over their squared mean; 0 if constant, 1 in M/M/1.
+    `service_scv`: variance of service times over their squared mean.
     """
     if not 0 <= load < 1:
         raise ConfigError(f"load is {load:g}: a queue settles only from 0 to below 1")

@@ -1,6 +1,6 @@
 """A recording as a trace for Perfetto: events of Chrome's trace event format.
 
-    thread "scheduler"   plan ─ … ─ apply ─ send …        host work between steps
+    thread "scheduler"   plan ─ … ─ apply ─ send …
     thread "steps"             step ─────── step ──       from the plan, or the last step's end, to the tokens
     counters             requests, KV blocks, tokens
     a track per request  queue ─ prefill ─ decode ─ preempted ─ …

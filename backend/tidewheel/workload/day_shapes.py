@@ -1,7 +1,8 @@
 """Days of traffic with the shape of published traces.
 
-The Azure LLM inference traces of May 2024 (Stojkovic and others, DynamoLLM, HPCA 2025; AzurePublicDataset on GitHub)
-hold a week of a coding and of a conversation service. Published figures of its weekdays, by which the shapes are set:
+A week of a coding and of a conversation service: Azure LLM inference traces, May 2024 (Stojkovic and others,
+DynamoLLM, HPCA 2025; AzurePublicDataset on GitHub). Their weekdays, as analysed in
+ctdunlap32/data-center-flexibility-resource-adequacy on GitHub:
 
                                         coding        conversation
     busiest hour over quietest hour     8.6 to 11.3   1.8 to 2.2
@@ -11,9 +12,7 @@ hold a week of a coding and of a conversation service. Published figures of its 
     output tokens: mean, median, most   23, 8, 5000         106, 41, 1500
     gaps of arrivals: median over mean  0.12          0.09
 
-(An analysis of all 44.1 million requests prints the figures: ctdunlap32/data-center-flexibility-resource-adequacy on
-GitHub.) No data is copied. Gamma gaps with a variance of 5 times that of a Poisson process have that median.
-Levels of days, and spells of some minutes in which more arrives, are our own: each as likely at any time of the day.
+Gamma gaps with 5 times Poisson's variance have that median. Levels of days and bursts are assumptions.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@
     prefix_tokens    with prefix_group
     deadline_s       seconds from arrival; absent: never
 
-CSV files of two published traces are read too; their other columns are ignored. Azure's (Patel and others, Splitwise,
-ISCA 2024; AzurePublicDataset on GitHub) have dates. BurstGPT's (Wang and others, arXiv 2401.17644) have seconds, and
-rows without response tokens, which failed, are dropped.
+CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub; dates) and of BurstGPT (Wang
+and others, arXiv 2401.17644; seconds, without failed rows) are read too.
 """
 
 from __future__ import annotations

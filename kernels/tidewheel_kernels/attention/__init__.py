@@ -27,11 +27,10 @@ def paged_attention(
 ) -> torch.Tensor:
     """Return causal attention [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
 
-    A query at position p sees keys at positions <= p, with ``sliding_window = W > 0`` only those > p - W. ``soft_cap
-    = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h // (num_q_heads
-    // num_kv_heads)``. Cache slots past `seq_lens` may hold anything.
-
-    With ``invariant``, the triton-lang kernel gives a query bitwise the result of a decode, in any chunk and batch.
+    A query at position p sees keys at positions <= p, with ``sliding_window = W > 0`` only those > p - W. A
+    ``soft_cap`` c > 0 replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h //
+    (num_q_heads // num_kv_heads)``. With ``invariant``, the triton-lang kernel gives a query bitwise the result of a
+    decode, in any chunk and batch.
     """
     _check(q, k_cache, v_cache, scale, sliding_window, soft_cap, scales)
     if out is None:

@@ -15,13 +15,10 @@ class AttentionMetadata:
 
     Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, its last tokens. Its token p lies in block
     ``block_tables[i, p // block_size]`` at offset ``p % block_size``. Decodes, of one token, come first: row i is
-    sequence i if ``i < num_decodes``.
+    sequence i if ``i < num_decodes``. A decode with ``seq_lens[i] == 0`` is padding and outputs zeros.
 
-    A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
-    sequence's last block are never read.
-
-    In a CUDA graph the integers are upper bounds, and host copies are missing. Without `may_split`, a decode has one
-    program per KV head. CPU attention plans once per object, so each step needs its own.
+    In a CUDA graph the integers are upper bounds, without host copies. Without `may_split`, a decode has one program
+    per KV head. CPU attention plans once per object, so each step needs its own.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; -1: padding

@@ -1,7 +1,4 @@
-"""Prompts by FlashAttention-3 (Shah et al. 2024) through torch; the rest by our kernels.
-
-The library is a separate package: torch's FlashAttention-2 refuses block tables.
-"""
+"""Prompts by FlashAttention-3 (Shah et al. 2024), a separate package, through torch; the rest by our kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Launchers of attention, and the kernel for prompts: a program per tile of queries and KV head.
 
-Decodes go to the split-KV kernel of `triton_decode`, unless results must be invariant. With TMA, the tensor memory
-accelerator copies keys and values in boxes.
+Decodes go to `triton_decode`, unless results must be invariant. With TMA, the tensor memory accelerator copies boxes
+of keys and values.
 """
 
 from functools import lru_cache
@@ -248,10 +248,9 @@ def launch_prefill(
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """Return a descriptor for boxes, kept while the tensor lives and does not move.
+    """Return a descriptor for boxes, kept while the tensor lives and does not move; zeros outside a block.
 
-    It reads zeros outside a block. Raise `AssertionError` unless address and strides are multiples of 16 bytes and
-    the last dimension is contiguous.
+    Raise `AssertionError` unless address and strides are multiples of 16 bytes and the last dimension is contiguous.
     """
     boxes: dict[tuple[int, ...], TensorDescriptor] = _descriptors.setdefault(tensor, {})
     descriptor = boxes.get(box)
@@ -299,7 +298,7 @@ def invariant_attention(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Attend as `paged_attention` with one kernel and one loop for decodes and prompts.
+    """Attend as `paged_attention`, with one kernel and loop for decodes and prompts.
 
     A query takes its tiles of keys in turn; keys that only other queries of its program see have weight 0.
     """

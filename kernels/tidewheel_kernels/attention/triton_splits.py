@@ -1,6 +1,6 @@
 """Plan that shares the keys of decodes among a fixed number of programs, longest sequences first.
 
-A CUDA graph freezes the number of programs but not the lengths, so a kernel makes the plan, once for all layers.
+A kernel makes it once for all layers: a CUDA graph freezes the number of programs, not the lengths.
 """
 
 from functools import lru_cache

@@ -1,7 +1,7 @@
 """Online softmax over tiles of keys (Milakov and Gimelshein 2018).
 
-State in float32: weighted sums of values `acc` [BLOCK_M, BLOCK_D], largest logits `row_max` [BLOCK_M] in log2 units,
-sums of weights `row_sum` [BLOCK_M].
+State in float32: weighted values `acc` [BLOCK_M, BLOCK_D], largest logits `row_max` [BLOCK_M] in log2 units, weights
+`row_sum` [BLOCK_M].
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Product of fixed splits of the inner dimension, whose sums are added in order.
 
-A program computes a tile of outputs: for many rows all splits in turn, for few rows one split, and a second kernel
-adds them. Both give the same bits: the same compiled kernel computes the splits, and memory keeps float32.
+For many rows a program computes all splits in turn, for few rows one, and a second kernel adds them. Both give the
+same bits: one compiled kernel computes the splits, and memory keeps float32.
 """
 
 from functools import lru_cache

@@ -1,8 +1,7 @@
 """Writes to, and copies inside, a paged KV cache [num_blocks, block_size, num_kv_heads, head_dim].
 
-The last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``. A cache of `FP8`
-(float8_e4m3fn) has `scales` [2, num_kv_heads] float32, of keys and values, and holds each value divided by its head's
-scale, at most 448.
+The last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``. An `FP8` cache has
+`scales` [2, num_kv_heads] float32, of keys and values, and holds each value divided by its head's scale, at most 448.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ def copy_blocks(
     src: torch.Tensor,  # [num_copies] int64
     dst: torch.Tensor,  # like src
 ) -> None:
-    """Copy block ``src[i]`` to block ``dst[i]`` in every cache.
+    """Copy block ``src[i]`` to block ``dst[i]`` in every cache; a stacked tensor takes one launch.
 
-    A stacked tensor [num_caches, num_blocks, ...] takes one launch. Elements of a block must be contiguous. No block
-    may be in `dst` twice, or in both `src` and `dst`.
+    Elements of a block must be contiguous. No block may be in `dst` twice, or in both `src` and `dst`.
     """
     if src.shape != dst.shape or src.dim() != 1:
         raise ValueError(f"src and dst must be vectors of one length, got {tuple(src.shape)} and {tuple(dst.shape)}")

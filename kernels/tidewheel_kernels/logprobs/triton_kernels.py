@@ -1,7 +1,7 @@
 """Log-probabilities with one read of each logit.
 
 The first launch stores for each chunk of 512 logits the largest, the weight, and the number not below the chosen; the
-second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum.
+second adds them up. The next most likely token is in the chunk with the largest maximum.
 """
 
 import torch

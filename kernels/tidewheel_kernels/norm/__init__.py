@@ -17,8 +17,8 @@ def rms_norm(
 ) -> NormResult:
     """Return ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, computed in float32, in x's dtype.
 
-    With `residual`, normalise ``s = x + residual``, rounded to x's dtype, and return ``(normed, s)``. Inputs are not
-    modified. `weight_offset` is 1.0 for Gemma-style checkpoints.
+    With `residual`, normalise ``s = x + residual``, rounded to x's dtype, and return ``(normed, s)``. `weight_offset`
+    is 1.0 for Gemma-style checkpoints.
     """
     return _OP.on(x)(x, weight, eps, residual, weight_offset)
 

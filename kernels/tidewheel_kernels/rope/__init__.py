@@ -23,11 +23,11 @@ def rope_and_cache(
     eps: float = 1e-6,
     scales: torch.Tensor | None = None,  # as `kv_cache` says
 ) -> None:
-    """Rotate q and k in place, and store rotated k, and v, in the cache.
+    """Rotate q and k in place, and store rotated k, and v, in the cache; float32 inside.
 
-    Only the last dimension must be contiguous: q, k and v may be views into one tensor. The rotation pairs element i
-    with i + rotary_dim / 2 (NeoX style); elements from rotary_dim on stay. Norm weights (both or none) RMS-normalise
-    every head before rotation. Arithmetic is float32.
+    q, k and v may be views into one tensor with a contiguous last dimension. The rotation pairs element i with i +
+    rotary_dim / 2 (NeoX style); elements from rotary_dim on stay. Norm weights (both or none) RMS-normalise every
+    head before.
     """
     if (q_norm_weight is None) != (k_norm_weight is None):
         raise ValueError("give q_norm_weight and k_norm_weight, or neither")

@@ -1,8 +1,8 @@
 """Rounding of a row per program, in registers; torch multiplies (cuBLAS or CUTLASS).
 
-On Hopper, sums leave the tensor cores every 128 products or so, for float32 registers. With `fast_accumulation` they
-stay, and lose up to 2^-13 with every 32 products, always towards zero: 1.6 % for 4,096 inputs, 5.5 % for 14,336, as
-much as 8 bits cost. It is off until a device shows a gain.
+On Hopper, sums leave the tensor cores for float32 registers every 128 products or so. With `fast_accumulation` they
+stay, and lose up to 2^-13 with every 32 products, towards zero: 1.6 % for 4,096 inputs, 5.5 % for 14,336, as much as
+8 bits cost.
 """
 
 from functools import lru_cache

@@ -1,7 +1,4 @@
-"""Triton over gRPC: a stream per decoupled request, else unary calls.
-
-One asyncio loop and a few shared channels keep the load cheap beside a server on the same machine.
-"""
+"""Triton over gRPC: a stream per decoupled request, else unary calls, on one asyncio loop with few channels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Launches for `tidewheel_kernels.aot`, with real shapes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

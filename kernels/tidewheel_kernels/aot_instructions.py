@@ -1,5 +1,3 @@
-"""Instruction counts of a kernel's PTX."""
-
 from __future__ import annotations
 
 import re
@@ -56,7 +54,6 @@ def count(ptx: str) -> InstructionCounts:
 
 
 def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str, ...]:
-    """Return the counts that must not be zero."""
     if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
         return ()  # below 16 bytes for each of 64 threads
     if kernel == "write_kv_cache_kernel" and arguments["k_cache_ptr"].itemsize == 1:

@@ -69,7 +69,6 @@ def triton_installed() -> bool:
 
 
 def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
-    """Return the kind, C kernels aside."""
     if preference == "reference":
         return "reference"
     on_gpu = device_type == "cuda"
@@ -119,7 +118,6 @@ class Op(Generic[P, R]):
         self._chosen: dict[tuple[torch.device, torch.dtype], Callable[P, R]] = {}
 
     def on(self, tensor: torch.Tensor) -> Callable[P, R]:
-        """Return the implementation for such tensors, chosen on the first call."""
         key = tensor.device, tensor.dtype
         chosen = self._chosen.get(key)
         if chosen is None:

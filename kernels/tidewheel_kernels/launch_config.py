@@ -234,7 +234,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> int:
-    """Return a GPU's compute capability, e.g. 90."""
     return _capability(device) if device.type == "cuda" else compile_target.get()
 
 

@@ -25,7 +25,6 @@ _RUNTIME = knobs.runtime  # profilers set its hooks
 
 
 def binds() -> bool:
-    """Return whether direct launches are possible."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     is_wanted = os.environ.get(ENVIRONMENT_VARIABLE) != "triton"
     return is_wanted and not knobs.runtime.interpret and FIRST_VERSION <= version < END_VERSION

@@ -50,7 +50,6 @@ class CapacityBracket(NamedTuple):
 
     @property
     def per_s(self) -> float:
-        """Return the geometric middle, or the only end."""
         return math.sqrt(self.low * self.high) if math.isfinite(self.high) else self.low
 
     @property
@@ -160,7 +159,6 @@ class CapacitySearch:
         return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
     def capacities(self) -> dict[str, CapacityBracket]:
-        """Return the brackets of measured objectives."""
         found = {name: search.capacity for name, search in self._searches.items()}
         return {name: one for name, one in found.items() if one != UNTRIED}
 

@@ -1,5 +1,3 @@
-"""Style of all charts; needs matplotlib, no display."""
-
 from __future__ import annotations
 
 import io
@@ -30,7 +28,6 @@ class ChartImage(NamedTuple):
         return self._saved("svg", {"Date": None})
 
     def png(self) -> bytes:
-        """Return a PNG of 64 colours, a third of the size."""
         from PIL import Image
 
         buffer = io.BytesIO()
@@ -53,7 +50,6 @@ def panels(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure, in inches, and its axes row by row."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
 

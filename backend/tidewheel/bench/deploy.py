@@ -44,7 +44,6 @@ class Deployment:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """Return `config.json`; empty if unreadable."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

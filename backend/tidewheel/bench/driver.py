@@ -35,8 +35,6 @@ class BenchTransport(Protocol):
 
 @dataclass(slots=True)
 class RunProgress:
-    """State of a run; survives its interruption."""
-
     start: float = 0.0  # perf_counter
     outcomes: list[RequestOutcome] = field(default_factory=list)
     num_ended: int = 0

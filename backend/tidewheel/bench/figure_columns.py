@@ -1,5 +1,3 @@
-"""Columns of a stage's tables."""
-
 from __future__ import annotations
 
 import math
@@ -129,7 +127,6 @@ def _times(figures: Figures, slo: Slo) -> str:
 
 
 def class_table(result: StageResult) -> TextTable:
-    """Return a row per load, target and class; none for one class."""
     rows = [
         [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
         for labels, figures in measured(result)

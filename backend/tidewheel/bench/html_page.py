@@ -1,5 +1,3 @@
-"""Self-contained HTML page and other result files."""
-
 from __future__ import annotations
 
 import base64
@@ -61,7 +59,6 @@ _HOW = (
 
 
 def write_files(recorder: ResultRecorder, record: Path | None) -> str:
-    """Write all results and say where; `record` adds JSON and pictures."""
     note, drawn = "", {}
     try:
         drawn = _draw(recorder)
@@ -88,7 +85,6 @@ def _draw(recorder: ResultRecorder) -> dict[str, list[ChartImage]]:
 
 
 def render(recorder: ResultRecorder, pictures: Mapping[str, Sequence[ChartImage]]) -> str:
-    """Render the page; `pictures` by stage name."""
     stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
     about, machine = recorder.environment, recorder.environment["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores"
@@ -105,7 +101,6 @@ def render(recorder: ResultRecorder, pictures: Mapping[str, Sequence[ChartImage]
 
 
 def document(title: str, headline: str, parts: Iterable[str]) -> str:
-    """Return a page that needs no other file."""
     begin = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',

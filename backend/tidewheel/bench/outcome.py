@@ -16,8 +16,6 @@ _TAG = re.compile(r"\[(TW-[A-Z-]+)")
 
 
 class RequestFailed(Exception):
-    """Failed request, with the server's message."""
-
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -36,7 +34,6 @@ class OfferedRequest:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Greedy parameters, to the full length."""
         return {"max_tokens": self.num_output_tokens, "temperature": 0, "ignore_eos": True, **self.parameters}
 
 
@@ -106,8 +103,6 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Slo(Objective):
-    """Objective of requests timed by a client."""
-
     def is_met(self, outcome: RequestOutcome) -> bool:
         """Judge TTFT and TPOT; an unstreamed answer has its first token with its last."""
         if outcome.first_token is None or not outcome.is_complete:
@@ -115,18 +110,15 @@ class Slo(Objective):
         return outcome.first_token <= self.ttft_s and (outcome.tpot is None or outcome.tpot <= self.tpot_s)
 
     def is_met_at_end(self, outcome: RequestOutcome) -> bool:
-        """Judge the time of the whole answer."""
         if outcome.last_token is None or not outcome.is_complete:
             return False
         return outcome.last_token <= self.whole_answer_s(outcome.offered.num_output_tokens)
 
 
 def error_code(code: str, message: str) -> str:
-    """Return Tidewheel's tag, if any."""
     match = _TAG.search(message)
     return match[1] if match else code
 
 
 def words(input_ids: Sequence[int]) -> str:
-    """Return a word per id, for targets without ids."""
     return " ".join(f"t{token_id}" for token_id in input_ids)

@@ -41,8 +41,6 @@ OPTIONS = {
 
 
 class PeerEngine(Protocol):
-    """Greedy decoding to the given length, past end tokens."""
-
     versions: dict[str, str]
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
@@ -149,7 +147,6 @@ class TransformersBatch:
         return events
 
     def _event(self, result: Any) -> list[Event]:
-        """Count new tokens; results hold all tokens."""
         before = self._counts.pop(result.request_id, None)
         if before is None:
             return []

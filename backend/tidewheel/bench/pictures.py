@@ -27,8 +27,6 @@ MOST_PANELS = 4  # side by side
 
 
 class ChartPanel(NamedTuple):
-    """Columns over loads, the first solid, the second dashed or outlined."""
-
     title: str
     note: str
     columns: tuple[str, ...]
@@ -69,7 +67,6 @@ def pictures(result: StageResult) -> list[ChartImage]:
 
 
 def capacity_picture(findings: Mapping[str, Any], targets: Sequence[BenchTarget]) -> ChartImage:
-    """Draw capacities as bars, the largest on top."""
     found, objective = findings["capacities"][WHOLE_ANSWER], findings["objective"]
     order = sorted(found, key=lambda name: (float(found[name]["per_s"]), -float(found[name]["bracket"][1])))
     figure, (axes,) = panels(height=1.4 + 0.36 * len(order))
@@ -103,7 +100,6 @@ def _capacity(one: Mapping[str, Any]) -> str:
 
 
 def colours(targets: Sequence[BenchTarget]) -> dict[str, str]:
-    """Return a colour per target, equal in all pictures."""
     ordered = sorted(targets, key=lambda target: (target.kind != "ours", target.name != "continuous"))
     greys, others = iter(GREYS * len(targets)), iter(COLOURS * len(targets))
     return {target.name: next(greys if target.kind == "baseline" else others) for target in ordered}
@@ -165,7 +161,6 @@ def _each_target(result: StageResult, targets: Sequence[BenchTarget], name: str)
 
 
 def _quantiles(result: StageResult, target: BenchTarget, name: str) -> ChartImage:
-    """Draw the latencies of a target under a load."""
     figure, panes = panels(3, height=2.6)
     figures = result.figures(target.name, 0)
     for axes, (title, kind) in zip(panes, _LATENCIES.items(), strict=True):

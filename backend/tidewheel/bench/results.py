@@ -1,5 +1,3 @@
-"""Results: a line of JSON per run, then one document."""
-
 from __future__ import annotations
 
 import json
@@ -64,7 +62,6 @@ class StageResult:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> StageResult:
-        """Return a recorded stage with its figures, without its runs."""
         targets = tuple(
             BenchTarget(one["name"], one["kind"], one["settings"], one["url"]) for one in document["targets"]
         )
@@ -84,12 +81,10 @@ class StageResult:
         return result
 
     def add_load(self, load: LoadPattern) -> None:
-        """Add a load, in the order of rates."""
         loads = sorted({*self.stage.loads, load}, key=lambda one: one.value)
         self.stage = replace(self.stage, loads=tuple(loads))
 
     def repeats(self, target: str, load: int) -> list[RunResult]:
-        """Return complete repeats, else interrupted ones."""
         of = [r for r in self.runs if r.run.target.name == target and r.run.load == self.stage.loads[load]]
         return [r for r in of if not r.interrupted] or of
 
@@ -97,7 +92,6 @@ class StageResult:
         return [result.outcomes for result in self.repeats(target, load)]
 
     def figures(self, target: str, load: int) -> dict[str, Any]:
-        """Return figures; empty if not measured."""
         key = (target, load, len(self.runs))
         if key not in self._figures:
             self._figures[key] = self._summarise(target, load)

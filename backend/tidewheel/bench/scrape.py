@@ -1,5 +1,3 @@
-"""Server figures of a run from `/metrics`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -51,7 +49,6 @@ def parse(text: str, model: str) -> Sample:
 
 
 def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Return figures of a run between the first sample and the last."""
     if len(samples) < 2:
         return {}
     first, last = samples[0], samples[-1]

@@ -1,5 +1,3 @@
-"""Suites of stages, and their findings."""
-
 from __future__ import annotations
 
 import math

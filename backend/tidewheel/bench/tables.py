@@ -1,5 +1,3 @@
-"""Tables as text, Markdown or HTML."""
-
 from __future__ import annotations
 
 import math
@@ -22,7 +20,6 @@ class TextTable(NamedTuple):
     num_labels: int = 2  # leading columns that name the row
 
     def without_empty(self) -> TextTable:
-        """Drop empty columns, and all rows if only labels are left."""
         kept = [
             i for i in range(len(self.header)) if i < self.num_labels or any(row[i] != NOTHING for row in self.rows)
         ]

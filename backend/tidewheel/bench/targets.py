@@ -52,7 +52,6 @@ class BenchTarget:
 
     @property
     def is_ours(self) -> bool:
-        """True for Tidewheel's engine, which `--set` applies to."""
         return self.kind in ("ours", "llm")
 
     @property

@@ -58,7 +58,6 @@ class TerminalProgress:
 
     @staticmethod
     def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-        """Show `what` and the elapsed seconds until the block ends."""
         return waiting(lambda: what)
 
     def note(self, text: str) -> None:
@@ -81,7 +80,6 @@ def run_line(
 
 
 def result_tables(recorder: ResultRecorder) -> Iterator[str]:
-    """Yield tables of capacities, then of each stage."""
     if recorder.extra.get("capacities"):
         yield capacity_table(recorder.extra).as_text()
     for result in recorder.stages:

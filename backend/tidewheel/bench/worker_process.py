@@ -1,5 +1,3 @@
-"""Worker processes that talk in lines of JSON."""
-
 from __future__ import annotations
 
 import contextlib

@@ -27,8 +27,6 @@ SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 
 
 
 class WorkloadKind(NamedTuple):
-    """Share of requests, with parameters."""
-
     share: float
     parameters: Mapping[str, Any]
 
@@ -44,8 +42,6 @@ PLAIN = (WorkloadKind(1.0, {}),)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths in tokens. `turns` over 1 make conversations."""
-
     name: str
     inputs: Lengths | LengthRange
     outputs: Lengths | LengthRange
@@ -117,7 +113,6 @@ class Workload:
 
 
 def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
-    """Yield a trace's requests; sessions and prefix groups share beginnings."""
     for index in range(len(trace)):
         session, group = int(trace.sessions[index]), int(trace.prefix_groups[index])
         num_prompt = min(int(trace.prompt_tokens[index]), workload.max_tokens - 1)

@@ -69,7 +69,6 @@ class BlockPool:
                 self._append(block_id)
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Add a holder to each block."""
         for block_id in block_ids:
             self.ref_count[block_id] += 1
             if self.ref_count[block_id] > 1:
@@ -80,7 +79,6 @@ class BlockPool:
                 self._unlink(block_id)
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Add a keeper to each block."""
         for block_id in block_ids:
             if self.ref_count[block_id] == 0 and block_id not in self._keepers:
                 self._unlink(block_id)

@@ -33,7 +33,6 @@ class HostTier:
         return self._slots.get(key)
 
     def lookup_prefix(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Return the leading keys that are present."""
         return tuple(takewhile(self._slots.__contains__, keys))
 
     def key_of(self, slot: int) -> bytes | None:

@@ -33,7 +33,6 @@ class FreedBlockCounter:
         self._holders.subtract(self._tables[row])
 
     def num_freed(self, row: int) -> int:
-        """Return the row's blocks that the added rows free."""
         holders, ref_count, kept = self._holders, self._ref_count, self._kept
         return sum([holders[b] == ref_count[b] and b not in kept for b in self._tables[row]])
 
@@ -177,7 +176,6 @@ class KVCacheManager:
         return new_blocks
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
-        """Publish the full blocks of the computed tokens."""
         if self.prefixes.is_enabled and row not in self._transfers.arrivals:
             self._seal(row, request, num_computed_tokens // self.block_size)
 
@@ -206,7 +204,6 @@ class KVCacheManager:
             self.sessions.keep(request, self._tables[row], num_computed_tokens, now)
 
     def forget(self, row: int) -> None:
-        """Forget the content of the row's blocks."""
         for block_id in self._tables[row]:
             self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
@@ -227,7 +224,6 @@ class KVCacheManager:
             self._transfers.hold(table, after_step)
 
     def take_transfers(self, step_id: int) -> TransferArrays:
-        """Return the copies that this step must perform."""
         transfers, arrivals = self._transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]

@@ -32,12 +32,10 @@ def root_hash(tenant: str, salt: str) -> bytes:
 
 
 def parent_hash(request: Request, num_blocks: int) -> bytes:
-    """Return the digest before block `num_blocks`."""
     return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
 
 
 def tail_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the digest of a partial block."""
     return sha256(parent + tokens).digest()
 
 
@@ -146,14 +144,12 @@ class PrefixCache:
         return (0, -1) if row is None else (len(list(run)), row)
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
-        """Add the blocks that a new row computes."""
         num_full = request.num_tokens // self._block_size
         self._announced[row] = announced = request.block_hashes[hit.num_blocks : num_full]
         for block_hash in announced:
             self.computing.setdefault(block_hash, row)
 
     def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
-        """Withdraw these blocks of the row, or all."""
         for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
             if self.computing.get(block_hash) == row:
                 del self.computing[block_hash]
@@ -167,7 +163,6 @@ class PrefixCache:
         return self._pool.lookup(key) is None and self._host.lookup(key) is None
 
     def _with_session(self, hit: PrefixHit, session: KVSession, request: Request) -> PrefixHit:
-        """Add the session's tail to the hit."""
         num_shared = min(hit.num_blocks, len(session.keys))
         while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
             num_shared -= 1
@@ -185,7 +180,6 @@ class PrefixCache:
         )
 
     def _num_tail_tokens(self, hit: PrefixHit, session: KVSession, request: Request) -> int:
-        """Count shared tail tokens, leaving one to compute."""
         if not session.tail_tokens or len(session.keys) != hit.num_blocks:
             return 0
         if session.parent != parent_hash(request, hit.num_blocks):

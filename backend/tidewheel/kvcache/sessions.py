@@ -38,7 +38,6 @@ class KVSession:
 
     @property
     def tail_block(self) -> int:
-        """Pool block of the tail, or -1."""
         return self.blocks[-1] if self.tail_tokens and self.blocks else -1
 
 
@@ -97,7 +96,6 @@ class SessionTable:
         self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
     def reconfigure(self, limits: SessionLimits) -> list[KVSession]:
-        """Return the sessions evicted by other limits."""
         sessions = [self._drop(session) for session in list(self._sessions.values())]
         self.limits = limits
         return [gone for session in sessions for gone in self.put(session)]
@@ -143,7 +141,6 @@ class SessionTable:
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: KVSession, num_kept: int = 0) -> tuple[int, ...]:
-        """Take all but the first `num_kept` blocks."""
         given = session.blocks[num_kept:]
         self._take_blocks(session, len(given))
         session.blocks = session.blocks[:num_kept]

@@ -80,7 +80,6 @@ class TransferQueue:
         self._pool.touch(copy_sources)
 
     def cancel(self, row: int) -> None:
-        """Drop the transfers of a row that leaves early."""
         arrival = self.arrivals.pop(row, None)
         if arrival is not None:
             self._host.unpin(arrival.slots[::-1])
@@ -107,7 +106,6 @@ class TransferQueue:
         return transfers, arrivals
 
     def hold(self, table: list[int], step_id: int) -> None:
-        """Free the blocks when the step is done."""
         self._steps[step_id].tables.append(table)
 
     def done(self, step_id: int) -> None:

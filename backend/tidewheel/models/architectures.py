@@ -1,5 +1,3 @@
-"""Architectures: native, through transformers, or refused and why."""
-
 from __future__ import annotations
 
 import inspect

@@ -71,14 +71,10 @@ class EmbeddingLM(CausalLM, Protocol):
         """Return logits as `forward` does, and normed states [P, hidden_size]."""
         ...
 
-    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits [P, vocab_size] of normed states."""
-        ...
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor: ...
 
 
 class AttentionInput(NamedTuple):
-    """State of a layer before its attention."""
-
     queries: torch.Tensor  # [T, num_q_heads, head_dim]
     residual: torch.Tensor  # [T, hidden_size]
 
@@ -110,8 +106,6 @@ class SplitLayer(Protocol):
 
 @runtime_checkable
 class SplitLM(CausalLM, Protocol):
-    """Model that can be split at its attentions."""
-
     @property
     def layers(self) -> Sequence[SplitLayer]: ...
 

@@ -300,7 +300,6 @@ class Decoder:
     def _run_layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last output and residual, both [T, hidden_size]."""
         x, places = self.embed(token_ids), TokenLocations(positions, meta.slot_mapping)
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):

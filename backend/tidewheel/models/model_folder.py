@@ -116,7 +116,6 @@ def architecture(fields: ConfigFields) -> str:
 
 
 def checkpoint_dtype(fields: ConfigFields) -> str | None:
-    """Return the weights' dtype, if stated and served."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None
 

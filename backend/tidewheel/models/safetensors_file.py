@@ -37,7 +37,7 @@ MAX_PARTS = 512  # preadv(2) takes 1,024 buffers
 
 
 class HeaderError(ValueError):
-    """Problem of a header; the message lacks the file's name."""
+    pass
 
 
 class TensorEntry(NamedTuple):
@@ -86,7 +86,6 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
-    """Return entries by name, for `data_size` bytes of data."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:

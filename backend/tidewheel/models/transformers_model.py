@@ -1,5 +1,3 @@
-"""Causal decoders of transformers, with paged attention."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,8 +21,6 @@ IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 
 
 class TransformersModel:
-    """`CausalLM` around a transformers model, with one packed sequence."""
-
     is_capturable = False  # a trial decides
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
@@ -60,7 +56,6 @@ class TransformersModel:
 
 
 def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
-    """Return the checked class and configuration."""
     name = architecture(fields)
     if name not in _names():
         raise ConfigError(

@@ -17,7 +17,6 @@ def random_tokens(count: int, vocab_size: int, device: torch.device) -> torch.Te
 
 
 def one_sequence(num_tokens: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """Return the layout of one prompt in the first blocks."""
     bounds, length = np.array([0, num_tokens], dtype=np.int32), np.array([num_tokens], dtype=np.int32)
     return AttentionMetadata(
         slot_mapping=torch.arange(num_tokens, device=device),

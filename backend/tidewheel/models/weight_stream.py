@@ -67,16 +67,12 @@ class CopyEvent(Protocol):
 
 
 class CopyStream(Protocol):
-    """Queue of copies to a device."""
-
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return [num_bytes] uint8 that the device can read. Any thread."""
 
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Queue a copy, converting the dtype."""
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None: ...
 
-    def mark(self) -> CopyEvent:
-        """Return an event after all queued work."""
+    def mark(self) -> CopyEvent: ...
 
     def finish(self) -> None:
         """Wait for queued work and order later computation after it."""

@@ -1,5 +1,3 @@
-"""Checkpoint tensors: streamed, converted, checked for completeness, without pickle."""
-
 from __future__ import annotations
 
 import os

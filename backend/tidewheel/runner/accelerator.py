@@ -72,8 +72,6 @@ class GraphPool(Protocol):
 
 
 class CudaGraphPool:
-    """Pool that captures on a side stream."""
-
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()

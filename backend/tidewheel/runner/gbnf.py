@@ -1,5 +1,3 @@
-"""Conversion of GBNF rules (llama.cpp) to Lark."""
-
 from __future__ import annotations
 
 import re
@@ -55,7 +53,6 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _distinct(names: list[str]) -> dict[str, str]:
-    """Rename rules that the converter would merge."""
     taken = {_LARK_ROOT}
     renamed = {}
     for number, name in enumerate(names):

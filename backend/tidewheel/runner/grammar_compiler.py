@@ -70,7 +70,6 @@ class CompiledGrammar:
         self.num_words = num_words
 
     def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
-        """Return a matcher that has consumed the tokens."""
         copy = self._matcher.deep_copy()
         copy.consume_tokens(list(token_ids))
         return copy

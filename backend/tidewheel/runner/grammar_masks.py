@@ -70,7 +70,6 @@ class TokenMask(NamedTuple):
     view: memoryview  # several times as fast for single words
 
     def clear(self, bit: int) -> bool:
-        """Clear a bit; return whether it was set."""
         word, flag = bit >> 5, 1 << (bit & 31)
         was_set = bool(self.view[word] & flag)
         if was_set:

@@ -162,7 +162,6 @@ def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], availa
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the bytes resident; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except (OSError, IndexError):

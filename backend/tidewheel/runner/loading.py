@@ -49,8 +49,6 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 
 class StageClock:
-    """Progress callback that times stages."""
-
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
         self._clock = clock
@@ -75,8 +73,6 @@ class StageClock:
 
 
 class RunnerParts(NamedTuple):
-    """Loaded model without a cache."""
-
     model: CausalLM
     layout: CacheLayout
     info: RunnerInfo  # no blocks yet

@@ -214,7 +214,6 @@ class ModelRunner:
                 forward()
 
     def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
-        """Send a step's inputs; return the call that computes its logits."""
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
         inputs = DeviceInputs(*self._send(batch, host, {}, changes).group("inputs"))
         return partial(self._forward, inputs, ForwardBounds.exact(batch, host))

@@ -64,7 +64,6 @@ def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, devi
 
 
 def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
-    """Return None if memory runs out."""
     try:
         return run(size)
     except torch.OutOfMemoryError:

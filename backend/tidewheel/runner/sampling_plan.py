@@ -83,7 +83,6 @@ class LogitRules:
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> WordEntries:
-        """Return the words short enough to end at `position`."""
         lengths, token_ids = self._words
         count = int(np.searchsorted(lengths, position + 1, side="right"))
         return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])
@@ -112,8 +111,6 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class AllowedColumns(NamedTuple):
-    """Bit sets of allowed tokens."""
-
     rows: Int32Array  # [R]
     words: Int32Array  # [R * words]
 
@@ -173,7 +170,6 @@ class SamplingPlan:
         return not self.changes_logits and not len(self.logprob_rows)
 
     def groups(self, num_rows: int = 0) -> Groups:
-        """Return the arrays to send, draws padded to `num_rows`."""
         return {
             "draw": self.draw.padded(num_rows),
             "allowed": self.allowed,

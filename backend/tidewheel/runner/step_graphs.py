@@ -28,8 +28,6 @@ class GraphSizes(NamedTuple):
 
 
 class GraphBytes(NamedTuple):
-    """Device bytes by graph, the largest first."""
-
     decodes: Sequence[int] = ()
     prompts: Sequence[int] = ()
     unsplit: Sequence[int] = ()

@@ -34,8 +34,6 @@ class BatchRunner(Protocol):
 
 
 class UnconstrainedGrammar:
-    """Grammar that allows every token."""
-
     end_bit = 0
 
     def __init__(self, vocab_size: int) -> None:
@@ -60,8 +58,6 @@ class UnconstrainedGrammar:
 
 
 class WarmUpRow(NamedTuple):
-    """Request with `context` cached tokens."""
-
     context: int
     num_tokens: int
     sampling: SamplingParams
@@ -107,7 +103,6 @@ def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
 
 
 def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
-    """Return the step of this size that needs most memory."""
     return _batch(0, [WarmUpRow(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
 
 

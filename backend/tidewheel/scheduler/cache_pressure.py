@@ -162,7 +162,6 @@ def _alone(
 
 
 def _num_returning_blocks(state: SchedulerState) -> int:
-    """Return a lower bound on blocks that batches in flight free."""
     departures = state.kv.departures()
     ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
     return state.kv.num_held_blocks + sum([departures.add(row) for row in ending])

@@ -180,7 +180,6 @@ class RowColumns:
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def is_prefilling(self, row: int) -> bool:
-        """Return whether tokens known at entry are unscheduled."""
         start = self.num_computed_tokens[row] + self.num_inflight_tokens[row]
         return bool(start < self.num_entered_tokens[row])
 

@@ -36,7 +36,6 @@ def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def commit_step(
     state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
 ) -> StepOutputs:
-    """Apply sampled tokens to requests still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
     for index, states in (sampled.pooled or {}).items():
@@ -120,7 +119,6 @@ def _charge_outputs(counters: VirtualCounters, columns: RowColumns, rows: RowArr
 
 
 def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
-    """Return index and reason of each end."""
     num_tokens = columns.num_tokens.take(rows)
     is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
     is_last = num_tokens >= columns.max_num_tokens.take(rows)

@@ -190,7 +190,6 @@ class _EntryPlanner:
         return True
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether row, tokens and blocks beyond the expected growth are free."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
@@ -213,7 +212,6 @@ class _EntryPlanner:
             self.short = BlockedRequest(request, num_own, num_free + num_missing, num_free)
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
-        """Preempt rows for a CRITICAL request; return whether any left."""
         state, plan = self._state, self._plan
         if not self._may_make_way(request):
             return False

@@ -1,5 +1,3 @@
-"""Fit of a cost model to recorded steps."""
-
 from __future__ import annotations
 
 from collections import deque

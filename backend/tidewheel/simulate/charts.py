@@ -1,5 +1,3 @@
-"""Charts of simulated runs, with matplotlib."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +12,6 @@ from tidewheel.simulate.scenario import ScenarioResult
 
 
 def charts(results: Sequence[ScenarioResult]) -> Iterator[ChartImage]:
-    """Yield the charts that have something to show."""
     series: dict[str, list[ScenarioResult]] = {}
     for result in results:
         series.setdefault(result.policy, []).append(result)

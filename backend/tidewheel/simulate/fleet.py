@@ -38,8 +38,6 @@ class ScalingPlan(NamedTuple):
 
 @dataclass(slots=True)
 class ReplicaLifetime:
-    """Time of a replica in the fleet, with start and drain."""
-
     begin: float
     end: float = math.inf
 
@@ -80,7 +78,6 @@ class SimulatedFleet:
         return bool(self._ready)
 
     def event(self, now: float, num_arrivals: int, num_held: int) -> None:
-        """Let started replicas join, and decide if it is time."""
         while self._starting and self._starting[0][0] <= now:
             self._join(self._starting.popleft()[1])
         if self._plan is not None and self._next_decision <= now:

@@ -27,8 +27,6 @@ Figures = dict[str, Any]  # times in seconds
 
 
 class SimulatedRequest(Protocol):
-    """Part of a request that a simulation reports."""
-
     @property
     def request_id(self) -> str: ...
     @property
@@ -61,7 +59,6 @@ class SimulationOutcomes:
         self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
 
     def record(self, index: int, replica: int, request: SimulatedRequest) -> None:
-        """Record the end of a request. Raise `InternalError` for a second end."""
         if self.ends[index] != UNKNOWN:
             raise InternalError(f"request {index} ended twice")
         self.ends[index] = _ENDS.get(request.finish_reason, FAILED)
@@ -213,7 +210,6 @@ def _latencies(outcomes: SimulationOutcomes, chosen: BoolArray) -> Figures:
 
 
 def _distribution(values: FloatArray) -> dict[str, float | None]:
-    """Return mean and quantiles without NaN; None for no values."""
     values = values[~np.isnan(values)]
     if not len(values):
         return dict.fromkeys(("mean", *QUANTILES))

@@ -88,7 +88,6 @@ def replay(recording: Recording, scheduler: Scheduler) -> ReplayResult:
 
 
 def play(recording: Recording, player: EventPlayer) -> ReplayResult:
-    """Replay up to the first difference."""
     num_events, difference = 0, ""
     for num_events, event in enumerate(recording.events(), 1):
         if found := player.play(event):
@@ -107,7 +106,6 @@ class EventPlayer:
         self._in_flight: deque[ScheduledBatch] = deque()
 
     def play(self, event: record.AnyEvent) -> str:
-        """Return the difference; empty: none."""
         match event:
             case record.Added():
                 return self._add(event)

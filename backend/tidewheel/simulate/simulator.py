@@ -174,8 +174,6 @@ def _cache_usage(stats: EngineStats) -> float:
 
 
 class Simulator:
-    """One simulation; `run` may be called once."""
-
     def __init__(
         self,
         trace: Trace,

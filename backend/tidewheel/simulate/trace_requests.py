@@ -1,5 +1,3 @@
-"""Requests of a trace, for the engine and the router."""
-
 from __future__ import annotations
 
 import math

@@ -14,7 +14,6 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> FloatArray:
-    """Return Poisson arrivals of `rate` per second."""
     _check_rate(rate)
     return np.asarray(np.cumsum(rng.exponential(1 / rate, count)))
 

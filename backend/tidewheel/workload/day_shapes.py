@@ -75,16 +75,12 @@ DAY_SHAPES = {shape.name: shape for shape in (CODING, CONVERSATION)}
 
 
 class TrafficBurst(NamedTuple):
-    """Time with more arrivals than the curve."""
-
     begin: float
     seconds: float
     factor: float
 
 
 class DayVariation(NamedTuple):
-    """Differences of days from the curve."""
-
     level_sigma: float = 0.05  # of the logarithm of a day's level
     spells_per_day: float = 3.0
     mean_spell_s: float = 600.0

@@ -1,5 +1,3 @@
-"""Random token lengths of prompts and outputs."""
-
 from __future__ import annotations
 
 import math
@@ -19,8 +17,6 @@ _DEFAULT_SHAPE = {"lognormal": 1.0, "pareto": 2.5}
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Lengths from `low` to `high`, inclusive."""
-
     low: int
     high: int
 

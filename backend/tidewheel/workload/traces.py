@@ -72,7 +72,6 @@ class Trace:
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
 
     def at_once(self, count: int) -> Trace:
-        """Return `count` requests that arrive together, without deadlines."""
         index = np.arange(count) % len(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -148,7 +147,6 @@ class TokenContents:
         self.pool: Int32Array = np.concatenate((pool, pool[: trace.max_num_tokens + 1]))
 
     def offset(self, index: int) -> int:
-        """Return the pool index of the first token."""
         session = int(self._trace.sessions[index])
         return _offset(2 * session + 1 if session != NOBODY else 2 * index)
 

@@ -32,7 +32,6 @@ class CallShape(NamedTuple):
         return self.num_q_heads // self.num_kv_heads
 
     def constants(self, config: AttentionConfig) -> dict[str, int | float | bool]:
-        """Return the last arguments of the kernels."""
         return {
             # With a soft cap, logits are in units of it.
             "logit_scale": (2.0 / self.soft_cap if self.soft_cap else 1.0) * LOG2_E * self.scale,

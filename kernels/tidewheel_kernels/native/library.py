@@ -40,7 +40,7 @@ POINTER, LONG, FLOAT, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float,
 
 
 class NativeUnavailable(RuntimeError):
-    """The kernels cannot be compiled or loaded."""
+    pass
 
 
 class NativeKernel:
@@ -77,7 +77,6 @@ def num_threads(num_rows: int) -> int:
 
 @functools.cache
 def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the kernels for `dtype`, or None."""
     if dtype not in ELEMENTS:
         return None
     try:

@@ -88,7 +88,6 @@ def _rotate_and_cache(
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rotate keys in place, and copy them and the values to their slot."""
     # Values first, so that all loads are in flight at once.
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = head_mask & (column < head_dim)

@@ -27,7 +27,6 @@ MIN_PARTED = 1 << 18  # logits
 
 
 def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Return token ids [B] int64."""
     greedy = greedy_tokens_cpu(logits)
     if not params.any_sampled:
         return greedy.token_ids

@@ -36,7 +36,6 @@ def greedy_tokens(logits: torch.Tensor) -> GreedyTokens:
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Return token ids [B] int64."""
     greedy = greedy_tokens(logits)
     if not params.any_sampled:
         return greedy.token_ids

@@ -68,7 +68,6 @@ def draw_from_candidates(
     values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Draw from candidates in registers."""
     slot = tl.arange(0, CAPACITY)
     x = tl.load(values_ptr + slot, mask=slot < count, other=float("-inf"))
     weight = tl.exp2((x - max_logit) * scale)
@@ -88,7 +87,6 @@ def draw_from_candidates(
 
 @triton.jit
 def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.constexpr):
-    """Return the weight of logits >= threshold."""
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocabulary, BLOCK):
         x = load_logits(row_ptr, start + tl.arange(0, BLOCK), vocabulary)

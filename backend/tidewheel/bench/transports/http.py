@@ -18,8 +18,6 @@ _READ_BUFFER = 1 << 20  # for an SSE line
 
 
 class _HttpTransport:
-    """Kept-alive connections, one per request in flight."""
-
     can_cancel = False  # Triton's HTTP endpoints do not notice a client that leaves
 
     def __init__(self, url: str) -> None:
@@ -91,8 +89,6 @@ class _TritonHttpTransport(_HttpTransport):
 
 
 class GenerateStreamTransport(_TritonHttpTransport):
-    """/generate_stream of Tidewheel's or vLLM's backend."""
-
     async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         body: dict[str, Any] = {"stream": True, **offered.sampling, **dict([self._declared.prompt(input_ids)])}
         flags = ("return_num_output_tokens", "return_finish_reason")
@@ -107,8 +103,6 @@ class GenerateStreamTransport(_TritonHttpTransport):
 
 
 class InferTransport(_TritonHttpTransport):
-    """/infer: the whole answer at once."""
-
     async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         outcome.streamed = False
         inputs = [
@@ -160,7 +154,6 @@ class OpenAiTransport(_HttpTransport):
 
 
 def _message(text: str) -> str:
-    """Return a JSON error's message in one line, else the text."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):

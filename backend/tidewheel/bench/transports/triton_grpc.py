@@ -101,7 +101,6 @@ class TritonGrpcTransport:
 
 
 def note_response(shape: DeclaredInputs, response: Any, outcome: RequestOutcome) -> None:
-    """Count tokens: one per response of an uncounted stream, else all."""
     tensors = zip(response.outputs, response.raw_output_contents, strict=True)
     raw = {tensor.name: data for tensor, data in tensors}
     if "num_output_tokens" in raw:

@@ -57,8 +57,6 @@ class RecordedLaunch:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Compiler's result for one launch."""
-
     case: str
     kernel: str
     arch: int
@@ -95,7 +93,6 @@ def compile_case(case: CompileCase, arch: int) -> list[CompileReport]:
 
 @contextmanager
 def _recorded_launches() -> Iterator[list[RecordedLaunch]]:
-    """Record launches instead of running them."""
     from triton.runtime.jit import KernelInterface
 
     launches: list[RecordedLaunch] = []

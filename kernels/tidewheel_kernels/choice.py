@@ -137,7 +137,6 @@ class Op(Generic[P, R]):
         return "native" if prefers_native and native_library(dtype) is not None else kind
 
     def implementation(self, kind: Kind) -> Callable[P, R]:
-        """Return an implementation, ignoring the environment."""
         if kind in ("triton", "flash"):
             module = "triton_kernels" if kind == "triton" else "triton_flash"
             launchers = importlib.import_module(f"{self._package}.{module}")

@@ -1,5 +1,3 @@
-"""Programmatic dependent launch."""
-
 import triton
 import triton.language as tl
 

@@ -68,7 +68,6 @@ class KernelLauncher:
     def _through_triton(
         self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], others: Sequence[Any]
     ) -> None:
-        """Launch through triton-lang, and keep its kernel if all addresses are aligned."""
         arguments = dict(zip(self._names, (*tensors, *others), strict=True))
         compiled = self._kernel[grid](**arguments, **self._named)
         if compiled is None or not self._binds:

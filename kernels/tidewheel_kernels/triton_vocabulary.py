@@ -1,5 +1,3 @@
-"""Logits by chunks: load, reduce, search by value."""
-
 import triton
 import triton.language as tl
 

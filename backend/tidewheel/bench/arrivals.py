@@ -37,7 +37,6 @@ class LoadPattern:
 
     @property
     def rate(self) -> float | None:
-        """Offered requests/s, if fixed."""
         return self.value if self.kind in ("poisson", "burst") else None
 
     def times(self, seconds: float, seed: int) -> list[float]:

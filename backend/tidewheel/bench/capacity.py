@@ -42,8 +42,6 @@ def verdict_of(num_met: int, count: int) -> Verdict:
 
 
 class CapacityBracket(NamedTuple):
-    """Highest rate that met the objective, and lowest that missed it."""
-
     low: float  # 0: none
     high: float  # inf: none
     undecided: tuple[float, ...] = ()  # between both, ascending
@@ -128,8 +126,6 @@ class LoadPoint(NamedTuple):
 
 
 class CapacitySearch:
-    """Searches of a target by each objective, on shared points."""
-
     def __init__(self, slo: Slo, start: float) -> None:
         self._slo = slo
         self._searches = {name: RateSearch(start) for name in OBJECTIVES}
@@ -164,8 +160,6 @@ class CapacitySearch:
 
 
 class PointWatch:
-    """Judge of a point: looks after `least_s`, then when the count has doubled."""
-
     def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
         self._slo = slo
         self._is_met = OBJECTIVES[objective]

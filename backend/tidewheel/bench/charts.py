@@ -65,7 +65,6 @@ def style(axes: Axes, title: str, note: str = "") -> None:
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Scale an axis after plotting; label 1, 2 and 5 of each decade, or only 1 of many."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
@@ -76,7 +75,6 @@ def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def name_lines(axes: Axes, *, least: float = 0.06) -> None:
-    """Write each line's label beside its last point, at least `least` of the height apart."""
     ends = []
     for line in axes.get_lines():
         points = np.asarray(line.get_xydata())

@@ -20,8 +20,6 @@ POLL_S = 0.1
 
 
 class BenchTransport(Protocol):
-    """Sender of concurrent requests on one event loop."""
-
     can_cancel: bool  # cancelling `send` ends the request on the server
 
     async def open(self) -> None:

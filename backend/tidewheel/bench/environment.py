@@ -48,7 +48,6 @@ def gpu() -> str | None:
 
 
 def commit() -> str:
-    """Return the measured commit, with "-dirty" for a changed tree."""
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     return _output(command) or "unknown"
 

@@ -78,7 +78,6 @@ class Experiment:
     def find_capacities(
         self, stage: PlannedStage, searches: Mapping[str, CapacitySearch], budget_s: float
     ) -> StageResult:
-        """Measure the points asked by `searches` (by target name), in turns of targets."""
         result = self._begin(replace(stage, loads=(), repeats=1))
         groups = [[target] for target in stage.targets] if self._one_at_a_time else [list(stage.targets)]
         with TerminalProgress(stage.title, None) as live:

@@ -20,7 +20,6 @@ class FigureColumn(NamedTuple):
     scale: float = 1.0
 
     def estimate(self, figures: Figures) -> Estimate:
-        """Return the scaled value, NaN if unknown."""
         value = self._value(figures)
         is_unknown = value is None or value == {}
         parts = value if isinstance(value, Estimate) else (math.nan if is_unknown else value, math.nan, math.nan)
@@ -40,7 +39,6 @@ class FigureColumn(NamedTuple):
 
 
 def with_interval(estimate: Estimate) -> str:
-    """Format as `12.3 ± 0.4`, or with both ends if asymmetric."""
     mean, low, high = estimate
     if not (math.isfinite(low) and math.isfinite(high)):
         return number(mean)
@@ -114,7 +112,6 @@ def verdicts(result: StageResult) -> list[str]:
 
 
 def _times(figures: Figures, slo: Slo) -> str:
-    """Return the median times over their objective, or both if none is."""
     times = [
         (COLUMNS["TTFT p50"].estimate(figures).mean, 1e3 * slo.ttft_s, "ms to the first token"),
         (COLUMNS["TPOT p50"].estimate(figures).mean, 1e3 * slo.tpot_s, "ms a token"),

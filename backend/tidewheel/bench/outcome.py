@@ -42,8 +42,6 @@ Conversation = tuple[OfferedRequest, ...]
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Outcome of a request; times in seconds from its sending."""
-
     offered: OfferedRequest
     sent: float  # seconds from the start
     lag: float = 0.0  # seconds late, by the client's fault
@@ -94,7 +92,6 @@ class RequestOutcome:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     def inter_token_latencies(self) -> list[float]:
-        """Return gaps between tokens; tokens that arrive together share a gap."""
         gaps: list[float] = []
         for (before, _), (now, count) in zip(self.chunks, self.chunks[1:], strict=False):
             gaps += [(now - before) / count] * count

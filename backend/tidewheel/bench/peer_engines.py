@@ -45,8 +45,7 @@ class PeerEngine(Protocol):
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
-    def step(self) -> list[Event]:
-        """Return new events, after a short wait if needed."""
+    def step(self) -> list[Event]: ...
 
 
 class TidewheelLlm:

@@ -47,7 +47,6 @@ _BATCH = ChartPanel("Batch, requests", "a step, or an execution of Triton's", ("
 
 
 def pictures(result: StageResult) -> list[ChartImage]:
-    """Draw a stage: lines over batch sizes or rates, bars over other loads."""
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
     names = {target for (_, target), _ in measured(result)}
     targets = [target for target in result.stage.targets if target.name in names]
@@ -135,7 +134,6 @@ def _lines(
 
 
 def _each_target(result: StageResult, targets: Sequence[BenchTarget], name: str) -> ChartImage:
-    """Draw the share of answers in time (%) over the request rate: a panel per target, others in grey."""
     rows = -(-len(targets) // MOST_PANELS)
     figure, panes = panels(min(MOST_PANELS, len(targets)), rows, height=0.4 + 1.9 * rows, sharex=True, sharey=True)
     column = COLUMNS[_WITHIN.columns[0]]

@@ -164,14 +164,12 @@ def _mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _estimates(value: Any) -> Any:
-    """Restore estimates, which JSON has as lists."""
     if isinstance(value, Mapping):
         return {key: _estimates(item) for key, item in value.items()}
     return Estimate(*(math.nan if part is None else part for part in value)) if isinstance(value, list) else value
 
 
 def _clean(value: Any) -> Any:
-    """Make JSON values: NaN as null, six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -30,7 +30,6 @@ class PlannedStage:
     is_preliminary: bool = False  # only prepares later stages
 
     def runs(self) -> Iterator[PlannedRun]:
-        """Yield runs in turns of targets, each time another one first."""
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
@@ -87,7 +86,6 @@ class PlannedRun:
 
 
 def in_turns(stages: Sequence[PlannedStage]) -> list[tuple[int, PlannedRun]]:
-    """Return (stage index, run), repeat by repeat."""
     runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
     return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 

@@ -88,8 +88,6 @@ def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsSampler:
-    """Scraper around a run: `async with MetricsSampler(url, model) as sampler`."""
-
     def __init__(self, url: str | None, model: str) -> None:
         self._url = url
         self._model = model

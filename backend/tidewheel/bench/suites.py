@@ -179,7 +179,6 @@ def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
 def capacity_findings(
     found: Mapping[str, Mapping[str, CapacityBracket]], ours: str, reference: str
 ) -> dict[str, Any]:
-    """Return capacities by objective and target, and the ratio by the whole answer."""
     findings: dict[str, Any] = {"capacities": {}}
     for target, capacities in found.items():
         for objective, capacity in capacities.items():
@@ -218,7 +217,6 @@ def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
 
 
 def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
-    """Return each engine's ratios to itself, and those of `ours` over the others'."""
     findings: dict[str, Any] = {}
     for name, (tested, plain) in EFFICIENCIES.items():
         by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}

@@ -60,7 +60,6 @@ def summarise_run(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float
 def summarise_repeats(
     repeats: Sequence[Sequence[RequestOutcome]], slo: Slo, offered_s: float | None
 ) -> dict[str, Any]:
-    """Return rates as means of repeats, latencies as pooled quantiles."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
     pooled = [o for outcomes in repeats for o in outcomes]
     latencies = _latencies(pooled)

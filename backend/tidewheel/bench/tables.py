@@ -39,7 +39,6 @@ class TextTable(NamedTuple):
         return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
     def as_html(self) -> str:
-        """Show a repeated first label once; nothing without rows."""
         if not self.rows:
             return ""
         header = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)

@@ -20,8 +20,6 @@ _BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 class TerminalProgress:
-    """Progress bar on standard error; without a terminal, a line per run and status lines."""
-
     def __init__(self, title: str, num_runs: int | None) -> None:
         self._bar = tqdm(
             total=num_runs,

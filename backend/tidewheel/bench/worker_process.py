@@ -16,7 +16,7 @@ _CHUNK = 1 << 16  # bytes
 
 
 class WorkerFailed(Exception):
-    """Worker that failed, ended, or took too long."""
+    pass
 
 
 class WorkerProcess:
@@ -74,7 +74,6 @@ class WorkerProcess:
         return answer
 
     def stop(self, limit_s: float = END_S) -> None:
-        """Terminate; kill after `limit_s`."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)

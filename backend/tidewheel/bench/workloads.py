@@ -75,7 +75,6 @@ class Workload:
                 number += 1
 
     def other_ids(self, input_ids: list[int], shift: int) -> list[int]:
-        """Return as many ids, each moved by `shift` within the vocabulary."""
         if not shift:
             return input_ids
         return [FIRST_ID + (token_id - FIRST_ID + shift) % (self.vocab - FIRST_ID) for token_id in input_ids]

@@ -45,7 +45,6 @@ def max_hit_blocks(num_tokens: int, block_size: int) -> int:
 
 
 def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int) -> None:
-    """Extend `request.block_hashes` to `num_full_blocks`."""
     hashes = request.block_hashes
     start, stop = len(hashes) * block_size, num_full_blocks * block_size
     if start >= stop:

@@ -53,7 +53,6 @@ class SessionTally:
         return self._counts.get(name, 0)
 
     def add(self, name: str, change: int) -> None:
-        """Add 1 or -1."""
         old = self._counts.pop(name, 0)
         if old:
             del self._names[old][name]
@@ -72,8 +71,6 @@ class SessionTally:
 
 @dataclass(eq=False, slots=True)
 class _TenantSessions:
-    """Sessions of one tenant, least recently used first."""
-
     sessions: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)
     resident: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)  # with blocks
     num_blocks: int = 0

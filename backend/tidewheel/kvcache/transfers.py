@@ -14,8 +14,6 @@ from tidewheel.stats import EngineStats
 
 
 class TransferArrays(NamedTuple):
-    """Columns of `ScheduledBatch`."""
-
     copy_sources: Int32Array
     copy_targets: Int32Array
     swap_out_blocks: Int32Array
@@ -116,7 +114,6 @@ class TransferQueue:
                 self._pool.free(table)
 
     def abandon(self) -> None:
-        """End all steps in flight; forget what they may not have written."""
         steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []

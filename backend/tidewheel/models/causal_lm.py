@@ -57,8 +57,6 @@ class CausalLM(Protocol):
 
 @runtime_checkable
 class EmbeddingLM(CausalLM, Protocol):
-    """Model with hidden states."""
-
     def forward_with_hidden(
         self,
         token_ids: torch.Tensor,
@@ -99,9 +97,7 @@ class SplitLayer(Protocol):
         """Return [T, num_q_heads, head_dim], in `out` if given."""
         ...
 
-    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `x` and the residual for the next layer."""
-        ...
+    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @runtime_checkable

@@ -152,8 +152,6 @@ class Attention:
 
 
 class GatedMLP:
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
-
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = weights.linear(prefix, hidden, {"gate_proj": width, "up_proj": width}, bias=bias)
@@ -193,7 +191,6 @@ class DecoderLayer:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RMSNorm of ``x + residual``, and the sum."""
     result = rms_norm(x, weight, eps, residual)
     return result if isinstance(result, tuple) else (result, x)
 

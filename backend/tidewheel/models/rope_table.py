@@ -13,8 +13,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotation parameters, some for one `rope_type` only."""
-
     rope_type: str
     theta: float
     factor: float = 1.0

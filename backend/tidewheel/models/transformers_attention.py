@@ -93,7 +93,6 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend. transformers calls this and sets the signature."""
     slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(

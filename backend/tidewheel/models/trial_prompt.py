@@ -1,5 +1,3 @@
-"""Fixed random prompt to try a model with."""
-
 from __future__ import annotations
 
 import numpy as np

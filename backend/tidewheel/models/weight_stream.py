@@ -35,8 +35,7 @@ class ChunkSink(Protocol):
     def deliver(self, index: int, chunk: FileChunk) -> None:
         """Start copying a read chunk to its tensors. One thread, in order."""
 
-    def finish(self) -> None:
-        """Wait for all copies."""
+    def finish(self) -> None: ...
 
 
 class HostSink:
@@ -74,13 +73,10 @@ class CopyStream(Protocol):
 
     def mark(self) -> CopyEvent: ...
 
-    def finish(self) -> None:
-        """Wait for queued work and order later computation after it."""
+    def finish(self) -> None: ...
 
 
 class RingSink:
-    """Sink on a device, through slots that are reused once copied."""
-
     def __init__(self, lane: CopyStream, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
         self._lane = lane

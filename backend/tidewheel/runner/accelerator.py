@@ -125,16 +125,14 @@ class _CudaArray:
 class DeviceEvent(Protocol):
     def record(self) -> None: ...
 
-    def synchronize(self) -> None:
-        """Wait for work queued before `record`, if recorded."""
+    def synchronize(self) -> None: ...
 
 
 class Accelerator(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory whose copies do not block."""
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
     def event(self) -> DeviceEvent: ...
 

@@ -91,7 +91,6 @@ class DecodeGraphs:
         return taken
 
     def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        """Return the graph of a step in which every row decodes and samples."""
         count = len(batch.rows)
         if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
             return None

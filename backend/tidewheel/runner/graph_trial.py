@@ -89,7 +89,6 @@ def _fill(runner: TrialRunner, lengths: Sequence[int], blocks_per_row: int) -> N
 
 
 def _step(rows: Sequence[int], starts: Sequence[int], done: int, num_tokens: int = 1) -> ScheduledBatch:
-    """Return a step of `num_tokens` per row, `done` tokens after `starts`."""
     count = len(rows)
     return ScheduledBatch(
         step_id=0,

@@ -52,7 +52,6 @@ def _available(memory_info: Path) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
-    """Yield the process's memory cgroups, innermost first."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -111,8 +110,6 @@ class SpareMemory(NamedTuple):
 
 
 class MemoryClaim:
-    """Published claim of this engine, withdrawn with the object."""
-
     def __init__(self, *, takes_share: bool, others: int) -> None:
         self._claim = ClaimRecord(
             os.getpid(), resident_bytes(os.getpid()), others, takes_share=takes_share, began=time.monotonic_ns()

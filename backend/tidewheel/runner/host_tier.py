@@ -65,7 +65,6 @@ class HostBlocks:
             self._blocks.index_copy_(0, index, staged)
 
     def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yield block ids on the device and slots, in chunks of the staging buffer."""
         size = len(self._staging)
         for first in range(0, len(slots), size):
             index = index_on(self._staging.device, block_ids[first : first + size])
@@ -98,8 +97,7 @@ class TransferStream(Protocol):
     def running(self) -> AbstractContextManager[object]:
         """Return a context for work beside the computation, after all earlier work."""
 
-    def join(self) -> None:
-        """Make later computation wait."""
+    def join(self) -> None: ...
 
     def synchronize(self) -> None:
         """Make the host wait."""

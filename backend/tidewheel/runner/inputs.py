@@ -26,8 +26,6 @@ class HostInputs(NamedTuple):
 
 
 class DeviceInputs(NamedTuple):
-    """Tensors of `HostInputs`."""
-
     token_indices: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor

@@ -46,8 +46,6 @@ class MemoryShare(NamedTuple):
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes for the cache and their origin."""
-
     bytes: int
     source: str  # e.g. "kv_cache_memory_mb 512"
     setting: str

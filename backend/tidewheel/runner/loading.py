@@ -179,7 +179,6 @@ def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> Run
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
-    """Return the sizes to capture; log why there are none."""
     if parts.device.type == "cpu":
         logger.info("CUDA graphs: none, the device is a CPU")
         return GraphSizes()

@@ -113,7 +113,6 @@ class ModelRunner:
 
     @classmethod
     def _tried(cls, parts: RunnerParts, accelerator: Accelerator, sizes: GraphSizes) -> GraphSizes:
-        """Return `sizes`, or none if a trial finds wrong logits."""
         layout, size = parts.layout, trial_size(parts.info)
         cache = RunnerCache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
         objection = objection_to_graphs(cls(parts.model, cache, parts.info, parts.device, accelerator))
@@ -146,7 +145,6 @@ class ModelRunner:
         return StepMemory(activation_bytes, graph_bytes)
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Raise `ConfigError` if memory runs out."""
         if not sizes.decodes or self._accelerator is None:
             return GraphBytes()
         self._graphs = StepGraphs(
@@ -271,7 +269,6 @@ class ModelRunner:
     def _from_logits(
         self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
     ) -> _LogitsAndMore:
-        """Compute logits of all scored tokens at once, for a model without hidden states."""
         assert more.scoring is not None
         scored, sampled_rows, scored_rows = sent.group("prompt")
         logits = self._forward(inputs, bounds)

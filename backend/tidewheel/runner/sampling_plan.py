@@ -268,7 +268,6 @@ class SamplingTable:
         self.grammars.enter(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
-        """Return the plan and start its grammar masks."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())

@@ -61,7 +61,6 @@ class AdmissionControl:
             self._state.stats.num_shed_by_class = self.breaker.num_shed = num_shed
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Queue all requests or raise; return the evicted ones."""
         tenant, count = requests[0].tenant, len(requests)
         self._tenant_counts.observe_arrival(tenant, count)
         for request in requests:
@@ -255,7 +254,6 @@ class WaitingLimits:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Estimate the time until half of the waiting set has started."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)

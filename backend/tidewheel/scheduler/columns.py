@@ -139,7 +139,6 @@ class RowColumns:
         return request
 
     def write_back_some(self, step_id: int) -> None:
-        """Write back every `NUM_RECENT`th row, so that none overflows."""
         for row in range(step_id % NUM_RECENT, self.num_rows, NUM_RECENT):
             if self.num_recent[row]:
                 self.write_back(row)

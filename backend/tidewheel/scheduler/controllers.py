@@ -124,7 +124,6 @@ class StepControl:
         self._busy = 0.0
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Keep estimates; replace what has other settings."""
         before, self._config = self._config, config
         self.estimate.max_num_batched_tokens = config.max_num_batched_tokens
         if config.strategy != before.strategy:

@@ -237,7 +237,6 @@ class PreemptionCost:
         self._swap_seconds_per_block = swap_seconds_per_block
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        """Return False without host tier or slope."""
         if self._swap_seconds_per_block is None:
             return False
         swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block

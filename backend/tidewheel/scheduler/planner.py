@@ -72,7 +72,6 @@ def _grow(state: SchedulerState, plan: StepPlan) -> None:
 
 
 def _plan_prompts(state: SchedulerState, plan: StepPlan, rows: RowArray, now: float) -> BlockedRequest | None:
-    """Return the first request in line if it lacks blocks."""
     columns = state.columns
     entering = _EntryPlanner(state, plan, now)
     running = columns.requests(rows[columns.running[rows]])
@@ -106,7 +105,6 @@ class _EntryPlanner:
         self._cached: dict[str, int] = {}
 
     def run(self, before: Rank | None = None) -> None:
-        """Admit requests with keys below `before`, until one cannot enter."""
         while self._is_open and self._state.waiting:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):

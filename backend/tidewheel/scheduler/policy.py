@@ -1,5 +1,3 @@
-"""Orders of service by request keys, smallest first, computed when a request is queued or changes class."""
-
 from __future__ import annotations
 
 import math

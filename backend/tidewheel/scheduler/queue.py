@@ -46,8 +46,6 @@ class SortedQueue:
 
 
 class TenantQueues(NamedTuple):
-    """Waiting requests of one tenant, or of all."""
-
     new: SortedQueue  # never started
     returning: SortedQueue  # preempted, or the leader has started
 

@@ -103,7 +103,6 @@ class Scheduler:
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Raise `NotFound` if the session is unknown."""
         self._state.kv.sessions.close(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:

@@ -41,7 +41,6 @@ def is_over_quota(state: SchedulerState, request: Request) -> bool:
 
 
 def drop_over_quota(state: SchedulerState, request: Request, now: float) -> bool:
-    """Drop a group one class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False
     for member in (request, *request.followers):

@@ -17,8 +17,6 @@ from tidewheel.stats import BlockShortage
 
 
 class BlockedRequest(NamedTuple):
-    """Request that could not enter for want of blocks."""
-
     request: Request
     num_own: int  # free blocks for its tokens
     num_needed: int  # with expected growth of running requests
@@ -26,8 +24,6 @@ class BlockedRequest(NamedTuple):
 
 
 class RequestTimers:
-    """Deadlines and lifts of requests."""
-
     def __init__(self, ageing_s: float, *, ages_all: bool) -> None:
         self.deadlines = EventHeap[Request](_is_unfinished)
         self.soft_deadlines = EventHeap[Request](_is_unfinished)
@@ -36,7 +32,6 @@ class RequestTimers:
         self._ages_all = ages_all  # HIGH and CRITICAL may become overdue
 
     def with_ageing(self, ageing_s: float, *, ages_all: bool) -> RequestTimers:
-        """Return timers without lifts."""
         other = RequestTimers(ageing_s, ages_all=ages_all)
         other.deadlines, other.soft_deadlines = self.deadlines, self.soft_deadlines
         return other
@@ -158,7 +153,6 @@ class SchedulerState:
         return BlockShortage(num_needed, num_free) if num_free < num_needed else None
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find a prefix in the cache or in the leader's row."""
         if request.needs_all_states:
             return NO_HIT
         hit = self.kv.prefixes.find(request)

@@ -59,8 +59,6 @@ class Strategy:
 
 
 class ContinuousStrategy(Strategy):
-    """Join in any step."""
-
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting
 

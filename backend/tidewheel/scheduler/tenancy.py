@@ -67,7 +67,6 @@ class TenantTable:
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # LRU
 
     def reconfigure(self, tenants: Mapping[str, TenantLimits]) -> None:
-        """Change limits; buckets keep their levels."""
         before = {**self._unnamed, **self._named}
         self._tenants = tenants
         self._named = {name: _make_buckets(limits, before.get(name)) for name, limits in tenants.items()}
@@ -233,7 +232,6 @@ class VirtualCounters:
         self._counters[tenant] = self._counters.get(tenant, self._floor) + cost
 
     def counter(self, tenant: str) -> float:
-        """Return the counter after activation."""
         return max(self._counters.get(tenant, 0.0), self._floor)
 
     def least(self) -> str | None:

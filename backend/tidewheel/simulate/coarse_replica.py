@@ -28,8 +28,6 @@ class CoarseLimits(NamedTuple):
 
 @dataclass(slots=True)
 class CoarseRequest:
-    """`SimulatedRequest` of a coarse replica."""
-
     request_id: str
     arrival_time: float
     num_prompt_tokens: int
@@ -145,7 +143,6 @@ class CoarseReplica:
         )
 
     def _plan(self) -> list[CoarseChunk]:
-        """Return the chunks of the next step, begun prompts first."""
         budget = self._limits.max_num_batched_tokens - len(self._decoding)
         chunks: list[CoarseChunk] = []
         for request in self._prefilling:
@@ -159,7 +156,6 @@ class CoarseReplica:
         return chunks
 
     def _admit(self) -> CoarseRequest | None:
-        """Take the next waiting request, if it has a row and its cache."""
         queue = next((queue for queue in self._waiting.values() if queue), None)
         if queue is None or len(self._decoding) + len(self._prefilling) >= self._limits.max_num_seqs:
             return None

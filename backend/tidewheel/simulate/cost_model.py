@@ -112,7 +112,6 @@ class CostModel:
         return sum(slope * span for slope, span in zip(self.seconds_per_token, spans, strict=False))
 
     def step_seconds(self, step: StepFeatures) -> float:
-        """Return seconds from start to tokens."""
         return (
             self.overhead_s
             + self.gemm_seconds(step.num_tokens)
@@ -124,7 +123,6 @@ class CostModel:
         )
 
     def turn_seconds(self, num_rows: int) -> float:
-        """Return seconds from tokens to the next step."""
         return self.turn_overhead_s + self.turn_seconds_per_row * num_rows
 
     def save(self, path: Path) -> None:

@@ -91,7 +91,6 @@ class SimulationOutcomes:
 
     @property
     def latency(self) -> FloatArray:
-        """Seconds from arrival to last token."""
         return self.last_token - self.trace.arrivals
 
     @property
@@ -107,7 +106,6 @@ class SimulationOutcomes:
 
     @property
     def span(self) -> float:
-        """Seconds from first arrival to last token."""
         if not np.isfinite(self.last_token).any():
             return 0.0
         return float(np.nanmax(self.last_token) - self.trace.arrivals[0])

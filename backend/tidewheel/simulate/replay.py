@@ -42,7 +42,6 @@ class Recording:
         self.header = header
 
     def events(self) -> Iterator[record.AnyEvent]:
-        """Yield events after the header, without a torn last line."""
         events = self._events()
         next(events)
         for event in events:
@@ -83,7 +82,6 @@ def scheduler_of(header: record.Header) -> Scheduler:
 
 
 def replay(recording: Recording, scheduler: Scheduler) -> ReplayResult:
-    """Replay up to the first difference, on a new scheduler."""
     return play(recording, EventPlayer(scheduler))
 
 
@@ -127,8 +125,7 @@ class EventPlayer:
             case _:
                 return f"a second {type(event).__name__}"
 
-    def on_added(self, event: record.Added, requests: list[Request]) -> None:
-        """Handle accepted or refused requests."""
+    def on_added(self, event: record.Added, requests: list[Request]) -> None: ...
 
     def on_scheduled(self, event: record.Scheduled, batch: ScheduledBatch) -> None: ...
 

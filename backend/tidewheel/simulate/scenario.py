@@ -1,5 +1,3 @@
-"""Simulations of a deployment under a load, one per policy and rate."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -93,7 +91,6 @@ class Scenario:
         return synthesise(arrivals, self.prompt, self.output, rng, tenants=self.tenants, prefixes=self.prefixes)
 
     def capacity(self, policy: str) -> float:
-        """Return requests/s of a replica with a full batch."""
         config = dataclasses.replace(
             self.config(policy),
             record="",

@@ -1,5 +1,3 @@
-"""Discrete-event simulation of replicas behind a router."""
-
 from __future__ import annotations
 
 import heapq
@@ -262,7 +260,6 @@ class Simulator:
         self._run_turns(until)
 
     def _finish(self) -> None:
-        """Go on until every request has ended."""
         count, last = len(self._trace), float(self._trace.arrivals[-1])
         while self._routed or self._held:
             until = self.fleet.next_event

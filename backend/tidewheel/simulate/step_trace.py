@@ -96,7 +96,6 @@ class TracingPlayer(EventPlayer):
         return difference
 
     def close(self) -> None:
-        """End what the recording leaves open."""
         for track in self._tracks.values():
             self.events += track.end(self._now, "the recording ends")
         self._tracks.clear()
@@ -176,7 +175,6 @@ def _slice(name: str, thread: int, begin: float, end: float, args: dict[str, obj
 
 
 def trace(recording: Recording) -> tuple[dict[str, object], ReplayResult]:
-    """Return the trace up to the first difference, and the result of the replay."""
     player = TracingPlayer(scheduler_of(recording.header))
     replayed = play(recording, player)
     player.close()

@@ -34,7 +34,6 @@ class TraceRequests:
         return self.contents.pool
 
     def num_output_tokens(self, index: int) -> int:
-        """Return the number of tokens at the request's end."""
         return min(int(self.trace.output_tokens[index]), self.max_tokens(index))
 
     def max_tokens(self, index: int) -> int:

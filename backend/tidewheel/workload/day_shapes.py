@@ -46,7 +46,6 @@ class DayShape:
     output: Lengths
 
     def rate(self, seconds: FloatArray) -> FloatArray:
-        """Return the rate relative to the day's mean."""
         day = self._curve(np.arange(0, DAY_S, _GRID_S))
         return np.asarray(self._curve(seconds) / day.mean())
 
@@ -121,7 +120,6 @@ def _grid(num_days: int) -> FloatArray:
 
 
 def _passed(relative: FloatArray) -> FloatArray:
-    """Return the integral of the rate at the grid's points."""
     return np.concatenate(([0.0], np.cumsum((relative[1:] + relative[:-1]) / 2 * _GRID_S)))
 
 

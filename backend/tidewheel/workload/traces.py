@@ -62,7 +62,6 @@ class Trace:
 
     @property
     def max_num_tokens(self) -> int:
-        """Prompt and output of the longest request."""
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def at_rate(self, rate: float) -> Trace:
@@ -92,8 +91,6 @@ def _column(name: str, value: Any) -> Any:
 
 
 class PrefixMix(NamedTuple):
-    """System prompts, used by Zipf's law."""
-
     num_groups: int
     num_tokens: int
 

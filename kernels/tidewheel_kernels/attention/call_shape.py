@@ -1,5 +1,3 @@
-"""Layout and mask of an attention call, bound to its launches; without addresses and batch."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Groups of query rows for dense attention calls with little padding."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Compilation and loading of the C kernels: one library for each element type and processor."""
-
 from __future__ import annotations
 
 import ctypes

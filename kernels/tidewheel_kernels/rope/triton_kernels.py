@@ -1,5 +1,3 @@
-"""Rotation of some heads of a token per program, with the cache write."""
-
 from functools import lru_cache
 
 import torch

@@ -1,5 +1,3 @@
-"""Sampling by a sort of the vocabulary."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Draws from filtered tokens: few in registers, many by passes over the row."""
-
 import triton
 import triton.language as tl
 
@@ -131,7 +129,6 @@ def _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logi
 def _draw_kept(
     row_ptr, vocabulary, threshold, lowest_weight, max_logit, scale, uniform, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the first kept token whose cumulative weight exceeds ``uniform * total``."""
     total = 0.0
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)

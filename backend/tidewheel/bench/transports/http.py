@@ -72,8 +72,6 @@ class _HttpTransport:
 
 
 class _TritonHttpTransport(_HttpTransport):
-    """`url` ends with /v2/models/NAME/VERB."""
-
     async def _probe(self) -> None:
         model_url = self.url.rpartition("/")[0]
         name = model_url.rpartition("/")[2]

@@ -75,7 +75,6 @@ class PeerTransport:
             self._reader.join()
 
     def _read(self, process: WorkerProcess, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand events to the loop, in a thread, until the process ends."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             try:
                 while True:

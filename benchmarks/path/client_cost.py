@@ -1,9 +1,9 @@
-"""CPU time of `AsyncClient` beside raw `grpc.aio`, for a thousand streams at once from one process.
+"""CPU time of `AsyncClient` and of `Client` beside raw `grpc.aio`, for a thousand streams from one process.
 
     python benchmarks client_cost --save
 
 The server is another process, which answers every stream with the same responses, as fast as they are read. *raw*
-reads messages and looks into none.
+reads messages and looks into none. *threads* is `Client`, with 16 streams at a time; the others have all at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,9 +25,10 @@ from tritonclient.grpc import service_pb2_grpc
 
 from common.serving import free_ports
 from common.study import Study, in_turns
-from tidewheel_client import AsyncClient, codec
+from tidewheel_client import AsyncClient, Client, codec
 
 METHOD = "ModelStreamInfer"
+NUM_THREADS = 16
 SERVICE = "inference.GRPCInferenceService"
 
 
@@ -97,6 +99,14 @@ async def ours(url: str, num_streams: int) -> int:
         return sum(await asyncio.gather(*(read(client) for _ in range(num_streams))))
 
 
+async def threads(url: str, num_streams: int) -> int:
+    def read(_: int) -> int:
+        return sum(1 for _ in client.stream("x"))
+
+    with Client(url) as client, ThreadPoolExecutor(NUM_THREADS) as pool:
+        return sum(pool.map(read, range(num_streams)))
+
+
 def cpu_us(run: Callable[[str, int], Awaitable[int]], url: str, num_streams: int, num_responses: int) -> float:
     """Return the CPU time of this process for a response."""
 
@@ -119,12 +129,12 @@ def main() -> None:
     with serving(options.responses) as url:
         runs = {
             name: lambda run=run: cpu_us(run, url, options.streams, options.responses)
-            for name, run in (("raw", raw), ("client", ours))
+            for name, run in (("raw", raw), ("client", ours), ("threads", threads))
         }
         samples = in_turns(runs, options.rounds, warm_up=1)
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     ratio = round(medians["client"] / medians["raw"], 3)
-    print(f"CPU time a response: client {medians['client']} us, raw {medians['raw']} us, {ratio} times")
+    print(f"CPU time a response: {', '.join(f'{name} {spent} us' for name, spent in medians.items())}; {ratio} times")
     study.save({"streams": options.streams, "cpu_us_per_response": samples, "medians": medians, "ratio": ratio})
 
 

@@ -1,32 +1,58 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
 
 import grpc
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client import asking, codec
+from tidewheel_client import codec, concurrent_map, server_pages
 from tidewheel_client.answers import Completion, Metadata
-from tidewheel_client.concurrent_map import in_tasks
-from tidewheel_client.errors import NotFound, RequestError, RequestTimeout, ServerUnavailable
+from tidewheel_client.errors import (
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    RequestError,
+    RequestTimeout,
+    ServerUnavailable,
+)
+from tidewheel_client.facade import AsyncEvent, Event
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.http_transport import AsyncHttpTransport
-from tidewheel_client.retries import Retries
-from tidewheel_client.server_pages import Figures, Health, ServerPages
-from tidewheel_client.stream import AsyncStream, Limits
-from tidewheel_client.transport import Ask, AsyncTransport
+from tidewheel_client.server_pages import AsyncServerPages, Figures, Health
+from tidewheel_client.stream import AsyncStream, Limits, Retries
+from tidewheel_client.transport import Ask, Transport
 
+Item = str | Sequence[codec.Message] | Mapping[str, Any]  # of `map`: a prompt, messages, or arguments of `generate`
 _POLL_S = 0.1
 
 
+class ClientParts(NamedTuple):
+    """Parts in which the core of a synchronous client differs."""
+
+    event: Callable[[], Event]
+    grpc: Callable[..., Transport]
+    http: Callable[..., Transport]
+    get_page: server_pages.Get
+    map: Callable[..., AsyncIterator[Any]]
+
+
 class AsyncClient:
-    """`Client` of one event loop, with the same arguments."""
+    """Client of one model on one server, for one event loop. Methods raise `RequestError`.
+
+    `url` is the address of Triton's gRPC service, `HOST:PORT`, or of its HTTP endpoints, `http://HOST:PORT` or https.
+    `timeout_s` bounds requests without their own, retries included. `retries` bounds the retries of a request after
+    retryable errors. `credentials` turns on TLS of gRPC. `headers` go with every call. `transport` replaces the
+    connection to `url`, for tests.
+    """
+
+    _parts: ClassVar[ClientParts] = ClientParts(
+        AsyncEvent, AsyncGrpcTransport, AsyncHttpTransport, server_pages.async_get, concurrent_map.in_tasks
+    )
 
     def __init__(
         self,
@@ -37,7 +63,7 @@ class AsyncClient:
         retries: int = 0,
         credentials: grpc.ChannelCredentials | None = None,
         headers: Sequence[tuple[str, str]] = (),
-        transport: AsyncTransport | None = None,
+        transport: Transport | None = None,
         metrics_url: str | None = None,
         health_url: str | None = None,
     ) -> None:
@@ -45,11 +71,12 @@ class AsyncClient:
         self.model = model
         self._timeout_s = timeout_s
         self._retries = Retries(retries)
-        self._transport: AsyncTransport = transport or _connect(url, credentials, headers)
-        self._pages = ServerPages(url, metrics_url, health_url)
+        self._transport = transport or self._connect(credentials, headers)
+        self._pages = AsyncServerPages(url, metrics_url, health_url, self._parts.get_page)
 
     def stream(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[codec.Message] | str | None = None,
@@ -58,13 +85,21 @@ class AsyncClient:
         timeout_s: float | None = None,
         **params: object,
     ) -> AsyncStream:
-        """Start a request and return its stream; see `Client.stream`."""
+        """Start a request with exactly one of `prompt`, `messages` and `input_ids`, and return its stream.
+
+        A message is `{"role": …, "content": …}`. `params` are:
+
+        - sampling keys: `max_tokens`, `temperature`, `stop`, …;
+        - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`;
+        - output flags: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
+        """
         return self._start(
-            asking.ask_of(self.model, prompt, messages, input_ids, request_id, params, stream=True), timeout_s
+            codec.prompt_input(prompt, messages, input_ids), params, timeout_s, request_id, stream=True
         )
 
     async def generate(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[codec.Message] | str | None = None,
@@ -74,13 +109,15 @@ class AsyncClient:
         **params: object,
     ) -> Completion:
         """Return the whole answer, with the arguments of `stream` except `n`."""
-        asking.check_one_sequence(params)
-        ask = asking.ask_of(self.model, prompt, messages, input_ids, request_id, params)
-        async with self._start(ask, timeout_s) as stream:
+        if params.get("n", 1) != 1:
+            raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
+        given = codec.prompt_input(prompt, messages, input_ids)
+        async with self._start(given, params, timeout_s, request_id) as stream:
             return await stream.read()
 
     async def generate_all(
         self,
+        /,
         prompt: str | None = None,
         *,
         messages: Sequence[codec.Message] | str | None = None,
@@ -90,47 +127,50 @@ class AsyncClient:
         **params: object,
     ) -> tuple[Completion, ...]:
         """Return one answer per sequence of `n`."""
-        ask = asking.ask_of(self.model, prompt, messages, input_ids, request_id, params)
-        async with self._start(ask, timeout_s) as stream:
+        given = codec.prompt_input(prompt, messages, input_ids)
+        async with self._start(given, params, timeout_s, request_id) as stream:
             return await stream.read_all()
 
-    async def chat(self, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
+    async def chat(self, /, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
         """Return the answer to messages, with the arguments of `generate`."""
         return await self.generate(messages=messages, **arguments)
 
     async def embed(
-        self, prompt: str | None = None, *, input_ids: Sequence[int] | None = None, timeout_s: float | None = None
+        self, /, prompt: str | None = None, *, input_ids: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> tuple[float, ...]:
         """Return the pooled hidden states of a prompt, of length 1."""
-        ask = asking.ask_of(self.model, prompt, None, input_ids, "", {}, task="embed")
-        async with self._start(ask, timeout_s) as stream:
-            return asking.embedding_of([chunk async for chunk in stream])
+        given = codec.prompt_input(prompt, None, input_ids) | {"task": "embed"}
+        async with self._start(given, {}, timeout_s) as stream:
+            chunks = [chunk async for chunk in stream]
+        if not chunks or chunks[-1].embedding is None:
+            raise InternalError("the answer has no embedding")
+        return chunks[-1].embedding
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
         """Return a session, whose KV blocks wait for its next turn until it is closed or `ttl_s` have passed."""
         return AsyncSession(self, session_id or uuid.uuid4().hex, ttl_s, tenant)
 
-    async def close_session(self, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
+    async def close_session(self, /, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
         """Raise `NotFound` if the session is unknown."""
-        ask = asking.ask_of(self.model, "", None, None, "", asking.closing_params(session_id, tenant))
-        async with self._start(ask, timeout_s) as stream:
+        params = {"close_session": True, "session_id": session_id, "tenant": tenant}
+        async with self._start({"text_input": ""}, params, timeout_s) as stream:
             await stream.read()
 
     @overload
     def map(
-        self, items: Iterable[asking.Item], *, concurrency: int = ..., progress: bool = ...,
+        self, items: Iterable[Item], *, concurrency: int = ..., progress: bool = ...,
         return_errors: Literal[False] = ..., **params: Any,
     ) -> AsyncIterator[Completion]: ...  # fmt: skip
 
     @overload
     def map(
-        self, items: Iterable[asking.Item], *, concurrency: int = ..., progress: bool = ..., return_errors: bool,
+        self, items: Iterable[Item], *, concurrency: int = ..., progress: bool = ..., return_errors: bool,
         **params: Any,
     ) -> AsyncIterator[Completion | RequestError]: ...  # fmt: skip
 
     def map(
         self,
-        items: Iterable[asking.Item],
+        items: Iterable[Item],
         *,
         concurrency: int = 16,
         progress: bool = False,
@@ -139,56 +179,64 @@ class AsyncClient:
     ) -> AsyncIterator[Any]:
         """Generate for each prompt, list of messages, or dictionary of arguments of `generate`.
 
-        Yield the answers in their order, of up to `concurrency` requests at a time, with a progress bar if wished. An
-        error ends it, unless errors are to be returned in their places.
+        Yield the answers in the order of the items, from up to `concurrency` requests at a time. An error ends the
+        iteration, or is yielded in place of its answer with `return_errors`. Raise `ValueError` without concurrency.
         """
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
 
-        async def ask(item: asking.Item) -> Completion | RequestError:
+        async def ask(item: Item) -> Completion | RequestError:
             try:
-                return await self.generate(**asking.arguments_of(item, params))
+                return await self.generate(**_arguments(item, params))
             except RequestError as error:
                 if not return_errors:
                     raise
                 return error
 
-        return in_tasks(ask, items, concurrency=concurrency, progress=progress)
+        return self._parts.map(ask, items, concurrency=concurrency, progress=progress)
 
-    async def is_ready(self) -> bool:
+    async def is_ready(self, /) -> bool:
         try:
             answer = await self._transport.call("ModelReady", service_pb2.ModelReadyRequest(name=self.model))
         except ServerUnavailable:
             return False
         return bool(answer.ready)
 
-    async def wait_ready(self, timeout_s: float = 60.0) -> None:
+    async def wait_ready(self, /, timeout_s: float = 60.0) -> None:
         """Raise `RequestTimeout` if time runs out."""
         end = time.monotonic() + timeout_s
         while not await self.is_ready():
             if time.monotonic() >= end:
                 raise RequestTimeout(f"model {self.model!r} at {self.url} is not ready after {timeout_s:g} s")
-            await asyncio.sleep(_POLL_S)
+            await self._parts.event().wait_for(_POLL_S)
 
-    async def metadata(self) -> Metadata:
-        call = self._transport.call
-        server = await call("ServerMetadata", service_pb2.ServerMetadataRequest())
-        model = await call("ModelMetadata", service_pb2.ModelMetadataRequest(name=self.model))
-        return asking.metadata_of(server, model)
+    async def metadata(self, /) -> Metadata:
+        server = await self._transport.call("ServerMetadata", service_pb2.ServerMetadataRequest())
+        model = await self._transport.call("ModelMetadata", service_pb2.ModelMetadataRequest(name=self.model))
+        return Metadata(
+            server_version=server.version,
+            model=model.name,
+            versions=tuple(model.versions),
+            platform=model.platform,
+            inputs=tuple(tensor.name for tensor in model.inputs),
+            outputs=tuple(tensor.name for tensor in model.outputs),
+        )
 
-    async def streaming_models(self) -> tuple[str, ...]:
+    async def streaming_models(self, /) -> tuple[str, ...]:
         """Return the ready models that stream, sorted."""
         index = await self._transport.call("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
         names = {entry.name for entry in index.models}
         return tuple(sorted([name for name in names if await self._is_decoupled(name)]))
 
-    async def metrics(self) -> Figures:
+    async def metrics(self, /) -> Figures:
         """Return the server's metrics, from `metrics_url`: by default port 8002 of the host."""
-        return await self._pages.async_metrics()
+        return await self._pages.metrics()
 
-    async def health(self) -> Health:
+    async def health(self, /) -> Health:
         """Return whether the server is ready, and why not, from `health_url`: by default port 8003 of the host."""
-        return await self._pages.async_health()
+        return await self._pages.health()
 
-    async def close(self) -> None:
+    async def close(self, /) -> None:
         """Close the connection, cancelling running requests."""
         await self._transport.close()
 
@@ -200,9 +248,30 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _start(self, ask: Ask, timeout_s: float | None) -> AsyncStream:
+    def _connect(self, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]) -> Transport:
+        """Raise `InvalidRequest` for an unusable address, or for credentials with HTTP."""
+        if not self.url.startswith(("http://", "https://")):
+            return self._parts.grpc(self.url, credentials, headers)
+        if credentials is not None:
+            raise InvalidRequest(
+                f"credentials are for gRPC, and {self.url} is HTTP: https in place of http turns on TLS"
+            )
+        return self._parts.http(self.url, headers)
+
+    def _start(
+        self,
+        prompt: Mapping[str, object],
+        params: Mapping[str, object],
+        timeout_s: float | None,
+        request_id: str = "",
+        *,
+        stream: bool = False,
+    ) -> AsyncStream:
+        ask = Ask(
+            model=self.model, request_id=request_id or uuid.uuid4().hex, prompt=prompt, params=params, stream=stream
+        )
         limits = Limits(self._timeout_s if timeout_s is None else timeout_s, self._retries)
-        return AsyncStream(self._transport, ask, limits)
+        return AsyncStream(self._transport, ask, limits, self._parts.event())
 
     async def _is_decoupled(self, model: str) -> bool:
         answer = await self._transport.call("ModelConfig", service_pb2.ModelConfigRequest(name=model))
@@ -210,24 +279,25 @@ class AsyncClient:
 
 
 class AsyncSession:
-    """Turns of one conversation. Leaving the `with` block closes it; one that is gone by then is no error."""
+    """Turns of one conversation. Leaving the `with` block closes the session, unless it is gone by then."""
 
     def __init__(self, client: AsyncClient, session_id: str, ttl_s: float | None, tenant: str) -> None:
         self.session_id = session_id
         self._client = client
         self._tenant = tenant
-        self._params = asking.session_params(session_id, ttl_s, tenant)
+        params = {"session_id": session_id, "session_ttl_s": ttl_s, "tenant": tenant or None}
+        self._params: dict[str, Any] = {name: value for name, value in params.items() if value is not None}
 
-    def stream(self, prompt: str | None = None, **arguments: Any) -> AsyncStream:
+    def stream(self, /, prompt: str | None = None, **arguments: Any) -> AsyncStream:
         return self._client.stream(prompt, **self._params, **arguments)
 
-    async def generate(self, prompt: str | None = None, **arguments: Any) -> Completion:
+    async def generate(self, /, prompt: str | None = None, **arguments: Any) -> Completion:
         return await self._client.generate(prompt, **self._params, **arguments)
 
-    async def chat(self, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
+    async def chat(self, /, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
         return await self._client.chat(messages, **self._params, **arguments)
 
-    async def close(self) -> None:
+    async def close(self, /) -> None:
         """Raise `NotFound` if the session is unknown."""
         await self._client.close_session(self.session_id, tenant=self._tenant)
 
@@ -241,9 +311,8 @@ class AsyncSession:
             await self.close()
 
 
-def _connect(
-    url: str, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]
-) -> AsyncTransport:
-    if asking.is_http(url, credentials):
-        return AsyncHttpTransport(url, headers)
-    return AsyncGrpcTransport(url, credentials, headers)
+def _arguments(item: Item, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` for an item of `map`."""
+    if isinstance(item, str):
+        return {"prompt": item, **params}
+    return {**params, **item} if isinstance(item, Mapping) else {"messages": item, **params}

@@ -1,30 +1,32 @@
-"""`map` of both clients: many requests, a bounded number at a time, answers in the order of the requests."""
+"""`map` of the clients: many requests, a bounded number at a time, with the results in the order of the items."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
+
+from tidewheel_client.facade import run
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 T = TypeVar("T")
 R = TypeVar("R")
-_AHEAD = 4  # times the concurrency: finished answers that may wait for an earlier one
+_AHEAD = 4  # times the concurrency: finished answers that may wait for an earlier answer
 
 
-def in_threads(ask: Callable[[T], R], items: Iterable[T], *, concurrency: int, progress: bool) -> Iterator[R]:
-    """Yield the results. After an error, or when it is closed, requests that have not begun are dropped."""
-    _check(concurrency)
-    bar = _bar(items, progress)
+async def in_threads(
+    ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
+) -> AsyncIterator[R]:
+    """Yield the results of blocking calls, and never suspend. After an error or a close, drop waiting requests."""
     waiting: deque[Future[R]] = deque()
-    with bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
+    with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(ask, item))
+                waiting.append(pool.submit(lambda item: run(ask(item)), item))
                 if len(waiting) >= _AHEAD * concurrency:
                     yield waiting.popleft().result()
                     bar.update()
@@ -38,8 +40,7 @@ def in_threads(ask: Callable[[T], R], items: Iterable[T], *, concurrency: int, p
 async def in_tasks(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield the results. After an error, or when it is closed, requests are cancelled."""
-    _check(concurrency)
+    """Yield the results. After an error or a close, cancel the other requests."""
     free = asyncio.Semaphore(concurrency)
     waiting: deque[asyncio.Task[R]] = deque()
 
@@ -61,11 +62,6 @@ async def in_tasks(
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _check(concurrency: int) -> None:
-    if concurrency < 1:
-        raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
 
 
 def _bar(items: Iterable[object], progress: bool) -> tqdm[object]:

@@ -28,44 +28,51 @@ STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 Headers = Sequence[tuple[str, str]]
 
 
-def encoded(ask: Ask) -> service_pb2.ModelInferRequest:
+def _encoded(ask: Ask) -> service_pb2.ModelInferRequest:
     return codec.encode(ask.model, ask.request_id, ask.prompt, ask.params, stream=ask.stream)
 
 
-def _stream_method(make: Any) -> Any:
-    return make(
-        STREAM_METHOD,
-        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-        response_deserializer=response_codec.StreamResponse.FromString,
-    )
+class _Service:
+    """Triton's service on a channel of `library`: `grpc` or `grpc.aio`."""
+
+    def __init__(self, library: Any, url: str, credentials: grpc.ChannelCredentials | None, headers: Headers) -> None:
+        self.url = url
+        self.headers = tuple(headers)
+        self.channel = (
+            library.insecure_channel(url, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else library.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
+        )
+        self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+        # Not `stream_stream`, as Triton has it: the message and its end go out together.
+        self._stream = self.channel.unary_stream(
+            STREAM_METHOD,
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=response_codec.StreamResponse.FromString,
+        )
+
+    def stream(self, request: service_pb2.ModelInferRequest, timeout_s: float | None) -> Any:
+        return self._stream(request, timeout=timeout_s, metadata=(*self.headers, WITH_STATUS))
 
 
 class GrpcTransport:
-    """Transport of threads; thread-safe."""
+    """Transport of threads, with coroutines that block; thread-safe."""
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
-        self._url = url
-        self._headers = tuple(headers)
-        self._channel = (
-            grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._stream = _stream_method(self._channel.stream_stream)
+        self._service = _Service(grpc, url, credentials, headers)
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
-        request, metadata = encoded(ask), (*self._headers, WITH_STATUS)
-        return GrpcResponses(self._stream(iter((request,)), timeout=timeout_s, metadata=metadata), self._url)
+        return GrpcResponses(self._service.stream(_encoded(ask), timeout_s), self._service.url)
 
-    def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: str, request: Any) -> Any:
+        service = self._service
         try:
-            return getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_S, metadata=self._headers)
+            return getattr(service.stub, method)(request, timeout=CALL_TIMEOUT_S, metadata=service.headers)
         except grpc.RpcError as error:
-            raise from_rpc(error, self._url) from None
+            raise from_rpc(error, service.url) from None
 
-    def close(self) -> None:
-        self._channel.close()
+    async def close(self) -> None:
+        self._service.channel.close()
 
 
 class GrpcResponses:
@@ -74,7 +81,7 @@ class GrpcResponses:
         self._url = url
         self._is_cancelled = False
 
-    def receive(self) -> list[Chunk] | None:
+    async def receive(self) -> list[Chunk] | None:
         message = None
         try:
             message = next(self._call, None)
@@ -84,7 +91,7 @@ class GrpcResponses:
         if self._is_cancelled or message is None:
             return None
         if message.error_message:
-            self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
+            await self.close()  # server 2.51 can die if a stream is cancelled as its error is sent
             raise from_text(message.error_message)
         return response_codec.decode(message.infer_response)
 
@@ -92,7 +99,7 @@ class GrpcResponses:
         self._is_cancelled = True
         self._call.cancel()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Read the end of the call, which Triton would else see as cancelled late."""
         with contextlib.suppress(grpc.RpcError):
             while next(self._call, None) is not None:
@@ -103,31 +110,23 @@ class AsyncGrpcTransport:
     """Transport of the event loop in which it is made."""
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
-        self._url = url
-        self._headers = tuple(headers)
-        self._channel = (
-            grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._stream = _stream_method(self._channel.unary_stream)  # message and end go out together
+        self._service = _Service(grpc.aio, url, credentials, headers)
 
     def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
-        return self.send(encoded(ask), timeout_s)
+        return self.send(_encoded(ask), timeout_s)
 
     def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
-        metadata = (*self._headers, WITH_STATUS)
-        return AsyncGrpcResponses(self._stream(request, timeout=timeout_s, metadata=metadata), self._url)
+        return AsyncGrpcResponses(self._service.stream(request, timeout_s), self._service.url)
 
     async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        service = self._service
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
+            return await getattr(service.stub, method)(request, timeout=timeout_s, metadata=service.headers)
         except grpc.RpcError as error:
-            raise from_rpc(error, self._url) from None
+            raise from_rpc(error, service.url) from None
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._service.channel.close()
 
 
 class AsyncGrpcResponses:

@@ -30,10 +30,10 @@ _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class AsyncHttpTransport:
-    """Transport of one event loop. `url` is that of the server, as `http://127.0.0.1:8000`."""
+    """Transport of one event loop to a server's `url`, such as `http://127.0.0.1:8000`."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
-        """`verify`: certificates that an https server may show; False: any."""
+        """`verify` checks the certificate of an https server; False accepts any. Raise `InvalidRequest`."""
         self._url = url.rstrip("/")
         try:
             self._http = httpx2.AsyncClient(
@@ -54,7 +54,7 @@ class AsyncHttpTransport:
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Ask by HTTP what a message of the gRPC service asks, and return the answer as its message."""
+        """Send a message of the gRPC service over HTTP, and return the answer as a message."""
         verb, path, answer = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:
@@ -112,7 +112,7 @@ class AsyncHttpResponses:
             self._next.cancel()
 
     async def close(self) -> None:
-        """Read the end of the response, so that its connection can serve another request; else end it."""
+        """Read the end of the response, so that its connection can serve another request, or close it."""
         with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
             if not self._is_cancelled:
                 async with asyncio.timeout(END_S):
@@ -122,7 +122,7 @@ class AsyncHttpResponses:
 
     def _ask_next(self) -> asyncio.Future[Mapping[str, Any] | None]:
         found = asyncio.ensure_future(anext(self._events, None))
-        found.add_done_callback(lambda one: one.cancelled() or one.exception())  # also without a reader
+        found.add_done_callback(lambda done: done.cancelled() or done.exception())  # also without a reader
         return found
 
     async def _read(self) -> AsyncIterator[Mapping[str, Any]]:
@@ -140,7 +140,7 @@ class AsyncHttpResponses:
 
 
 class HttpTransport:
-    """`AsyncHttpTransport` for threads; thread-safe. Its event loop runs in a thread of its own."""
+    """`AsyncHttpTransport` on a loop in a thread; thread-safe, with coroutines that block."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
         self._transport = AsyncHttpTransport(url, headers, verify=verify)
@@ -154,10 +154,10 @@ class HttpTransport:
 
         return HttpResponses(self._loop, _result(self._loop, send()))
 
-    def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: str, request: Any) -> Any:
         return _result(self._loop, self._transport.call(method, request))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._loop.is_closed():
             return
         _result(self._loop, self._end())
@@ -179,13 +179,13 @@ class HttpResponses:
         self._loop = loop
         self._responses = responses
 
-    def receive(self) -> list[Chunk] | None:
+    async def receive(self) -> list[Chunk] | None:
         return _result(self._loop, self._responses.receive())
 
     def cancel(self) -> None:
         self._loop.call_soon_threadsafe(self._responses.cancel)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         _result(self._loop, self._responses.close())
 
 
@@ -206,7 +206,7 @@ _CALLS: dict[str, tuple[str, str, Any]] = {
 
 
 def _parsed(answer: Any, content: Any) -> Any:
-    """Return the message with Triton's JSON, which leaves out the name of its only field."""
+    """Return the message of Triton's JSON, which leaves out the name of an only field."""
     if answer is service_pb2.ModelConfigResponse:
         content = {"config": content}
     if answer is service_pb2.RepositoryIndexResponse:

@@ -16,55 +16,37 @@ from tritonclient.grpc import service_pb2
 
 from tidewheel_client.answers import Chunk
 from tidewheel_client.errors import RequestError, Unsupported
-from tidewheel_client.transport import Ask
+from tidewheel_client.transport import Ask, Responses
 
 Answer = str | Iterable[str | Chunk] | RequestError
 
 
 class MockTransport:
-    """Give each request what `answer` returns: a text, its parts, or an error, which it may raise too.
+    """Answer each request with the result of `answer`: a text, its parts, or an error, which `answer` may also raise.
 
-    Parts are texts or chunks of one sequence. The last one ends it, with the reason `stop` unless it has its own.
+    Parts are texts or chunks of one sequence. The last part gets the finish reason `stop` unless it has one.
     """
 
     def __init__(self, answer: Callable[[Ask], Answer]) -> None:
         self.asked: list[Ask] = []
         self._answer = answer
 
-    def open(self, ask: Ask, timeout_s: float | None) -> _MockResponses:  # noqa: ARG002
+    def open(self, ask: Ask, timeout_s: float | None) -> Responses:  # noqa: ARG002
         self.asked.append(ask)
         return _MockResponses(lambda: self._answer(ask))
 
-    def call(self, method: str, request: Any) -> Any:  # noqa: ARG002
-        """Say that the model is ready; other questions are not answered."""
-        return _call(method)
-
-    def close(self) -> None:
-        pass
-
-
-class AsyncMockTransport:
-    """`MockTransport` for an `AsyncClient`."""
-
-    def __init__(self, answer: Callable[[Ask], Answer]) -> None:
-        self.asked: list[Ask] = []
-        self._answer = answer
-
-    def open(self, ask: Ask, timeout_s: float | None) -> _AsyncMockResponses:  # noqa: ARG002
-        self.asked.append(ask)
-        return _AsyncMockResponses(_MockResponses(lambda: self._answer(ask)))
-
     async def call(self, method: str, request: Any) -> Any:  # noqa: ARG002
-        return _call(method)
+        """Answer that the model is ready. Raise `Unsupported` for other calls."""
+        if method != "ModelReady":
+            raise Unsupported(f"a mock transport does not answer {method}")
+        return service_pb2.ModelReadyResponse(ready=True)
 
     async def close(self) -> None:
         pass
 
 
-def _call(method: str) -> service_pb2.ModelReadyResponse:
-    if method != "ModelReady":
-        raise Unsupported(f"a mock transport does not answer {method}")
-    return service_pb2.ModelReadyResponse(ready=True)
+class AsyncMockTransport(MockTransport):
+    """`MockTransport` for an `AsyncClient`."""
 
 
 class _MockResponses:
@@ -72,26 +54,12 @@ class _MockResponses:
         self._chunks = _chunks(answer)
         self._is_cancelled = False
 
-    def receive(self) -> list[Chunk] | None:
+    async def receive(self) -> list[Chunk] | None:
         chunk = None if self._is_cancelled else next(self._chunks, None)
         return None if chunk is None else [chunk]
 
     def cancel(self) -> None:
         self._is_cancelled = True
-
-    def close(self) -> None:
-        pass
-
-
-class _AsyncMockResponses:
-    def __init__(self, responses: _MockResponses) -> None:
-        self._responses = responses
-
-    async def receive(self) -> list[Chunk] | None:
-        return self._responses.receive()
-
-    def cancel(self) -> None:
-        self._responses.cancel()
 
     async def close(self) -> None:
         pass

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from tidewheel_client.errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable, WrongKey
+from tidewheel_client.facade import Facade, blocking, run
 
 METRICS_PORT = 8002
 HEALTH_PORT = 8003
 TIMEOUT_S = 5.0
 _HOST = re.compile(r"(https?://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^][:/]+)(:\d+)?/?")
+Get = Callable[[str], Awaitable[httpx2.Response]]
 
 
 class Sample(NamedTuple):
@@ -34,7 +35,7 @@ class Figures:
 
     @classmethod
     def parse(cls, text: str) -> Figures:
-        """Read Prometheus's text format. Raise `ValueError`."""
+        """Parse Prometheus's text format. Raise `ValueError`."""
         # Without the types, by which the parser renames counters whose name has no `_total`, such as Triton's.
         lines = "".join(f"{line}\n" for line in text.split("\n") if not line.startswith("#"))
         families = text_string_to_metric_families(lines)
@@ -45,12 +46,12 @@ class Figures:
         return tuple(sorted(self._by_name))
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        """Return the series of this name that have all of these labels."""
+        """Return the samples with the name and all of the labels."""
         wanted = labels.items()
         return [sample for sample in self._by_name.get(name, ()) if wanted <= sample.labels.items()]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of these series. Raise `KeyError` if there is none of this name."""
+        """Return the sum of the samples with the labels. Raise `KeyError` for an unknown name."""
         if name not in self._by_name:
             raise KeyError(f"the server shows no metric {name}")
         return sum(sample.value for sample in self.samples(name, **labels))
@@ -62,53 +63,64 @@ class Health(NamedTuple):
     reason: str = ""
 
 
-class ServerPages:
-    """Addresses of one server: those given, or Triton's ports on the host of `url`."""
+class AsyncServerPages:
+    """Metrics and health at the given addresses, or at Triton's ports on the host of `url`."""
 
-    def __init__(self, url: str, metrics_url: str | None = None, health_url: str | None = None) -> None:
+    def __init__(
+        self, url: str, metrics_url: str | None = None, health_url: str | None = None, get: Get | None = None
+    ) -> None:
         self._url = url
         self._metrics_url = metrics_url
         self._health_url = health_url
+        self._get = get or async_get
 
     @property
     def metrics_url(self) -> str:
-        return self._url_of("metrics", self._metrics_url)
+        return self._metrics_url or f"http://{self._host('metrics_url')}:{METRICS_PORT}/metrics"
 
     @property
     def health_url(self) -> str:
-        return self._url_of("health", self._health_url)
+        return self._health_url or f"http://{self._host('health_url')}:{HEALTH_PORT}/ready"
 
-    def metrics(self) -> Figures:
-        return read_figures(self.metrics_url)
-
-    def health(self) -> Health:
-        url = self.health_url
-        return _health(url, _get(url))
-
-    async def async_metrics(self) -> Figures:
+    async def metrics(self) -> Figures:
         url = self.metrics_url
-        return _figures(url, await _async_get(url))
+        return _figures(url, await self._get(url))
 
-    async def async_health(self) -> Health:
+    async def health(self) -> Health:
         url = self.health_url
-        return _health(url, await _async_get(url))
+        return _health(url, await self._get(url))
 
-    def _url_of(self, what: str, given: str | None) -> str:
-        if given is not None:
-            return given
+    def _host(self, option: str) -> str:
         match = _HOST.fullmatch(self._url)
         if match is None:
-            raise InvalidRequest(f"{self._url!r} names no host and port: give {what}_url")
-        host = match["host"]
-        return f"http://{host}:{METRICS_PORT}/metrics" if what == "metrics" else f"http://{host}:{HEALTH_PORT}/ready"
+            raise InvalidRequest(f"{self._url!r} names no host and port: give {option}")
+        return match["host"]
+
+
+class ServerPages(Facade[AsyncServerPages]):
+    """Synchronous `AsyncServerPages`."""
+
+    def __init__(self, url: str, metrics_url: str | None = None, health_url: str | None = None) -> None:
+        super().__init__(AsyncServerPages(url, metrics_url, health_url, blocking_get))
+
+    @property
+    def metrics_url(self) -> str:
+        return self._core.metrics_url
+
+    @property
+    def health_url(self) -> str:
+        return self._core.health_url
+
+    metrics = blocking(AsyncServerPages.metrics)
+    health = blocking(AsyncServerPages.health)
 
 
 def read_figures(url: str, api_key: str = "") -> Figures:
     """Return the metrics at an address, such as a gateway's. Raise `RequestError`."""
-    return _figures(url, _get(url, {"Authorization": f"Bearer {api_key}"} if api_key else {}))
+    return _figures(url, run(blocking_get(url, {"Authorization": f"Bearer {api_key}"} if api_key else None)))
 
 
-def _get(url: str, headers: Mapping[str, str] = MappingProxyType({})) -> httpx2.Response:
+async def blocking_get(url: str, headers: Mapping[str, str] | None = None) -> httpx2.Response:
     try:
         with httpx2.Client(trust_env=False, timeout=TIMEOUT_S) as http:
             return http.get(url, headers=headers)
@@ -116,7 +128,7 @@ def _get(url: str, headers: Mapping[str, str] = MappingProxyType({})) -> httpx2.
         raise from_connection(error, url) from None
 
 
-async def _async_get(url: str) -> httpx2.Response:
+async def async_get(url: str) -> httpx2.Response:
     try:
         async with httpx2.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as http:
             return await http.get(url)

@@ -1,21 +1,27 @@
+"""Streams of chunks, with retries until the first chunk."""
+
 from __future__ import annotations
 
-import asyncio
-import threading
+import functools
+import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, Self
 
 from tidewheel_client.answers import Chunk, Completion
 from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
-from tidewheel_client.retries import Retries
-from tidewheel_client.transport import Ask, AsyncTransport, Transport
+from tidewheel_client.facade import C, Event, Facade, P, blocking
+from tidewheel_client.transport import Ask, Transport
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
 
 
 class Arrivals:
-    """A request's news, in the order of their arrival."""
+    """Chunks of one request in the order of their arrival."""
 
     def __init__(self) -> None:
         self._finished: set[int] = set()  # sequences
@@ -25,13 +31,13 @@ class Arrivals:
         self.finish_reason: str | None = None  # of the chunk that was taken last, at the end
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
-        """Return what is new in a response."""
+        """Return the chunks of a response that are new: responses repeat sequences that have ended."""
         self.has_begun = True
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
-        return [chunk for chunk in response if self._is_news(chunk)]
+        return [chunk for chunk in response if self._is_new(chunk)]
 
     def add(self, response: list[Chunk]) -> Chunk | None:
-        """Note a response, and return its first news."""
+        """Keep the new chunks of a response, and return the first."""
         if len(response) == 1:  # most, at a third of the cost
             chunk = response[0]
             self.has_begun, self.finish_reason = True, chunk.finish_reason
@@ -49,8 +55,7 @@ class Arrivals:
             self.finish_reason = chunk.finish_reason
         return chunk
 
-    def _is_news(self, chunk: Chunk) -> bool:
-        """Return False for a sequence that has ended, which responses repeat."""
+    def _is_new(self, chunk: Chunk) -> bool:
         if chunk.index in self._finished:
             return False
         if chunk.finish_reason is not None:
@@ -59,133 +64,48 @@ class Arrivals:
         return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Up to `limit` retries after retryable errors that came before any chunk.
+
+    A retry waits as long as the server says, or 0.1 s and then twice as long each time. A random part of up to a
+    quarter is added, so that clients that were refused together do not come back together.
+    """
+
+    limit: int = 0
+
+    def wait_s(self, error: RequestError, num_retries: int, left_s: float | None) -> float | None:
+        """Return the wait before the next retry; None for none, also if `left_s` of the request are too short."""
+        if not error.retryable or num_retries >= self.limit:
+            return None
+        backoff = min(_FIRST_WAIT_S * 2**num_retries, _LONGEST_WAIT_S)
+        wait = backoff if error.retry_after_ms is None else max(error.retry_after_ms / 1e3, 0.0)
+        wait *= 1 + random.random() / 4  # noqa: S311
+        return None if left_s is not None and wait >= left_s else wait
+
+
 class Limits(NamedTuple):
     timeout_s: float | None = None  # of a request with its retries
     retries: Retries = Retries()
 
 
-class _Tries:
-    """Time and tries of one request."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._end = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
-        self._retries = limits.retries
-        self._num_retries = 0
-
-    def left_s(self) -> float | None:
-        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
-
-    def wait_s(self, error: RequestError, arrivals: Arrivals) -> float | None:
-        """Return how long to wait for the next try, or None."""
-        wait = None if arrivals.has_begun else self._retries.wait_s(error, self._num_retries, self.left_s())
-        self._num_retries += 1
-        return wait
-
-
-def _broken() -> ServerUnavailable:
-    return ServerUnavailable("the stream ended before its last response")
-
-
-def _completions(request_id: str, chunks: Sequence[Chunk], finish_reason: str | None) -> tuple[Completion, ...]:
-    if not chunks or finish_reason is None:
-        raise Cancelled("the stream was cancelled before its end")
-    return Completion.of_sequences(request_id, chunks)
-
-
-def _only(completions: Sequence[Completion]) -> Completion:
-    if len(completions) > 1:
-        raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
-    return completions[0]
-
-
-class Stream(Iterator[Chunk]):
+class AsyncStream(AsyncIterator[Chunk]):
     """Iterator over a request's chunks; raises `RequestError`.
 
-    One thread reads; any may `cancel`, as does leaving the `with` block: the iteration ends, and the server drops the
-    request. `finish_reason` is None until the end.
+    One task or thread reads; any may `cancel`, as does leaving the `with` block: the iteration ends, and the server
+    drops the request. `finish_reason` is None until the end.
     """
 
-    def __init__(self, transport: Transport, ask: Ask, limits: Limits) -> None:
+    def __init__(self, transport: Transport, ask: Ask, limits: Limits, cancelled: Event) -> None:
         self._transport = transport
         self._ask = ask
-        self._tries = _Tries(limits)
+        self._retries = limits.retries
+        self._num_retries = 0
+        self._end = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
         self._arrivals = Arrivals()
-        self._cancelled = threading.Event()
+        self._cancelled = cancelled
         self._has_ended = False  # without its last response
-        self._responses = transport.open(ask, self._tries.left_s())
-        self.request_id = ask.request_id
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self._arrivals.finish_reason
-
-    def __next__(self) -> Chunk:
-        chunk = self._arrivals.next()
-        while chunk is None:
-            if self._arrivals.is_over or self._has_ended:
-                self._responses.close()
-                raise StopIteration
-            try:
-                response = self._responses.receive()
-            except RequestError as error:
-                self._try_again(error)
-                continue
-            if response is not None:
-                chunk = self._arrivals.add(response)
-            elif self._cancelled.is_set():
-                self._has_ended = True
-            else:
-                self._try_again(_broken())
-        return chunk
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-        self._responses.cancel()
-
-    def read(self) -> Completion:
-        """Join the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
-        return _only(self.read_all())
-
-    def read_all(self) -> tuple[Completion, ...]:
-        """Read all sequences, like `read`."""
-        chunks = list(self)
-        return _completions(self.request_id, chunks, self.finish_reason)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.finish_reason is None:
-            self.cancel()
-        self._responses.close()
-
-    def _try_again(self, error: RequestError) -> None:
-        """Wait, and send the request once more; raise the error if it must not be."""
-        wait_s = self._tries.wait_s(error, self._arrivals)
-        self._has_ended = wait_s is None
-        if wait_s is None:
-            raise error
-        self._has_ended = self._cancelled.wait(wait_s)
-        if self._has_ended:
-            return
-        self._responses = self._transport.open(self._ask, self._tries.left_s())
-        if self._cancelled.is_set():
-            self._responses.cancel()
-
-
-class AsyncStream(AsyncIterator[Chunk]):
-    """`Stream` of a task, with `async for` and `async with`."""
-
-    def __init__(self, transport: AsyncTransport, ask: Ask, limits: Limits) -> None:
-        self._transport = transport
-        self._ask = ask
-        self._tries = _Tries(limits)
-        self._arrivals = Arrivals()
-        self._is_cancelled = False
-        self._has_ended = False  # without its last response
-        self._responses = transport.open(ask, self._tries.left_s())
+        self._responses = transport.open(ask, limits.timeout_s)
         self.request_id = ask.request_id
 
     @property
@@ -201,30 +121,35 @@ class AsyncStream(AsyncIterator[Chunk]):
             try:
                 response = await self._responses.receive()
             except RequestError as error:
-                await self._try_again(error)
+                await self._retry(error)
                 continue
             if response is not None:
                 chunk = self._arrivals.add(response)
-            elif self._is_cancelled:
+            elif self._cancelled.is_set():
                 self._has_ended = True
             else:
-                await self._try_again(_broken())
+                await self._retry(ServerUnavailable("the stream ended before its last response"))
         return chunk
 
     def cancel(self) -> None:
-        self._is_cancelled = True
+        self._cancelled.set()
         self._responses.cancel()
 
     async def read(self) -> Completion:
         """Join the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
-        return _only(await self.read_all())
+        completions = await self.read_all()
+        if len(completions) > 1:
+            raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
+        return completions[0]
 
     async def read_all(self) -> tuple[Completion, ...]:
         """Read all sequences, like `read`."""
         chunks = [chunk async for chunk in self]
-        return _completions(self.request_id, chunks, self.finish_reason)
+        if not chunks or self.finish_reason is None:
+            raise Cancelled("the stream was cancelled before its end")
+        return Completion.of_sequences(self.request_id, chunks)
 
-    async def __aenter__(self) -> AsyncStream:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -234,13 +159,56 @@ class AsyncStream(AsyncIterator[Chunk]):
             self.cancel()
         await self._responses.close()
 
-    async def _try_again(self, error: RequestError) -> None:
-        """Wait, and send the request once more; raise the error if it must not be."""
-        wait_s = self._tries.wait_s(error, self._arrivals)
+    async def _retry(self, error: RequestError) -> None:
+        """Wait, and send the request again; raise the error if no retry is left."""
+        left_s = self._left_s()
+        wait_s = None if self._arrivals.has_begun else self._retries.wait_s(error, self._num_retries, left_s)
+        self._num_retries += 1
         self._has_ended = wait_s is None
         if wait_s is None:
             raise error
-        await asyncio.sleep(wait_s)
-        self._has_ended = self._is_cancelled
-        if not self._is_cancelled:
-            self._responses = self._transport.open(self._ask, self._tries.left_s())
+        self._has_ended = await self._cancelled.wait_for(wait_s)
+        if not self._has_ended:
+            self._responses = self._transport.open(self._ask, self._left_s())
+            if self._cancelled.is_set():
+                self._responses.cancel()
+
+    def _left_s(self) -> float | None:
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+
+class Stream(Facade[AsyncStream], Iterator[Chunk]):
+    """Synchronous `AsyncStream`."""
+
+    @property
+    def request_id(self) -> str:
+        return self._core.request_id
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._core.finish_reason
+
+    def __next__(self) -> Chunk:
+        try:
+            self._core.__anext__().send(None)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except StopAsyncIteration:
+            raise StopIteration from None
+        raise AssertionError("unreachable: a transport of a synchronous client never suspends")
+
+    def cancel(self) -> None:
+        self._core.cancel()
+
+    read = blocking(AsyncStream.read)
+    read_all = blocking(AsyncStream.read_all)
+
+
+def streaming(method: Callable[Concatenate[C, P], AsyncStream]) -> Callable[Concatenate[Facade[C], P], Stream]:
+    """Return the facade's method for a method of the core that starts a stream."""
+
+    @functools.wraps(method)
+    def start(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Stream:
+        return Stream(method(self._core, *args, **kwargs))
+
+    return start

@@ -1,4 +1,7 @@
-"""Interfaces between a client and what carries its requests."""
+"""Interface between a client and the connection that carries its requests.
+
+A transport of a synchronous client has coroutines that block and never suspend.
+"""
 
 from __future__ import annotations
 
@@ -25,49 +28,31 @@ class Ask:
 
 
 class Responses(Protocol):
-    """Responses of one request. One thread reads; any may cancel."""
+    """Responses of one request. One task or thread reads; any may cancel."""
 
-    def receive(self) -> list[Chunk] | None:
-        """Wait for a response, and return a chunk for each sequence; None behind the last one, or once cancelled.
+    def receive(self) -> Awaitable[list[Chunk] | None]:
+        """Wait for a response, and return a chunk per sequence; None after the last response or a cancel.
 
         Raise `RequestError`.
         """
 
     def cancel(self) -> None: ...
 
-    def close(self) -> None:
-        """Let what is over end by itself."""
+    async def close(self) -> None:
+        """Read the end of a finished request."""
 
 
 class Transport(Protocol):
     def open(self, ask: Ask, timeout_s: float | None) -> Responses:
         """Send a request. Raise `RequestError`."""
 
-    def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: str, request: Any) -> Any:
         """Return Triton's answer to a message of its gRPC service. Raise `RequestError`."""
-
-    def close(self) -> None: ...
-
-
-class AsyncResponses(Protocol):
-    """`Responses` of a task."""
-
-    def receive(self) -> Awaitable[list[Chunk] | None]: ...
-
-    def cancel(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class AsyncTransport(Protocol):
-    def open(self, ask: Ask, timeout_s: float | None) -> AsyncResponses: ...
-
-    async def call(self, method: str, request: Any) -> Any: ...
 
     async def close(self) -> None: ...
 
 
 def is_cancelling() -> bool:
-    """Return whether the task itself is cancelled, and not only its request."""
+    """Return whether the current task is cancelled, and not only its request."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -14,7 +14,7 @@ import tidewheel_client as tc
 from tidewheel_client import Ask, AsyncClient, AsyncMockTransport, Chunk, Client, MockTransport
 from tidewheel_client import stream as streams
 from tidewheel_client.mock_transport import Answer
-from tidewheel_client.retries import Retries
+from tidewheel_client.stream import Retries
 
 
 def client_with(answer: Callable[[Ask], Answer], **arguments: Any) -> tuple[Client, MockTransport]:
@@ -69,12 +69,12 @@ def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
 
 
 class _Breaking:
-    """Responses of a server that dies behind the first."""
+    """Responses of a server that dies after the first."""
 
     def __init__(self) -> None:
         self._has_begun = False
 
-    def receive(self) -> list[Chunk]:
+    async def receive(self) -> list[Chunk]:
         if self._has_begun:
             raise tc.EngineDead("gone")
         self._has_begun = True
@@ -82,7 +82,7 @@ class _Breaking:
 
     def cancel(self) -> None: ...
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 def test_the_server_says_how_long_to_wait() -> None:

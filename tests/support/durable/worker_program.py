@@ -15,7 +15,7 @@ from tidewheel_client import AsyncClient
 from tidewheel_client.answers import Chunk
 from tidewheel_client.mock_transport import AsyncMockTransport
 from tidewheel_client.queue import Worker, WorkerOptions
-from tidewheel_client.transport import Ask, AsyncResponses
+from tidewheel_client.transport import Ask, Responses
 
 
 class EchoTransport(AsyncMockTransport):
@@ -25,7 +25,7 @@ class EchoTransport(AsyncMockTransport):
         super().__init__(lambda ask: str(ask.prompt["text_input"]).upper())
         self._delay_s = delay_s
 
-    def open(self, ask: Ask, timeout_s: float | None) -> AsyncResponses:
+    def open(self, ask: Ask, timeout_s: float | None) -> Responses:
         os.write(1, f"{ask.request_id}\n".encode())  # at once, newline included, for a process that is killed
         return _Slow(super().open(ask, timeout_s), self._delay_s)
 

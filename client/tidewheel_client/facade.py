@@ -1,0 +1,101 @@
+"""Synchronous facades of asynchronous classes, which so are written once.
+
+A facade's core is an asynchronous object over calls that block. Its coroutines never suspend, so a single step runs
+each to its end, in any thread and without an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
+
+C = TypeVar("C")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Facade(Generic[C]):
+    """Facade with the context manager of its core."""
+
+    def __init__(self, core: C) -> None:
+        self._core = core
+
+    def __enter__(self) -> Self:
+        run(cast(Any, self._core).__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run(cast(Any, self._core).__aexit__(kind, error, trace))
+
+
+def run(call: Awaitable[R]) -> R:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        next(iter(call.__await__()))
+    except StopIteration as end:
+        return cast(R, end.value)
+    raise RuntimeError("the core of a facade must not suspend")
+
+
+def iterate(items: AsyncIterator[R]) -> Iterator[R]:
+    """Iterate over what a core yields, and close its generator."""
+    try:
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield run(anext(items))
+    finally:
+        if isinstance(items, AsyncGenerator):
+            run(items.aclose())
+
+
+def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:
+    """Return the facade's method for a coroutine method of the core."""
+
+    @functools.wraps(method)
+    def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return run(method(self._core, *args, **kwargs))
+
+    return call
+
+
+def iterating(
+    method: Callable[Concatenate[C, P], AsyncIterator[R]],
+) -> Callable[Concatenate[Facade[C], P], Iterator[R]]:
+    """Return the facade's method for an asynchronous generator of the core."""
+
+    @functools.wraps(method)
+    def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+        return iterate(method(self._core, *args, **kwargs))
+
+    return call
+
+
+class Event(Protocol):
+    """Event of a core, which `set` may wake from another thread or task."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+    async def wait_for(self, seconds: float) -> bool:
+        """Return whether the event is set, after at most `seconds`."""
+
+
+class AsyncEvent(asyncio.Event):
+    async def wait_for(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.wait()
+        return self.is_set()
+
+
+class BlockingEvent(threading.Event):
+    async def wait_for(self, seconds: float) -> bool:
+        return self.wait(seconds)

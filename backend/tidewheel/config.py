@@ -202,7 +202,7 @@ class EngineConfig(SchedulingSettings):
         """
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
-        for key, raw in translate(settings).settings.items():
+        for key, raw in translate(settings).items():
             if key in ENTRY_ARGUMENTS:
                 raise ConfigError(
                     f"{key} is a setting of an entry of a model repository, not of an engine: leave it out"

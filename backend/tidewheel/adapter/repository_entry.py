@@ -212,11 +212,11 @@ def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None)
 
 
 def _known(settings: Mapping[str, object]) -> dict[str, object]:
-    known, translated = known_settings(), translate(settings).settings
+    known, translated = known_settings(), translate(settings)
     for key in translated:
         if key not in known:
             raise ConfigError(unknown_setting(key, {*known, *HONOURED}))
-    return dict(translated)
+    return translated
 
 
 def known_settings() -> set[str]:

@@ -143,7 +143,7 @@ def _engine_arguments() -> str:
     honoured = [f"`{name}`" + (f" (`{ours}`)" if ours != name else "") for name, ours in HONOURED.items()]
     refused = {
         f"`{name}`" + (f" ({', '.join(map(_shown, item.allowed))})" if item.allowed else ""):
-            f"{item.reason}; {item.advice}"
+            f"{item.reason}; {item.remedy}"
         for name, item in NOT_OFFERED.items()
     }  # fmt: skip
     ignored = {f"`{name}`": reason for name, reason in WITHOUT_EFFECT.items()}

@@ -16,8 +16,8 @@ from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.cli.main import main
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import RULES, check
-from tidewheel.entries.entry_rules import ENTRY_RULES
-from tidewheel.entries.finding import Finding, Problem, error
+from tidewheel.entries.config_rules import CONFIG_RULES
+from tidewheel.entries.findings import Finding, Problem, error
 from tidewheel.server.repository import write_entry
 
 MISSPELT = f"""backend: "tidewheel"  # ours
@@ -67,7 +67,7 @@ def test_a_config_of_an_entry_stands_for_it(write: WriteEntry) -> None:
 
 def test_every_rule_is_in_the_documentation() -> None:
     page = (REPOSITORY.parent / "docs" / "serve.md").read_text()
-    assert not [rule for rule in (*RULES, *ENTRY_RULES) if f"`{rule}`" not in page]
+    assert not [rule for rule in (*RULES, *CONFIG_RULES) if f"`{rule}`" not in page]
 
 
 def test_exit_codes(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from support.triton.serving import WEIGHTS
 from tidewheel.byte_sizes import GIB
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
-from tidewheel.entries.finding import Finding
+from tidewheel.entries.findings import Finding
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
 
 # Mistakes are on line 4 and behind it.

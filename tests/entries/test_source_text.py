@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.entries.source_text import Field, Place, by_path, json_fields, pbtxt_fields, place_of
+from tidewheel.entries.findings import Field, Place, by_path, json_fields, pbtxt_fields, place_of
 
 TEXT = """# backend: "none"
 backend : 'tide' "wheel" ; max_batch_size:0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from tidewheel.errors import ConfigError
@@ -75,54 +75,65 @@ TRTLLM_OUTPUTS = (
 )
 
 
+# The ensemble's integers were UINT32 in older releases: clients of that time send no others.
+_OLDER_TYPES = {"TYPE_INT32": "TYPE_UINT32"}
+
+
 def complete(config: Any) -> Any:
     """Add to a `pb_utils.ModelConfig` what the entry does not declare. Raise `ConfigError` for a contradiction."""
     entry = config.as_dict()
-    is_trtllm = entry.get("parameters", {}).get("io_dialect", {}).get("string_value") == "trtllm"
-    config.set_max_batch_size(_max_batch_size(entry, is_trtllm=is_trtllm))
-    # The ensemble's integers were UINT32 in older releases: clients of that time send no others.
-    replaceable = {"TYPE_INT32": "TYPE_UINT32"} if is_trtllm else {}
-    for spec in _missing("input", INPUTS, entry["input"], replaceable):
-        config.add_input({**_as_dict(spec), "optional": True})
-    for spec in _missing("output", TRTLLM_OUTPUTS if is_trtllm else OUTPUTS, entry["output"], {}):
-        config.add_output(_as_dict(spec))
+    for _, message in contradictions(entry):
+        raise ConfigError(message)
+    is_trtllm = _is_trtllm(entry)
+    config.set_max_batch_size(
+        int(entry.get("max_batch_size", 0)) or int(is_trtllm)
+    )  # with a batch dimension, above 0
+    for kind, specs in _known(is_trtllm=is_trtllm).items():
+        declared = {tensor["name"] for tensor in entry[kind]}
+        for spec in specs:
+            tensor = {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
+            if spec.name not in declared and kind == "input":
+                config.add_input({**tensor, "optional": True})
+            elif spec.name not in declared:
+                config.add_output(tensor)
     if "model_transaction_policy" not in entry:
         config.set_model_transaction_policy({"decoupled": True})
     return config
 
 
-def _max_batch_size(entry: Mapping[str, Any], *, is_trtllm: bool) -> int:
-    size = int(entry.get("max_batch_size", 0))
-    if is_trtllm:
-        return size or 1  # above 0, tensors have a batch dimension
-    if size > 0:
-        raise ConfigError(
+def contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield path and message of each field of a `ModelConfig`, given as a dictionary, that the load refuses."""
+    is_trtllm, size = _is_trtllm(entry), int(entry.get("max_batch_size", 0))
+    if size > 0 and not is_trtllm:
+        yield (
+            "max_batch_size",
             f"max_batch_size is {size}: leave it out; the engine batches all requests by itself. "
-            "For clients that send a batch dimension, set io_dialect to trtllm"
+            "For clients that send a batch dimension, set io_dialect to trtllm",
         )
-    return 0
+    for kind, specs in _known(is_trtllm=is_trtllm).items():
+        known = {spec.name: spec for spec in specs}
+        for tensor in entry[kind]:
+            spec = known.pop(tensor["name"], None)
+            has_older_type = is_trtllm and kind == "input" and spec is not None and spec.dims == (1,)
+            if message := _refusal(kind, tensor, spec, _OLDER_TYPES if has_older_type else {}):
+                yield f"{kind}.{tensor['name']}", message
 
 
-def _as_dict(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
+def _is_trtllm(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("parameters", {}).get("io_dialect", {}).get("string_value") == "trtllm")
 
 
-def _missing(
-    kind: str,
-    specs: Iterable[TensorSpec],
-    declared: Iterable[Mapping[str, Any]],
-    replaceable: Mapping[str, str],  # by type, one that may stand for it where a tensor has one element
-) -> list[TensorSpec]:
-    known = {spec.name: spec for spec in specs}
-    for tensor in declared:
-        spec = known.pop(tensor["name"], None)
-        if spec is None:
-            raise ConfigError(f"{kind} {tensor['name']!r} of config.pbtxt is unknown to this backend: leave it out")
-        given, dims = tensor["data_type"], list(tensor["dims"])
-        other = replaceable.get(spec.data_type, "") if spec.dims == (1,) else ""
-        if given not in (spec.data_type, other):
-            types = f"{spec.data_type} or {other}" if other else spec.data_type
-            raise ConfigError(f"{kind} {spec.name!r} has data_type {given}: it must be {types}")
-        if dims not in ([1], [-1], list(spec.dims)):
-            raise ConfigError(f"{kind} {spec.name!r} has dims {dims}: they must be {list(spec.dims)}")
-    return list(known.values())
+def _known(*, is_trtllm: bool) -> dict[str, tuple[TensorSpec, ...]]:
+    return {"input": INPUTS, "output": TRTLLM_OUTPUTS if is_trtllm else OUTPUTS}
+
+
+def _refusal(kind: str, tensor: Mapping[str, Any], spec: TensorSpec | None, other_types: Mapping[str, str]) -> str:
+    if spec is None:
+        return f"{kind} {tensor['name']!r} of config.pbtxt is unknown to this backend: leave it out"
+    given, dims = tensor["data_type"], list(tensor["dims"])
+    types = [spec.data_type, *filter(None, [other_types.get(spec.data_type)])]
+    if given not in types:
+        return f"{kind} {spec.name!r} has data_type {given}: it must be {' or '.join(types)}"
+    if dims not in ([1], [-1], list(spec.dims)):
+        return f"{kind} {spec.name!r} has dims {dims}: they must be {list(spec.dims)}"
+    return ""

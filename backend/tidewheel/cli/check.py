@@ -11,7 +11,7 @@ from tidewheel.cli.usage import UsageError, printable
 
 if TYPE_CHECKING:
     from tidewheel.entries.checking import Report, Tell
-    from tidewheel.entries.finding import Finding
+    from tidewheel.entries.findings import Finding
 
 JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.entries.repairs import mend
+    from tidewheel.entries.findings import mend
 
     report = _check(args, None if args.fix or args.json else _print_finding)
     mended = mend(report.findings) if args.fix else []

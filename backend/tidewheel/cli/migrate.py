@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # Protobuf takes a second.
     from tidewheel.entries.checking import find_target
-    from tidewheel.entries.migration import write, write_in_place
-    from tidewheel.entries.repository_migration import migrate
+    from tidewheel.entries.migration import migrate, write, write_in_place
     from tidewheel.errors import ConfigError
 
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.entries.entry import CONFIG_NAME, UnreadableConfig, make_entry, read_config
+from tidewheel.entries.entry import UnreadableConfig, read_entry
 from tidewheel.server import repository
 
 
@@ -30,9 +30,9 @@ def _of_entries(settings: ClusterSettings) -> Iterator[str]:
     folder = Path(settings.model_repository)
     repository.check_names(folder, settings.models)
     for name in settings.models or repository.entries(folder):
-        read = read_config(folder / name / CONFIG_NAME)
-        if isinstance(read, UnreadableConfig):
+        try:
+            entry = read_entry(folder / name)
+        except UnreadableConfig:
             continue  # the server says what is wrong with it
-        entry = make_entry(folder / name, *read, {})
         if entry.is_ours and not entry.engine_of:
             yield str(entry.settings.get("device", "auto"))

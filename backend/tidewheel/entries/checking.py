@@ -1,42 +1,60 @@
-"""Check entries of a model repository: every rule, and where in the files its findings are."""
+"""Check of the entries of a model repository: every rule, with the places of its findings."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tidewheel.adapter.repository_entry import BACKEND
+from tidewheel.adapter.repository_entry import (
+    BACKEND,
+    ModelEntry,
+    ModelSettings,
+    known_settings,
+    resolve_settings,
+)
 from tidewheel.config import MODEL_NOT_SET
-from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine, UnreadableConfig, make_entry, read_config, versions
-from tidewheel.entries.entry_rules import ENTRY_RULES, backend
-from tidewheel.entries.finding import Edit, Finding, Problem, Severity
-from tidewheel.entries.setting_rules import at_setting, judge_settings
-from tidewheel.entries.source_text import Field, json_fields, place_of
+from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT
+from tidewheel.entries.config_rules import CONFIG_RULES, backend
+from tidewheel.entries.entry import (
+    CONFIG_NAME,
+    Entry,
+    Machine,
+    UnreadableConfig,
+    read_entry,
+    served_version,
+    versions,
+)
+from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_text
 from tidewheel.model_formats import foreign_format
+from tidewheel.settings import nearest
 
 if TYPE_CHECKING:
     from tidewheel.config import EngineConfig
     from tidewheel.entries.model_rules import Needs
 
-# Beside those of `ENTRY_RULES`.
-RULES = ("syntax", "folder", "backend", "settings", "model", "together")
-_UNREAD = (("schema", "error"), ("model-json", "error"))  # a model that is set may not be seen
+RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`
+_UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
 _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 
+_NAME = re.compile(r"\w+")
+_NO_MODEL = "no/model"  # stands for a model that is not set
 
 Tell = Callable[[Finding], None]
 
 
-class Report(NamedTuple):
-    checked: list[str]  # names of entries
-    passed_over: list[str]
-    findings: list[Finding]
-    models: dict[str, str]  # by name: architecture, and whether it is native or runs through transformers
-    kv_cache: dict[str, str]  # by name: what a token and the longest request take of it
-    tell: Tell | None  # called with each finding when it is found
+@dataclass(frozen=True, slots=True)
+class Report:
+    tell: Tell | None = None  # called with each finding when it is found
+    checked: list[str] = field(default_factory=list)  # names of entries
+    passed_over: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    models: dict[str, str] = field(default_factory=dict)  # by name: architecture, and native or through transformers
+    kv_cache: dict[str, str] = field(default_factory=dict)  # by name: memory of a token and of the longest request
 
     def add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -54,7 +72,7 @@ class Target(NamedTuple):
 
 
 def find_target(path: Path) -> Target:
-    """Return the entries that a path stands for: all of a repository, or one. Raise `ConfigError`."""
+    """Return the entries at a path: all of a repository, or one. Raise `ConfigError`."""
     folder = path.parent if path.name == CONFIG_NAME else path
     if folder.name in ("", ".."):
         folder = folder.resolve()
@@ -74,29 +92,21 @@ def find_target(path: Path) -> Target:
 
 def check(path: Path, *, is_this_machine: bool = True, tell: Tell | None = None) -> Report:
     """Raise `ConfigError` if there is nothing to check."""
-    target = find_target(path)
-    configs = {found.parent.name: read_config(found) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
-    others = {name: read[1] for name, read in configs.items() if not isinstance(read, UnreadableConfig)}
-    report = Report([], [], [], {}, {}, tell)
+    target, report = find_target(path), Report(tell)
+    read = {found.parent.name: _read(found.parent) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
+    others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
         report.add(_without_config(target.repository))
     needs: dict[str, tuple[EngineConfig, Needs]] = {}
     for name in target.names:
-        read, folder = configs[name], target.repository / name
-        if isinstance(read, UnreadableConfig):
+        entry = read[name]
+        if isinstance(entry, UnreadableConfig):
             report.checked.append(name)
-            report.add([_unreadable(folder / CONFIG_NAME, read)])
-            continue
-        entry = make_entry(folder, *read, others, Machine.here() if is_this_machine else None)
-        before = report.count("error")
-        of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
-        held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
-        report.add(found for found in of_files if found not in held_back)
-        report.add(_judge_model(entry, needs, report))
-        has_errors = report.count("error") > before
-        report.add([] if has_errors else held_back)
-        is_passed_over = not entry.is_ours and not has_errors
-        (report.passed_over if is_passed_over else report.checked).append(name)
+            file = str(target.repository / name / CONFIG_NAME)
+            report.add([Finding("syntax", "error", file, entry.line, entry.column, "", entry.reason)])
+        else:
+            machine = Machine.here() if is_this_machine else None
+            _check_entry(replace(entry, others=others, machine=machine), report, needs)
     report.add(_together(target.repository, needs))
     if not report.checked and not report.count("warning"):
         message = f"nothing was checked: no entry has backend: {BACKEND!r}"
@@ -104,8 +114,27 @@ def check(path: Path, *, is_this_machine: bool = True, tell: Tell | None = None)
     return report
 
 
+def _read(folder: Path) -> Entry | UnreadableConfig:
+    try:
+        return read_entry(folder)
+    except UnreadableConfig as error:
+        return error
+
+
+def _check_entry(entry: Entry, report: Report, needs: dict[str, tuple[EngineConfig, Needs]]) -> None:
+    before = report.count("error")
+    of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
+    held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
+    report.add(found for found in of_files if found not in held_back)
+    report.add(_judge_model(entry, needs, report))
+    has_errors = report.count("error") > before
+    report.add([] if has_errors else held_back)
+    is_passed_over = not entry.is_ours and not has_errors
+    (report.passed_over if is_passed_over else report.checked).append(entry.name)
+
+
 def _without_config(repository: Path) -> Iterator[Finding]:
-    """Find folders with which Triton does not start. One with a version may be of a backend that needs no file."""
+    """Find folders with which Triton does not start. A folder with a version may be of a backend without a file."""
     for folder in sorted(repository.iterdir()):
         is_entry = not folder.is_dir() or (folder / CONFIG_NAME).is_file() or versions(folder)
         if not is_entry and not folder.name.startswith("."):
@@ -119,15 +148,11 @@ def _of_folder(rule: str, severity: Severity, folder: Path, message: str) -> Fin
     return Finding(rule, severity, str(folder), None, None, "", message)
 
 
-def _unreadable(path: Path, read: UnreadableConfig) -> Finding:
-    return Finding("syntax", "error", str(path), read.line, read.column, "", read.message)
-
-
 def _judge_files(entry: Entry) -> Iterator[Finding]:
     if not entry.is_ours:
         yield from located(entry, "backend", backend(entry))
         return
-    of_files = [found for name, rule in ENTRY_RULES.items() for found in located(entry, name, rule(entry))]
+    of_files = [found for name, rule in CONFIG_RULES.items() for found in located(entry, name, rule(entry))]
     yield from of_files
     judged = judge_settings(entry)
     is_unread = any((found.rule, found.severity) in _UNREAD for found in of_files)
@@ -158,19 +183,19 @@ def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Fi
     """Turn problems of a rule into findings."""
     for problem in problems:
         path = problem.file or entry.path
-        text, field = "", None
+        text, found = "", None
         if path == entry.path:
-            text, field = entry.text, _nearest_field(entry.fields, problem.field)
+            text, found = entry.text, _nearest_field(entry.fields, problem.field)
         elif path == entry.json_path:
             text = read_text(path) or ""
-            field = next((key for key in reversed(json_fields(text)) if key.name == problem.field), None)
-        line, column = place_of(text, field.start) if field else (None, None)
-        edit = Edit(*_renamed(text, field), problem.right_name) if field and problem.right_name else None
+            found = next((key for key in reversed(json_fields(text)) if key.name == problem.field), None)
+        line, column = place_of(text, found.start) if found else (None, None)
+        edit = Edit(*_renamed(text, found), problem.right_name) if found and problem.right_name else None
         yield Finding(rule, problem.severity, str(path), line, column, problem.field, problem.message, edit)
 
 
 def _nearest_field(fields: Mapping[str, Field], path: str) -> Field | None:
-    """Return the field at the path, or the innermost one around it; of a parameter, its key."""
+    """Return the field at the path, or the innermost field around it; of a parameter, its key."""
     while path:
         if path in fields:
             key = fields[path].child("key") if fields[path].name in _MAPS else None
@@ -179,19 +204,99 @@ def _nearest_field(fields: Mapping[str, Field], path: str) -> Field | None:
     return None
 
 
-def _renamed(text: str, field: Field) -> tuple[int, str]:
-    """Return place and text of the name that is wrong: of a parameter, the value of `key`."""
-    if field.name == "key":
-        start = field.value_start + 1
-        return start, text[start : start + len(field.value)]
-    return field.name_start, field.name
+def _renamed(text: str, found: Field) -> tuple[int, str]:
+    """Return offset and text of the wrong name: of a parameter, the value of `key`."""
+    if found.name == "key":
+        start = found.value_start + 1
+        return start, text[start : start + len(found.value)]
+    return found.name_start, found.name
 
 
 def _together(repository: Path, needs: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge engines that each fit, and all of them do not."""
+    """Judge the memory of several engines together."""
     if len(needs) < 2:
         return
     from tidewheel.entries.model_rules import together
 
     for message in together(needs):
         yield _of_folder("together", "error", repository, message)
+
+
+class SettingsJudgement(NamedTuple):
+    problems: list[Problem]
+    settings: ModelSettings | None  # without the refused ones; None: there is no model to judge
+
+
+def judge_settings(entry: Entry) -> SettingsJudgement:
+    """Resolve the settings as the load does, again and again, each time without the setting that it refused."""
+    parameters, from_json = dict(entry.parameters), dict(entry.model_json)
+    problems: list[Problem] = []
+    while True:
+        model = ModelEntry(
+            name=entry.name,
+            folder=entry.folder.resolve(),
+            version=served_version(entry.folder, entry.config),
+            parameters=parameters,
+            model_json=from_json,
+        )
+        try:
+            settings = resolve_settings(
+                model,
+                decoupled=entry.is_decoupled,
+                has_native_queue=entry.config.HasField("dynamic_batching"),
+                max_batch_size=int(entry.parameters.get("io_dialect") == "trtllm"),  # as completed
+            )
+            is_known = settings.engine.model != _NO_MODEL
+            return SettingsJudgement([*problems, *_without_effect(entry)], settings if is_known else None)
+        except ConfigError as refusal:
+            settings_left = {**parameters, **from_json}
+            key = _named(str(refusal), settings_left)
+            problems.append(_problem(entry, key, str(refusal), parameters))
+            if key == "engine_of" or (not key and {"model", "engine_of"} & settings_left.keys()):
+                return SettingsJudgement(problems, None)
+            if key:
+                (parameters if key in parameters else from_json).pop(key)
+            else:
+                parameters["model"] = _NO_MODEL
+
+
+def is_unknown_setting(problem: Problem) -> bool:
+    return problem.message.startswith("unknown setting ")
+
+
+def at_setting(entry: Entry, problem: Problem) -> Problem:
+    """Move a problem to the setting that its message names; a problem of a file, if its message begins with one."""
+    first = problem.message.split()[0].rstrip(":")
+    words = problem.message if problem.file is None else first if first.isidentifier() else ""
+    key = _named(words, entry.settings)
+    if not key:
+        return problem
+    return _problem(entry, key, problem.message, entry.parameters)._replace(severity=problem.severity)
+
+
+def _named(message: str, settings: Mapping[str, object]) -> str:
+    """Return the first setting that a message names, by vLLM's name or ours."""
+    here = {HONOURED.get(key, key): key for key in settings} | {key: key for key in settings}
+    quoted = next((key for key in settings if message.startswith(f"unknown setting {key!r}")), None)
+    return quoted or next((here[word] for word in _NAME.findall(message) if word in here), "")
+
+
+def _problem(entry: Entry, key: str, message: str, parameters: Mapping[str, str]) -> Problem:
+    """Return an error of a setting in `config.pbtxt`, if `parameters` has it, or in `model.json`."""
+    if not key and "engine_of" in entry.settings:
+        message = f"engine_of is {entry.engine_of!r}, whose engine cannot be had: {message}"
+        key = "engine_of"
+    if not key:
+        return error("parameters", message)
+    known = known_settings() | ARGUMENTS
+    right_name = "" if key in known else nearest(key, (known_settings() | HONOURED.keys()) - entry.settings.keys())
+    if key not in parameters:
+        return error(key, message, right_name=right_name, file=entry.json_path)
+    return error(f"parameters.{key}", message, right_name=right_name)
+
+
+def _without_effect(entry: Entry) -> Iterator[Problem]:
+    for key in entry.settings:
+        if key in WITHOUT_EFFECT:
+            message = f"{key} has no effect here: {WITHOUT_EFFECT[key]}"
+            yield _problem(entry, key, message, entry.parameters)._replace(severity="note")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON
-from tidewheel.entries.source_text import Field, by_path, pbtxt_fields
+from tidewheel.entries.findings import Field, by_path, pbtxt_fields
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_text
 
@@ -34,14 +34,24 @@ class Machine(NamedTuple):
         return cls(gpus, len(os.sched_getaffinity(0)))
 
 
+class UnreadableConfig(ConfigError):
+    """`config.pbtxt` that Triton cannot read."""
+
+    def __init__(self, path: Path, line: int, column: int, reason: str) -> None:
+        super().__init__(f"{path}:{line}:{column}: {reason}")
+        self.line = line
+        self.column = column
+        self.reason = reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     folder: Path
     text: str  # of config.pbtxt
     config: Any  # `ModelConfig`
-    model_json: Mapping[str, object]  # settings in model.json; none if it cannot be read
-    others: Mapping[str, Any]  # `ModelConfig` by name of every entry of the repository, this one included
-    machine: Machine | None  # that will serve it; None: another than this
+    model_json: Mapping[str, object]  # settings in model.json; empty if it cannot be read, which a rule reports
+    others: Mapping[str, Any] = field(default_factory=dict)  # `ModelConfig` by name of all entries of the repository
+    machine: Machine | None = None  # that will serve the entry; None: another than this
 
     @property
     def name(self) -> str:
@@ -57,21 +67,12 @@ class Entry:
 
     @property
     def is_decoupled(self) -> bool:
-        return not self.config.HasField("model_transaction_policy") or bool(
-            self.config.model_transaction_policy.decoupled
-        )
-
-    @property
-    def versions(self) -> list[int]:
-        return versions(self.folder)
-
-    @property
-    def version(self) -> str:
-        return served_version(self.folder, self.config)
+        has_policy = self.config.HasField("model_transaction_policy")
+        return not has_policy or bool(self.config.model_transaction_policy.decoupled)
 
     @property
     def json_path(self) -> Path:
-        return self.folder / self.version / MODEL_JSON
+        return self.folder / served_version(self.folder, self.config) / MODEL_JSON
 
     @property
     def settings(self) -> dict[str, object]:
@@ -100,20 +101,14 @@ def served_version(folder: Path, config: Any) -> str:
     return str(max(present & named or present, default=1))
 
 
-def make_entry(
-    folder: Path, text: str, config: Any, others: Mapping[str, Any], machine: Machine | None = None
-) -> Entry:
+def read_entry(folder: Path) -> Entry:
+    """Raise `UnreadableConfig`."""
+    text, config = _read_config(folder / CONFIG_NAME)
     try:
         model_json = read_object(folder / served_version(folder, config) / MODEL_JSON)
-    except ConfigError:  # a rule says so
+    except ConfigError:
         model_json = {}
-    return Entry(folder=folder, text=text, config=config, model_json=model_json, others=others, machine=machine)
-
-
-class UnreadableConfig(NamedTuple):
-    line: int
-    column: int
-    message: str
+    return Entry(folder=folder, text=text, config=config, model_json=model_json)
 
 
 def parse_config(text: str) -> Any:
@@ -121,16 +116,18 @@ def parse_config(text: str) -> Any:
     return text_format.Parse(text, model_config_pb2.ModelConfig(), allow_unknown_field=True)
 
 
-def read_config(path: Path) -> tuple[str, Any] | UnreadableConfig:
+def _read_config(path: Path) -> tuple[str, Any]:
+    text = ""
     try:
         text = read_text(path) or ""
         return text, parse_config(text)
     except ConfigError as error:
-        return UnreadableConfig(1, 1, str(error))
+        raise UnreadableConfig(path, 1, 1, str(error)) from None
     except text_format.ParseError as error:
-        return UnreadableConfig(error.GetLine(), error.GetColumn(), _explained(error, text))
+        raise UnreadableConfig(path, error.GetLine(), error.GetColumn(), _explained(error, text)) from None
     except RecursionError:
-        return UnreadableConfig(1, 1, "the messages are nested too deeply: no field of Triton needs that")
+        reason = "the messages are nested too deeply: no field of Triton needs that"
+        raise UnreadableConfig(path, 1, 1, reason) from None
 
 
 def _explained(error: text_format.ParseError, text: str) -> str:

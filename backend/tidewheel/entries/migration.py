@@ -1,32 +1,80 @@
-"""Result of a migration, and how it is written."""
+"""Migration of entries of Triton's vLLM and TensorRT-LLM backends to ours."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tidewheel.entries.finding import Finding
+from tritonclient.grpc import model_config_pb2
+
+from tidewheel.adapter.repository_entry import BACKEND
+from tidewheel.adapter.tensors import INPUTS
+from tidewheel.byte_sizes import GIB
+from tidewheel.entries.checking import find_target, is_unknown_setting, judge_settings, located
+from tidewheel.entries.config_rules import CONFIG_RULES
+from tidewheel.entries.entry import CONFIG_NAME, Entry, parse_config, read_entry
+from tidewheel.entries.findings import Edit, Field, Finding, Problem, edited, error, warning
 from tidewheel.errors import ConfigError
+from tidewheel.server.repository import entry_text, resolve_model
+
+LORA_NAME = "multi_lora.json"
+TRTLLM_NAME = "tensorrt_llm"  # of the samples' engine; newer samples have the backend python
+TRTLLM_NAME_PARAMETER = "tensorrt_llm_model_name"
+TRTLLM_BLOCK_SIZE = 64
+_REST_OF_LINE = re.compile(r"[ \t]*[,;]?[ \t]*(#[^\n]*)?")
+_PARAMETERS = tomllib.loads(Path(__file__).with_name("trtllm_parameters.toml").read_text(encoding="utf-8"))
+_KEPT: Mapping[str, Mapping[str, Any]] = _PARAMETERS["kept"]
+_LEFT_OUT = {name: group["reason"] for group in _PARAMETERS["left_out"] for name in group["names"]}
 
 
 class NewEntry(NamedTuple):
     name: str
     files: dict[str, str]  # text by path in the entry's folder
     source: Path | None = None  # folder whose other files belong to the entry
-    left_out: tuple[str, ...] = ()  # names of files that do not
+    left_out: tuple[str, ...] = ()  # names of files of `source` that do not
 
 
 class Migration(NamedTuple):
     entries: list[NewEntry]
-    lost: list[Finding]  # what could not be kept, where it stood
+    lost: list[Finding]  # what could not be kept, with its old place
     unknown: list[Finding]  # settings that stay, and stop the load: a name may be misspelt
 
 
-def write(entries: Iterable[NewEntry], repository: Path) -> list[Path]:
-    """Write entries as folders that must not exist yet. Raise `ConfigError` before anything is written."""
-    entries = list(entries)
+def migrate(path: Path, model: str = "") -> Migration:
+    """Migrate an entry, or all of a repository, whose other entries come along as they are.
+
+    Empty `model`: the model of each entry. Raise `ConfigError`.
+    """
+    target = find_target(path)
+    entries = [read_entry(target.repository / name) for name in target.names]
+    parts = _find_parts(entries)
+    if parts and path.resolve() != target.repository.resolve():
+        raise ConfigError(f"{path} is a part of a model of several entries: name the model repository")
+    vllm = [entry for entry in entries if entry.config.backend == "vllm"]
+    if not vllm and not parts:
+        raise ConfigError(f"{path} has no entry of Triton's vLLM or TensorRT-LLM backend")
+    if model and len(vllm) + len(parts) > 1:
+        raise ConfigError(
+            f"--model is for one model, and {path} has {len(vllm) + len(parts)}: migrate each by itself"
+        )
+    done = [_from_vllm(entry, model) for entry in vllm] + [_from_trtllm(one, model) for one in parts]
+    replaced = {entry.name for entry in vllm} | {part.name for one in parts for part in one.all}
+    kept = [NewEntry(entry.name, {}, entry.folder) for entry in entries if entry.name not in replaced]
+    return Migration(
+        [new for one in done for new in one.entries] + kept,
+        [loss for one in done for loss in one.lost],
+        [finding for one in done for finding in one.unknown],
+    )
+
+
+def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
+    """Write entries as new folders, and return these. Raise `ConfigError`, before any is written, if one exists."""
     for entry in entries:
         if (repository / entry.name).exists():
             raise ConfigError(f"{repository / entry.name} exists, and is not written over: give another --out")
@@ -39,18 +87,233 @@ def write(entries: Iterable[NewEntry], repository: Path) -> list[Path]:
     return [repository / entry.name for entry in entries]
 
 
-def write_in_place(entries: Iterable[NewEntry]) -> list[Path]:
-    """Write over the files that entries come from. Raise `ConfigError` for an entry that replaces several."""
-    entries = list(entries)
+def write_in_place(entries: Sequence[NewEntry]) -> list[Path]:
+    """Write over the files of the old entries. Raise `ConfigError` for an entry that replaces several."""
+    folders = []
     for entry in entries:
         if entry.source is None:
             raise ConfigError(f"--in-place: {entry.name} is made of several entries, which stay: give --out")
-    for entry in entries:
-        if entry.source is not None:
-            _write_files(entry, entry.source)
-    return [entry.source for entry in entries if entry.source is not None]
+        folders.append(entry.source)
+    for entry, folder in zip(entries, folders, strict=True):
+        _write_files(entry, folder)
+    return folders
 
 
 def _write_files(entry: NewEntry, folder: Path) -> None:
     for name, text in entry.files.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _from_vllm(original: Entry, model: str) -> Migration:
+    """Keep names, comments and layout. Raise `ConfigError`."""
+    if not original.model_json:
+        raise ConfigError(
+            f"{original.json_path} is missing, empty or no JSON: the vLLM backend has its settings there"
+        )
+    backend = original.fields["backend"]
+    old = original.text[backend.value_start : backend.end]
+    entry = _with_edits(original, [Edit(backend.value_start, old, f'"{BACKEND}"')])
+    if model:
+        entry = replace(entry, model_json={**entry.model_json, "model": resolve_model(model)})
+    adapters = original.json_path.with_name(LORA_NAME)
+    no_lora = Problem("error", "", "LoRA is not offered: serve merged weights", file=adapters)
+    lost = list(located(original, "settings", [no_lora] if adapters.is_file() else []))
+    while (refused := next(_refused(entry), None)) is not None:
+        rule, problem = refused
+        lost += located(original, rule, [problem])
+        entry = _without(entry, problem)
+    problems = [problem for problem in judge_settings(entry).problems if is_unknown_setting(problem)]
+    unknown = list(located(original, "settings", problems))
+    settings = f"{json.dumps(entry.model_json, indent=4)}\n"
+    files = {CONFIG_NAME: entry.text, str(entry.json_path.relative_to(entry.folder)): settings}
+    return Migration([NewEntry(entry.name, files, entry.folder, (LORA_NAME,))], lost, unknown)
+
+
+def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
+    """Yield rule and problem for known fields of the entry's files that are refused or have no effect."""
+    for name, rule in CONFIG_RULES.items():
+        refused = (problem for problem in rule(entry) if problem.severity == "error")
+        yield from ((name, problem) for problem in refused if _is_there(entry, problem))
+    for problem in judge_settings(entry).problems:
+        if _is_there(entry, problem) and not is_unknown_setting(problem):
+            yield "settings", problem
+
+
+def _is_there(entry: Entry, problem: Problem) -> bool:
+    return problem.field in (entry.model_json if problem.file == entry.json_path else entry.fields)
+
+
+def _without(entry: Entry, problem: Problem) -> Entry:
+    if problem.file == entry.json_path:
+        return replace(entry, model_json={k: v for k, v in entry.model_json.items() if k != problem.field})
+    return _with_edits(entry, _removal(entry, entry.fields[problem.field]))
+
+
+def _with_edits(entry: Entry, edits: Sequence[Edit]) -> Entry:
+    text = edited(entry.text, edits)
+    return replace(entry, text=text, config=parse_config(text))
+
+
+def _removal(entry: Entry, field: Field) -> list[Edit]:
+    """Cut a field, or one element of a list of messages, with its line if nothing else is on it."""
+    text, is_element = entry.text, bool(field.list_end and field.fields)
+    start = field.start if is_element else field.name_start
+    end = field.end if is_element else field.list_end or field.end
+    rest = _REST_OF_LINE.match(text, end)
+    end = rest.end() if rest else end
+    is_last = is_element and text[end:].lstrip().startswith("]")
+    commas = list(_comma_before(entry, field)) if is_last else []
+    line = text.rfind("\n", 0, start) + 1
+    if not text[line:start].strip() and text[end : end + 1] in ("\n", ""):
+        start, end = line, end + 1
+    return [Edit(start, text[start:end], ""), *commas]
+
+
+def _comma_before(entry: Entry, field: Field) -> Iterator[Edit]:
+    """Yield the edit that removes the comma before a list's last element, if there is one."""
+    ends = [other.end for other in entry.fields.values() if other.list_end == field.list_end]
+    before = max((end for end in ends if end <= field.start), default=field.start)
+    comma = entry.text.find(",", before, field.start)
+    if comma >= 0:
+        yield Edit(comma, ",", "")
+
+
+class Parts(NamedTuple):
+    engine: Entry
+    faces: list[Entry]  # that clients call: ensemble, tensorrt_llm_bls
+    others: list[Entry]
+
+    @property
+    def all(self) -> list[Entry]:
+        return [self.engine, *self.faces, *self.others]
+
+
+def _find_parts(entries: Sequence[Entry]) -> list[Parts]:
+    engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
+    return [_parts(engine, entries) for engine in engines]
+
+
+def _parts(engine: Entry, entries: Sequence[Entry]) -> Parts:
+    ensembles = [entry for entry in entries if engine.name in _steps(entry)]
+    bls = [
+        entry
+        for entry in entries
+        if TRTLLM_NAME_PARAMETER in entry.parameters
+        and _value(entry, TRTLLM_NAME_PARAMETER, TRTLLM_NAME) == engine.name
+    ]
+    steps = {name for ensemble in ensembles for name in _steps(ensemble)} - {engine.name}
+    return Parts(engine, [*ensembles, *bls], [entry for entry in entries if entry.name in steps])
+
+
+def _steps(entry: Entry) -> set[str]:
+    return {step.model_name for step in entry.config.ensemble_scheduling.step}
+
+
+def _value(entry: Entry, name: str, default: str = "") -> str:
+    """Return a parameter; the default if it is empty or its template is not filled in."""
+    value = entry.parameters.get(name, "").strip()
+    return default if not value or value.startswith("${") else value
+
+
+def _from_trtllm(parts: Parts, model: str) -> Migration:
+    """Make an entry of the first face's name, and others that share its engine. Raise `ConfigError`."""
+    if not model:
+        tokenizer = next((text for part in parts.all if (text := _value(part, "tokenizer_dir"))), "")
+        hint = f"; the tokenizer was in {tokenizer!r}" if tokenizer else ""
+        raise ConfigError(
+            f"{parts.engine.folder}: an engine of TensorRT-LLM cannot be read: name the Hugging Face folder or id "
+            f"it was made of with --model{hint}"
+        )
+    settings: dict[str, str] = {"model": resolve_model(model), "io_dialect": "trtllm"}
+    lost: list[Finding] = []
+    unknown: list[Finding] = []
+    for part in parts.all:
+        lost += located(part, "settings", _keep(part, settings))
+        unknown += located(part, "settings", _keep_unknown(part, settings))
+    lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
+    decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
+    first, *others = parts.faces or [parts.engine]
+    twin = {"engine_of": first.name, "io_dialect": "trtllm"}
+    new = []
+    for face, parameters in ((first, settings), *((face, twin) for face in others)):
+        text = entry_text(parameters, decoupled=decoupled) + _declarations(face)
+        new.append(NewEntry(face.name, {CONFIG_NAME: text}))
+        lost += located(face, "tensors", _lost_inputs(face))
+    return Migration(new, lost, unknown)
+
+
+def _declarations(face: Entry) -> str:
+    """Declare the inputs that clients of older releases send as UINT32."""
+    ours = {spec.name for spec in INPUTS if (spec.data_type, spec.dims) == ("TYPE_INT32", (1,))}
+    uint32 = model_config_pb2.DataType.Value("TYPE_UINT32")
+    old = [tensor.name for tensor in face.config.input if tensor.data_type == uint32 and tensor.name in ours]
+    lines = [f'  {{ name: "{name}" data_type: TYPE_UINT32 dims: [ 1 ] optional: true }}' for name in old]
+    return "max_batch_size: 1\ninput [\n{}\n]\n".format(",\n".join(lines)) if lines else ""
+
+
+def _lost_inputs(face: Entry) -> Iterator[Problem]:
+    ours = {spec.name for spec in INPUTS}
+    for tensor in face.config.input:
+        if tensor.name not in ours:
+            yield warning(f"input.{tensor.name}", f"input {tensor.name!r} is not offered: clients must not send it")
+
+
+def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    """Add the settings that stand for a part's parameters; yield what could not be kept."""
+    for name in part.parameters:
+        value = _value(part, name)
+        if not value:
+            continue
+        note = _LEFT_OUT.get(name, "")
+        if name in _KEPT:
+            try:
+                kept, note = _translate(value, _KEPT[name])
+            except ValueError:
+                raise ConfigError(f"{part.path}: {name} is {value!r}: it must be a number") from None
+            settings.update(kept)
+        if note:
+            yield warning(f"parameters.{name}", f"{name} is {value!r}: {note}")
+
+
+def _translate(value: str, rule: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Return the settings for a value by a rule of `trtllm_parameters.toml`, and a note. Raise `ValueError`."""
+    if "usual" in rule:
+        is_usual = value.lower() == rule["usual"]
+        return ({}, "") if is_usual else (rule.get("otherwise", {}), rule.get("note", ""))
+    if "setting" not in rule:
+        return {}, ""
+    settings = {rule["setting"]: value}
+    match rule.get("unit"):
+        case "GiB":
+            settings = {rule["setting"]: f"{int(value) / GIB:g}"}
+        case "blocks":
+            num_blocks = -(-int(value) // TRTLLM_BLOCK_SIZE)
+            settings = {rule["setting"]: str(num_blocks), "block_size": str(TRTLLM_BLOCK_SIZE)}
+        case "if positive":
+            settings = settings if int(value) > 0 else {}
+    return settings, rule.get("note", "")
+
+
+def _keep_unknown(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    """Copy parameters that neither TensorRT-LLM nor Tidewheel knows, and yield an error for each.
+
+    The new entry does not load until they are removed.
+    """
+    for name in part.parameters:
+        if name not in _KEPT and name not in _LEFT_OUT and (value := _value(part, name)):
+            settings[name] = value
+            yield error(f"parameters.{name}", f"{name} is {value!r}: no parameter that is known here")
+
+
+def _keep_queue(engine: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    config = engine.config
+    if config.max_batch_size > 0:
+        settings.setdefault("max_num_seqs", str(config.max_batch_size))
+    if config.dynamic_batching.default_queue_policy.max_queue_size > 0:
+        settings["max_waiting_requests"] = str(config.dynamic_batching.default_queue_policy.max_queue_size)
+    if config.dynamic_batching.max_queue_delay_microseconds > 0:
+        path = "dynamic_batching.max_queue_delay_microseconds"
+        yield warning(path, "requests start at once: the engine never waits for a batch to fill")
+    if config.dynamic_batching.priority_levels > 0:
+        path = "dynamic_batching.priority_levels"
+        yield warning(path, "a request's parameter priority says its class; for Triton's levels, add the block")

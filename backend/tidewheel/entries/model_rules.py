@@ -12,7 +12,7 @@ import torch
 
 from tidewheel.byte_sizes import GIB, MIB, shown_bytes
 from tidewheel.config import EngineConfig
-from tidewheel.entries.finding import Problem, error, note, warning
+from tidewheel.entries.findings import Problem, error, note, warning
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import Folder

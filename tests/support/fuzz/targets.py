@@ -28,7 +28,7 @@ from support.triton.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.repository_entry import ModelEntry, load_settings, resolve_settings
 from tidewheel.adapter.tensors import INPUTS
 from tidewheel.entries.checking import check
-from tidewheel.entries.repository_migration import migrate
+from tidewheel.entries.migration import migrate
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError, printable
 from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.conversation import Conversation

@@ -1,16 +1,86 @@
-"""`config.pbtxt` and `model.json` as texts: where each field stands, which the parsers do not tell."""
+"""Problems of an entry, their places in `config.pbtxt` and `model.json`, and edits that mend them."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Severity = Literal["error", "warning", "note"]
 
 _PBTXT_TOKEN = re.compile(r"""\#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[\w.+-]+|\S""")
 _JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[\[\]{}:]')
 _CLOSING = {"{": "}", "<": ">", "[": "]"}
 _KEYS = ("key", "name")  # fields that tell the elements of a repeated field apart
+
+
+class Problem(NamedTuple):
+    """Result of a rule: the wrong value, and what to do."""
+
+    severity: Severity
+    field: str  # such as `parameters.dtype`; empty: the file as a whole
+    message: str
+    right_name: str = ""  # instead of the last part of `field`
+    file: Path | None = None  # None: the entry's config.pbtxt
+
+
+def error(field: str, message: str, *, right_name: str = "", file: Path | None = None) -> Problem:
+    """Return a problem that the server refuses, or that makes it answer otherwise than the entry says."""
+    return Problem("error", field, message, right_name, file)
+
+
+def warning(field: str, message: str) -> Problem:
+    """Return a problem with which the entry works, most likely in another way than was meant."""
+    return Problem("warning", field, message)
+
+
+def note(field: str, message: str) -> Problem:
+    return Problem("note", field, message)
+
+
+class Edit(NamedTuple):
+    start: int  # offset into the file's text
+    old: str
+    new: str
+
+
+class Finding(NamedTuple):
+    """Problem with its rule and place. `--json` has the fields in this order."""
+
+    rule: str
+    severity: Severity
+    file: str
+    line: int | None  # from 1, like columns; None: the file or folder as a whole
+    column: int | None
+    field: str
+    message: str
+    edit: Edit | None = None  # that mends it
+
+
+def mend(findings: Iterable[Finding]) -> list[Finding]:
+    """Make the edits of the findings in their files; return the findings that have an edit."""
+    mended = [finding for finding in findings if finding.edit is not None]
+    edits: dict[str, list[Edit]] = defaultdict(list)
+    for finding in mended:
+        if finding.edit is not None:
+            edits[finding.file].append(finding.edit)
+    for file, changes in edits.items():
+        path = Path(file)
+        newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+        path.write_text(edited(path.read_text(encoding="utf-8"), changes), encoding="utf-8", newline=newline)
+    return mended
+
+
+def edited(text: str, edits: Iterable[Edit]) -> str:
+    """Return the text after the edits, which must not overlap."""
+    for edit in sorted(edits, reverse=True):  # the last first, so that offsets hold
+        end = edit.start + len(edit.old)
+        assert text[edit.start : end] == edit.old, "the text is another than the one that was checked"
+        text = text[: edit.start] + edit.new + text[end:]
+    return text
 
 
 class Place(NamedTuple):
@@ -19,16 +89,16 @@ class Place(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Field of a protobuf text or a key of a JSON object, as offsets into the text."""
+    """Field of a protobuf text or key of a JSON object, as offsets into the text."""
 
     name: str
     name_start: int
     start: int  # of a message in a list, else of the name
-    end: int  # behind the value
+    end: int  # after the value
     value: str = ""  # of a scalar, without quotes
     value_start: int = 0
     fields: tuple[Field, ...] = ()  # of a message
-    list_end: int = 0  # behind the list that it is in
+    list_end: int = 0  # end of the list around it
 
     def child(self, name: str) -> Field | None:
         return next((field for field in self.fields if field.name == name), None)
@@ -44,7 +114,7 @@ def pbtxt_fields(text: str) -> tuple[Field, ...]:
 
 
 def json_fields(text: str) -> tuple[Field, ...]:
-    """Return the keys of a valid JSON object, not those of objects in it."""
+    """Return the outermost keys of a valid JSON object."""
     fields, depth = [], 0
     tokens = list(_JSON_TOKEN.finditer(text))
     for token, following in itertools.pairwise(tokens):
@@ -55,7 +125,7 @@ def json_fields(text: str) -> tuple[Field, ...]:
 
 
 def by_path(fields: Iterable[Field]) -> dict[str, Field]:
-    """Map paths such as `backend`, `input.text_input.dims` and `parameters.model` to fields, first ones first."""
+    """Map paths such as `backend`, `input.text_input.dims` and `parameters.model` to the first field of each."""
     found: dict[str, Field] = {}
     for path, field, _ in walk(fields):
         found.setdefault(path, field)
@@ -63,7 +133,7 @@ def by_path(fields: Iterable[Field]) -> dict[str, Field]:
 
 
 def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field, str]]:
-    """Yield each field with its path and that of its message, outer ones first. Instance groups are numbered."""
+    """Yield path, field and path of its message, outer fields first. Instance groups are numbered."""
     counts: dict[str, int] = {}
     for field in fields:
         path = f"{parent}.{field.name}" if parent else field.name
@@ -76,7 +146,7 @@ def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field
 
 
 class _Scanner:
-    """Recursive descent over tokens, which expects a text that protobuf has parsed."""
+    """Recursive descent over the tokens of a text that protobuf has parsed."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [token for token in _PBTXT_TOKEN.finditer(text) if token[0][0] != "#"]

@@ -1,0 +1,293 @@
+"""Rules about the folder of an entry, its `config.pbtxt`, and Triton's own schedulers in front of the engine.
+
+What Triton refuses is in `ValidateModelConfig` and `ValidateInstanceGroup` of its core (`src/model_config_utils.cc`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor
+from tritonclient.grpc import model_config_pb2
+
+from tidewheel.adapter.repository_entry import BACKEND
+from tidewheel.adapter.tensors import contradictions
+from tidewheel.config import EngineConfig
+from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine, versions
+from tidewheel.entries.findings import Problem, error, json_fields, note, pbtxt_fields, walk, warning
+from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import read_object, read_text
+from tidewheel.settings import nearest
+
+Rule = Callable[[Entry], Iterable[Problem]]
+
+MIGRATABLE = {"vllm": "vLLM", "tensorrtllm": "TensorRT-LLM"}
+_USUAL_WAITING = EngineConfig.__dataclass_fields__["max_waiting_requests"].default
+_LOOK_INTERVAL_US = 500_000  # between two looks of Triton at its queue
+
+# Fields that other backends read: what to do instead.
+_NOT_READ = {
+    "platform": "backend says which backend it is",
+    "optimization": "the engine has settings of its own",
+    "batch_input": "the engine makes its own batches",
+    "batch_output": "the engine makes its own batches",
+    "default_model_filename": "the backend brings its model.py",
+    "cc_model_filenames": "the backend brings its model.py",
+    "model_operations": "there are no libraries to load",
+}
+
+
+def schema(entry: Entry) -> Iterator[Problem]:
+    """Find fields that Triton does not know, and elements of one name."""
+    messages: dict[str, Descriptor] = {"": model_config_pb2.ModelConfig.DESCRIPTOR}
+    counts: Counter[str] = Counter()
+    unknown: set[int] = set()  # a list of scalars is a field for each
+    for path, field, parent in walk(pbtxt_fields(entry.text)):
+        if parent not in messages or field.name_start in unknown:
+            continue
+        known = messages[parent].fields_by_name
+        if field.name not in known:
+            unknown.add(field.name_start)
+            near = nearest(field.name, known)
+            hint = f"did you mean {near!r}?" if near else "remove it, or Triton cannot read the file"
+            yield error(path, f"{messages[parent].name} has no field {field.name!r}: {hint}", right_name=near)
+        elif field.fields:
+            messages[path] = known[field.name].message_type
+            counts[path] += field.name in ("parameters", "input", "output")
+    for path, count in counts.items():
+        if count > 1:
+            yield error(path, f"{path} is there {count} times, and only one counts: keep one")
+
+
+def name(entry: Entry) -> Iterator[Problem]:
+    if entry.config.name and entry.config.name != entry.name:
+        yield error(
+            "name", f"name is {entry.config.name!r}, and the folder {entry.name!r}: rename one, or remove name"
+        )
+
+
+def version_folder(entry: Entry) -> Iterator[Problem]:
+    present, wanted = versions(entry.folder), set(entry.config.version_policy.specific.versions)
+    if not present:
+        yield error("", f"there is no version folder: Triton wants one, such as {entry.name}/1")
+    elif wanted and not wanted & set(present):
+        message = f"version_policy names {sorted(wanted)}, and the folder has {present}: name one of these"
+        yield error("version_policy", message)
+
+
+def tensors(entry: Entry) -> Iterator[Problem]:
+    type_name = model_config_pb2.DataType.Name
+    declared: dict[str, Any] = {
+        kind: [
+            {"name": name, "data_type": type_name(tensor.data_type), "dims": list(tensor.dims)}
+            for name, tensor in {tensor.name: tensor for tensor in getattr(entry.config, kind)}.items()
+        ]
+        for kind in ("input", "output")
+    }
+    declared["max_batch_size"] = entry.config.max_batch_size
+    declared["parameters"] = {key: {"string_value": text} for key, text in entry.parameters.items()}
+    yield from (error(field, message) for field, message in contradictions(declared))
+    if any(tensor.name == "text_input" and not tensor.optional for tensor in entry.config.input):
+        yield note(
+            "input.text_input",
+            "text_input is declared without optional, so requests with messages or input_ids are refused: remove the "
+            "declaration, or add optional: true",
+        )
+
+
+def transactions(entry: Entry) -> Iterator[Problem]:
+    owner, field = entry.engine_of or entry.name, "model_transaction_policy"
+    if not entry.is_decoupled or any(_answers_once(config, owner) for config in entry.others.values()):
+        return
+    if entry.engine_of:
+        yield warning(field, f"engine_of is {owner!r}, and the entry streams too: set decoupled: false for /infer")
+        return
+    yield note(
+        field,
+        f"the model streams, so HTTP /infer and unary gRPC are refused: if a client wants them, add an entry "
+        f"{entry.name}_infer with decoupled: false and the parameter engine_of {entry.name}",
+    )
+
+
+def _answers_once(config: Any, owner: str) -> bool:
+    shares = "engine_of" in config.parameters and config.parameters["engine_of"].string_value == owner
+    return shares and config.HasField("model_transaction_policy") and not config.model_transaction_policy.decoupled
+
+
+def not_read(entry: Entry) -> Iterator[Problem]:
+    for field, instead in _NOT_READ.items():
+        if field in entry.fields:
+            yield warning(field, f"{field} is set and not read: remove it; {instead}")
+
+
+def model_json(entry: Entry) -> Iterator[Problem]:
+    """Find an unreadable file, and repeated keys, of which JSON keeps the last."""
+    try:
+        read_object(entry.json_path)
+    except ConfigError as refusal:
+        yield error("", str(refusal), file=entry.json_path)
+        return
+    counts = Counter(field.name for field in json_fields(read_text(entry.json_path) or ""))
+    for key, count in counts.items():
+        if count > 1:
+            message = f"{key} is there {count} times, and only the last one counts: keep one"
+            yield error(key, message, file=entry.json_path)
+
+
+def backend(entry: Entry) -> Iterator[Problem]:
+    """Judge an entry that does not say that it is ours."""
+    config, field = entry.config, "backend"
+    if config.backend in MIGRATABLE:
+        whose = MIGRATABLE[config.backend]
+        yield warning(field, f"passed over: an entry of Triton's {whose} backend; tidewheel migrate makes it ours")
+    elif nearest(config.backend.lower(), [BACKEND]):
+        yield error(field, f"backend is {config.backend!r}: did you mean {BACKEND!r}?")
+    elif not config.backend and nearest(config.platform.lower(), [BACKEND]):
+        yield error("platform", f'platform is {config.platform!r}: write backend: "{BACKEND}", not platform')
+    elif config.platform == "ensemble":
+        yield note("platform", "passed over: an ensemble")
+    elif not config.backend and not config.platform and {"model", "engine_of"} & set(config.parameters):
+        yield error("", f'{CONFIG_NAME} does not set backend: add backend: "{BACKEND}"')
+    else:
+        yield note(field, f"passed over: backend is {config.backend or config.platform!r}")
+
+
+def instances(entry: Entry) -> Iterator[Problem]:
+    for index, group in enumerate(entry.config.instance_group):
+        path = f"instance_group.{index}"
+        yield from _devices(group, path, entry.machine)
+        if group.passive:
+            yield error(f"{path}.passive", "passive is true: no request reaches the instance; remove it")
+        if entry.machine is not None and group.count > entry.machine.num_cores:
+            yield warning(
+                f"{path}.count",
+                f"count is {group.count}, and this machine has {entry.machine.num_cores} cores: each instance is a "
+                "process that prepares text; one is enough for most",
+            )
+
+
+def _devices(group: Any, path: str, machine: Machine | None) -> Iterator[Problem]:
+    kind, gpus = model_config_pb2.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus)
+    last = max(gpus, default=0)
+    if kind != "KIND_GPU" and not (kind == "KIND_AUTO" and gpus):
+        if gpus:
+            yield error(f"{path}.gpus", f"gpus is {gpus} with {kind}, which Triton refuses: remove gpus")
+    elif machine is not None and machine.num_gpus <= last:
+        yield error(
+            f"{path}.kind",
+            f"kind is {kind} for GPU {last}, and this machine has {machine.num_gpus}: write KIND_CPU; the setting "
+            "device is for the engine",
+        )
+    elif gpus not in ([], [0]):
+        yield warning(
+            f"{path}.gpus",
+            f"gpus is {gpus}, and the engine takes the first GPU that it sees: write KIND_CPU, and set "
+            "CUDA_VISIBLE_DEVICES for the server",
+        )
+
+
+def native_queue(entry: Entry) -> Iterator[Problem]:
+    if not entry.config.HasField("dynamic_batching"):
+        return
+    queue, path = entry.config.dynamic_batching, "dynamic_batching"
+    sizes, largest = list(queue.preferred_batch_size), entry.config.max_batch_size
+    if sizes:
+        make = error if max(sizes) > largest else warning
+        yield make(
+            f"{path}.preferred_batch_size",
+            f"preferred_batch_size is {sizes}, and max_batch_size is {largest}: remove it, for the engine makes the "
+            "batches",
+        )
+    if delay := queue.max_queue_delay_microseconds:
+        yield warning(
+            f"{path}.max_queue_delay_microseconds",
+            f"max_queue_delay_microseconds is {delay}: it only delays, for the engine makes the batches; remove it",
+        )
+    if queue.preserve_ordering:
+        make, effect = warning, "each answer waits for all before it, which defeats continuous batching"
+        if queue.priority_levels > 1:
+            make, effect = error, "Triton refuses it with priority_levels"
+        yield make(f"{path}.preserve_ordering", f"preserve_ordering is true: {effect}; remove it")
+    yield from _priorities(entry, queue, path)
+    yield from _timeouts(queue.default_queue_policy, f"{path}.default_queue_policy")
+    for level, policy in queue.priority_queue_policy.items():
+        yield from _timeouts(policy, f"{path}.priority_queue_policy.{level}.value")
+
+
+def _priorities(entry: Entry, queue: Any, path: str) -> Iterator[Problem]:
+    levels, default = queue.priority_levels, queue.default_priority_level
+    if default and not levels:
+        yield warning(
+            f"{path}.default_priority_level",
+            f"default_priority_level is {default}, and priority_levels is not set: set both, or none",
+        )
+    if levels and not 1 <= default <= levels:
+        yield error(
+            f"{path}.default_priority_level" if default else f"{path}.priority_levels",
+            f"default_priority_level is {default}: with priority_levels {levels} it must be 1 to {levels}",
+        )
+    for level in queue.priority_queue_policy:
+        if not 1 <= level <= levels:
+            yield error(
+                f"{path}.priority_queue_policy.{level}",
+                f"priority_queue_policy has key {level}: with priority_levels {levels} it must be 1 to {levels}",
+            )
+    if levels > 1 and "max_waiting_requests" not in entry.settings:
+        yield warning(
+            f"{path}.priority_levels",
+            f"priority_levels is {levels}, and max_waiting_requests is not set: Triton's levels count only for what "
+            f"comes when {_USUAL_WAITING} requests wait in the engine; set it to what half a second can start",
+        )
+
+
+def _timeouts(policy: Any, path: str) -> Iterator[Problem]:
+    timeout = policy.default_timeout_microseconds
+    if 0 < timeout < _LOOK_INTERVAL_US:
+        yield warning(
+            f"{path}.default_timeout_microseconds",
+            f"default_timeout_microseconds is {timeout} ({timeout / 1e6:g} s): Triton looks at its queue up to "
+            f"{_LOOK_INTERVAL_US / 1e6:g} s late, and ends requests that could have started; raise it",
+        )
+    if policy.allow_timeout_override and not timeout:
+        yield warning(
+            f"{path}.allow_timeout_override",
+            "allow_timeout_override is true, and default_timeout_microseconds is not set, without which no request's "
+            "timeout counts: set it",
+        )
+    if timeout and policy.timeout_action == model_config_pb2.ModelQueuePolicy.DELAY:
+        message = "timeout_action is DELAY: a late request goes on waiting, behind all; use REJECT"
+        yield warning(f"{path}.timeout_action", message)
+
+
+def other_schedulers(entry: Entry) -> Iterator[Problem]:
+    for field, instead in (
+        ("sequence_batching", "a session is a request parameter here"),
+        ("ensemble_scheduling", "an ensemble is an entry of its own, with platform ensemble"),
+    ):
+        if entry.config.HasField(field):
+            yield error(field, f"{field} is set, and the engine schedules requests: remove it; {instead}")
+    if entry.config.response_cache.enable and entry.is_decoupled:
+        yield error("response_cache", "response_cache.enable is true: Triton refuses it for a model that streams")
+    elif entry.config.response_cache.enable:
+        yield warning(
+            "response_cache",
+            "response_cache.enable is true: an answer that was sampled is repeated; remove it, for prefix caching "
+            "saves the work",
+        )
+
+
+# Rule by name, in the order of findings.
+CONFIG_RULES: Mapping[str, Rule] = {
+    "schema": schema,
+    "name": name,
+    "version-folder": version_folder,
+    "model-json": model_json,
+    "tensors": tensors,
+    "transactions": transactions,
+    "instances": instances,
+    "native-queue": native_queue,
+    "other-schedulers": other_schedulers,
+    "not-read": not_read,
+}

@@ -38,6 +38,13 @@ class TracebackFormatter(logging.Formatter):
         return _without_message(kind, trace)
 
 
+def log_to_stderr(level: int, layout: str | None = None) -> None:
+    """Log to stderr through `TracebackFormatter`, from this level on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(TracebackFormatter(layout))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 def _report(kind: type[BaseException], trace: TracebackType | None) -> None:
     print(_without_message(kind, trace), file=sys.stderr, flush=True)  # noqa: T201
 

@@ -52,7 +52,7 @@ ARGUMENTS = frozenset((*HONOURED, *WITHOUT_EFFECT, *NOT_OFFERED))
 
 
 def plain(value: object) -> object:
-    """Return the value that a text of `config.pbtxt` stands for. None: nothing."""
+    """Return the value of a text of `config.pbtxt`; None: nothing."""
     if isinstance(value, str):
         text = value.strip()
         if text.lower() in ("none", "null"):
@@ -65,9 +65,9 @@ def plain(value: object) -> object:
 
 
 def translate(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings by our names, unknown ones as they were; null and arguments without effect are left out.
+    """Return settings by our names, without null and arguments without effect, which are logged.
 
-    Log the arguments without effect in one line. Raise `ConfigError`.
+    Raise `ConfigError`.
     """
     translated: dict[str, object] = {}
     without_effect: list[str] = []

@@ -41,7 +41,7 @@ DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """Server of these paths on threads of its own. `report` is called for each request and must not block."""
+    """HTTP server on its own threads. `report` is called for each request, and must not block."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -49,7 +49,7 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, report: Callable[[], Readiness]) -> None:
-        """Raise OSError if the port is taken. Port 0 is a free one."""
+        """Raise `OSError` if the port is taken. Port 0: a free port."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.report = report
         self._open: deque[socket.socket] = deque()
@@ -77,12 +77,10 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a peer that hangs up is no fault."""
+        """Ignore peers that hang up."""
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One request on a connection, which is closed behind the answer."""
-
     server: HealthEndpoint
     timeout = READ_TIMEOUT_S
 
@@ -104,7 +102,6 @@ class _Handler(socketserver.StreamRequestHandler):
         )
 
     def _answer(self, path: bytes) -> tuple[int, str, str]:
-        """Return status, type and content."""
         readiness = self.server.report()
         match path:
             case b"/ready":
@@ -119,7 +116,7 @@ class _Handler(socketserver.StreamRequestHandler):
         return 200 if holds else 503, _JSON, json.dumps(body)
 
     def _read_head(self) -> bytes:
-        """Read the whole head, because a reset would overtake the answer; return its first line."""
+        """Return the first line of the head. The rest is read too, because a reset would overtake the answer."""
         first = line = self.rfile.readline(MAX_REQUEST_BYTES)
         left = MAX_REQUEST_BYTES - len(first)
         while left > 0 and line not in (b"\r\n", b"\n", b""):

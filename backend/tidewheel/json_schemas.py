@@ -1,4 +1,4 @@
-"""Keywords of a JSON schema that llguidance does not follow, or read, as a client means them."""
+"""Keywords of JSON schemas that llguidance reads otherwise than a client means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN_CHARS = 80
 
 
 def check_bounds(name: str, schema: object) -> None:
-    """Raise `Unsupported` for a bound of parsed JSON that a float does not hold exactly."""
+    """Raise `Unsupported` for a bound that a float does not hold exactly."""
     for keyword, value in _keywords(schema):
         if keyword not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -27,17 +27,14 @@ def check_bounds(name: str, schema: object) -> None:
 
 
 def check_options(name: str, schema: object) -> None:
-    """Raise `Unsupported` for options of llguidance, some of which give texts that are no JSON."""
+    """Raise `Unsupported` for llguidance's options, which can give texts that are no JSON."""
     for keyword, _ in _keywords(schema):
         if keyword == "x-guidance":
             raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
 
 
 def read_plainly(schema: object) -> None:
-    """Change, in parsed JSON, what llguidance would refuse though the specification allows it.
-
-    A count may be written as 2.0, and `uniqueItems` that is false asks for nothing.
-    """
+    """Rewrite valid JSON schema that llguidance refuses: counts such as 2.0, and a false `uniqueItems`."""
     for part in _parts(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
@@ -53,7 +50,7 @@ def _keywords(schema: object) -> Iterator[tuple[str, object]]:
 
 
 def _parts(schema: object) -> Iterator[dict[str, object]]:
-    """Yield a schema and those in it, which are no values and no names of properties."""
+    """Yield a schema and the schemas in it."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()

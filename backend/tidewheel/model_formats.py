@@ -1,4 +1,4 @@
-"""Formats of models that are not served: each is named, with what to do."""
+"""Names of model formats that are not served, with what to do instead."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # bes
 
 
 def foreign_format(model: Path) -> str:
-    """Return why a known format is not served and what to do, in one line. Empty for all other paths."""
+    """Return one line about a format that is not served; empty for other paths."""
     if model.is_file():
         return _gguf(model) if model.suffix == ".gguf" else ""
     return _pointer(model) or _adapter(model) or _gguf(model) or _of_files(model)
 
 
 def config_refusal(values: Mapping[str, object]) -> str:
-    """Return why the model of this `config.json` is not served (quantised, multimodal), or an empty string."""
+    """Return why this `config.json`'s model is not served (quantised, multimodal); empty if it may be."""
     for key in ("quantization_config", "compression_config"):
         if section := values.get(key):
             method = section.get("quant_method") if isinstance(section, dict) else None
@@ -37,7 +37,7 @@ def config_refusal(values: Mapping[str, object]) -> str:
 
 
 def sentencepiece_only(folder: Path) -> str:
-    """Return how to convert a folder's sentencepiece tokenizer to `tokenizer.json`. Empty if it has none."""
+    """Return how to convert a folder's sentencepiece tokenizer; empty if it has none."""
     name = next((name for name in _SENTENCEPIECE if (folder / name).is_file()), "")
     if not name:
         return ""
@@ -78,7 +78,6 @@ def _of_files(folder: Path) -> str:
 
 
 def _has_quantised_tensors(folder: Path) -> bool:
-    """Look into the header of the first file of weights. A folder of float weights may still have an old file."""
     first = min(folder.glob("*.safetensors"), default=None)
     return first is not None and b'.qweight"' in _first_bytes(first, _MAX_HEADER_BYTES)
 
@@ -91,7 +90,6 @@ def _quantised(method: str, where: str) -> str:
 
 
 def _fields(path: Path) -> dict[str, object]:
-    """Return the JSON object in a file; empty if it cannot be read, which the loader reports later."""
     try:
         values = json.loads(read_at_most(path, _MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read. Raise `OSError` for a pipe or a device, of which a read might never end."""
+    """Open a file to read. Raise `OSError` for a pipe or device, whose read might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -17,7 +17,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_at_most(path: Path, limit: int) -> bytes:
-    """Raise `OSError` as `open_regular` does, and for a file of more bytes."""
+    """Return the content. Raise `OSError` as `open_regular`, and for more than `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(min(size, limit) + 1)

@@ -1,3 +1,5 @@
+"""Settings as text: names, values and sizes."""
+
 from __future__ import annotations
 
 import difflib
@@ -9,6 +11,8 @@ from typing import Literal
 
 from tidewheel.errors import ConfigError
 
+MIB = 1 << 20
+GIB = 1 << 30
 JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbtxt`, an object in `model.json`
 _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024
@@ -24,7 +28,7 @@ _ELSEWHERE = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most like it; empty if none is close."""
+    """Return the known name most like `name`; empty if none is close."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CLOSE)), "")
 
 
@@ -55,7 +59,7 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
 
 
 def _coerce_text(key: str, raw: object) -> str:
-    """Refuse what no file can be named, for most texts name one."""
+    """Refuse texts that cannot name a file, because most texts name one."""
     if key in JSON_SETTINGS and isinstance(raw, dict):
         return json.dumps(raw)
     if not isinstance(raw, str):
@@ -71,7 +75,6 @@ def _coerce_text(key: str, raw: object) -> str:
 
 
 def _coerce_either(key: str, raw: object, hints: Sequence[object]) -> object:
-    """Convert to the first kind that is no word, unless the value is one of the words or None."""
     words = [word for hint in hints if typing.get_origin(hint) is Literal for word in typing.get_args(hint)]
     if raw in words or (raw is None and type(None) in hints):
         return raw
@@ -109,3 +112,10 @@ def _coerce_number(key: str, raw: object, kind: type[int] | type[float]) -> int 
     if number != number:
         raise ConfigError(f"{key} is {raw!r}: it must be a number")
     return number
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """Return the size in GiB, or below 1 GiB in MiB."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / MIB:.1f}".removesuffix(".0") + " MiB"

@@ -19,7 +19,7 @@ STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Histogram(msgspec.Struct):
-    """Number and sum of observed values by bucket. The last bucket has no upper bound."""
+    """Number and sum of values by bucket. The last bucket has no upper bound."""
 
     bounds: tuple[float, ...]  # upper, included
     counts: list[int] = []  # [len(bounds) + 1], not cumulative
@@ -51,53 +51,49 @@ def _edges(bounds: tuple[float, ...]) -> Float64Array:
 
 
 class TenantFigures(msgspec.Struct):
-    """Sums over one tenant's requests since the start. Each of `n` sequences counts."""
+    """Sums over a tenant's sequences since the start."""
 
     num_requests: int = 0
     num_rejected: int = 0
     num_started: int = 0
-    queue_seconds: float = 0.0  # from arrival to start
+    queue_seconds: float = 0.0
     num_prompt_tokens: int = 0  # of started requests that ended
     num_output_tokens: int = 0
 
 
 class EngineStats(msgspec.Struct):
-    """Figures of one engine: sums since its start, or current values, which only snapshots have right.
-
-    Lists have one element per requested class, CRITICAL … LOW.
-    """
+    """Sums since the engine's start and, in snapshots only, current values. Lists are by requested class."""
 
     num_running: int = 0
-    num_waiting: int = 0  # new and preempted
-    num_waiting_tokens: int = 0  # prompts, and output of preempted requests
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # with the output of preempted requests
     num_blocks: int = 0
     num_free_blocks: int = 0  # empty, evictable, or held only by sessions
     num_cached_blocks: int = 0  # evictable, with content
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(STEP_BOUNDS))
-    num_prefix_queries: int = 0  # prompt tokens looked up
-    num_prefix_hits: int = 0  # prompt tokens found
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
     num_preemptions: int = 0
     step_seconds: float = 0.0  # sum
-    busy_fraction: float = 0.0  # step time / wall time since the last snapshot
+    busy_fraction: float = 0.0  # since the last snapshot
     waiting_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
-    num_swap_preemptions: int = 0  # to the host tier
-    num_evicted: int = 0  # waiting requests displaced by others
-    num_expired: int = 0  # deadline passed
-    num_hopeless: int = 0  # deadline could not be met
-    num_rate_limited: int = 0  # tenant over its rates
-    num_aged: int = 0  # lifts by one class
+    num_swap_preemptions: int = 0
+    num_expired: int = 0
+    num_hopeless: int = 0
+    num_rate_limited: int = 0
+    num_aged: int = 0
     num_downgraded_quota: int = 0
     num_downgraded_deadline: int = 0
     started_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     evicted_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
-    max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds from arrival to start
-    oldest_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds until now
-    num_shed_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)  # refused by the breaker
+    max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
+    oldest_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
+    num_shed_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     breaker_state: str = "closed"  # or open, half_open
-    token_budget: int = 0  # current, per step
-    max_num_seqs: int = 0  # current
+    token_budget: int = 0
+    max_num_seqs: int = 0
     num_predictions: int = 0  # ended requests with a predicted length
     prediction_error: float = 0.0  # mean absolute, smoothed, tokens
     num_host_blocks: int = 0
@@ -106,14 +102,14 @@ class EngineStats(msgspec.Struct):
     num_swapped_in: int = 0  # blocks
     num_sessions: int = 0
     num_session_blocks: int = 0  # held only by sessions
-    num_hit_queries: int = 0  # tokens of rows at each entry, also after preemption
-    num_device_hits: int = 0  # hits in the pool, shared or copied
-    num_host_hits: int = 0  # hits in the host tier
-    num_session_hits: int = 0  # hits in either, from the request's session
-    num_used_slots: int = 0  # slots of running rows with a computed token
-    num_taken_slots: int = 0  # slots in their blocks; fragmentation is 1 - used / taken
-    num_wasted_slots: int = 0  # taken slots after the last token
-    tenants: dict[str, TenantFigures] = {}  # by label, bounded
+    num_hit_queries: int = 0  # tokens of rows that enter, also after preemption
+    num_device_hits: int = 0
+    num_host_hits: int = 0
+    num_session_hits: int = 0  # from the request's session
+    num_used_slots: int = 0  # with a computed token, of running rows
+    num_taken_slots: int = 0  # in the blocks of running rows
+    num_wasted_slots: int = 0  # after the last token
+    tenants: dict[str, TenantFigures] = {}
 
     @property
     def num_used_blocks(self) -> int:
@@ -143,25 +139,25 @@ class EngineStats(msgspec.Struct):
 
 
 class BlockShortage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Free blocks of the KV cache that the first request in line waits for."""
+    """Free blocks that the first waiting request lacks."""
 
-    num_needed: int  # its own, and those that running requests are expected to take
-    num_free: int  # fewer
+    num_needed: int  # its blocks, and the expected growth of running requests
+    num_free: int
 
 
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Limits and fill of the waiting set, by which front ends refuse requests."""
+    """Limits and fill of the waiting set, for refusals by front ends."""
 
-    num_requests: int  # never started
+    num_requests: int
     max_requests: int
-    num_tokens: int  # of their prompts
+    num_tokens: int
     max_tokens: int
-    lowest_class: int  # first class that displaces no waiting request; over LOW: any class may
+    lowest_class: int  # that displaces no request; over LOW: none
     retry_after_ms: int
     shortage: BlockShortage | None  # None: the first request waits for something else
 
     def refusal(self, full: str) -> WaitingSetFull:
-        """Return the error that says what is full."""
+        """Return the error; `full` says what is full."""
         message = f"waiting set is full: {full}"
         if self.shortage is None:
             return WaitingSetFull(message, retry_after_ms=self.retry_after_ms)

@@ -29,7 +29,7 @@ from tidewheel.bench.charts import COLOURS, GREYS, INK, ChartImage, panels, styl
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.outcome import RequestOutcome, Slo
 from tidewheel.bench.workloads import PLAIN, Workload, WorkloadKind
-from tidewheel.record.recorded_events import Added, Scheduled
+from tidewheel.record.recorded_events import AddEvent, ScheduleEvent
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording
 from tidewheel.workload.arrivals import poisson_until
@@ -66,9 +66,9 @@ def low_waits(folder: Path, since: float) -> LowWaits:
     started: list[tuple[float, float, int]] = []  # start, arrival, class
     for path in sorted(folder.glob("*.jsonl")):
         for event in Recording(path).events():
-            if isinstance(event, Added) and not event.refused:
+            if isinstance(event, AddEvent) and not event.refused:
                 arrived |= {r.request_id: (r.arrival_time, r.priority) for r in event.requests}
-            elif isinstance(event, Scheduled):
+            elif isinstance(event, ScheduleEvent):
                 first = [arrived.pop(name) for name in event.new_requests if name in arrived]
                 started += [(event.now, arrival, priority) for arrival, priority in first]
     low = [(start, arrival) for start, arrival, priority in started if priority == 4 and arrival > since]

@@ -27,10 +27,10 @@ FRONTEND = SimpleNamespace(health_host="127.0.0.1", health_port=None, request_lo
 SETTINGS = SimpleNamespace(frontend=FRONTEND, entry=SimpleNamespace(labels={"model_name": "demo"}))
 
 
-class FakeServing:
+class FakeEngineFrontend:
     """A front end that a test makes fail, and whose engine never comes where a test says so."""
 
-    made: list[FakeServing]
+    made: list[FakeEngineFrontend]
     failures: list[BaseException]  # of the next ones
     hangs = False
     num_hanging = 0
@@ -41,7 +41,7 @@ class FakeServing:
         if self.failures:
             raise self.failures.pop(0)
         while self.hangs:
-            FakeServing.num_hanging += 1
+            FakeEngineFrontend.num_hanging += 1
             time.sleep(0.001)
             if must_stop():
                 raise Draining("closed")
@@ -55,10 +55,10 @@ class FakeServing:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Serving", FakeServing)
+    monkeypatch.setattr(module, "EngineFrontend", FakeEngineFrontend)
     monkeypatch.setattr(module, "FOLLOW_S", 0.001)
-    monkeypatch.setattr(FakeServing, "made", [], raising=False)
-    monkeypatch.setattr(FakeServing, "failures", [], raising=False)
+    monkeypatch.setattr(FakeEngineFrontend, "made", [], raising=False)
+    monkeypatch.setattr(FakeEngineFrontend, "failures", [], raising=False)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def follower(target: EngineTarget) -> Iterator[Follower]:
     started = Follower(target.folder.parent, SETTINGS, target, "test")  # type: ignore[arg-type]
     yield started
     started.close()
-    assert [serving.num_closed for serving in FakeServing.made] == [1] * len(FakeServing.made)
+    assert [serving.num_closed for serving in FakeEngineFrontend.made] == [1] * len(FakeEngineFrontend.made)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -113,13 +113,13 @@ def test_it_follows_to_another_engine(follower: Follower, target: EngineTarget) 
     write(other)
     make_current(other)
     wait_for(lambda: follower.serving.target.folder == other.folder)
-    wait_for(lambda: FakeServing.made[0].num_closed)
+    wait_for(lambda: FakeEngineFrontend.made[0].num_closed)
 
 
 def test_a_front_end_that_has_given_up_joins_the_engine_of_a_later_load(follower: Follower) -> None:
-    FakeServing.made[0].has_failed = True
-    wait_for(lambda: len(FakeServing.made) == 2)
-    assert follower.serving is FakeServing.made[1]
+    FakeEngineFrontend.made[0].has_failed = True
+    wait_for(lambda: len(FakeEngineFrontend.made) == 2)
+    assert follower.serving is FakeEngineFrontend.made[1]
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_front_end_that_has_given_up_starts_its_engine_where_it_may(
     follower: Follower, target: EngineTarget, fields: dict[str, bool], starts: bool
 ) -> None:
     write(target, state="stopped", **fields)
-    FakeServing.made[0].has_failed = True
+    FakeEngineFrontend.made[0].has_failed = True
     if starts:
-        wait_for(lambda: len(FakeServing.made) == 2)
+        wait_for(lambda: len(FakeEngineFrontend.made) == 2)
         assert follower.serving.target.folder == target.folder
     else:
         let_turn(follower)
-        assert len(FakeServing.made) == 1
+        assert len(FakeEngineFrontend.made) == 1
 
 
 def test_an_engine_that_fails_while_it_is_looked_for_counts_as_failed(
@@ -148,45 +148,45 @@ def test_an_engine_that_fails_while_it_is_looked_for_counts_as_failed(
     def fail_meanwhile(model_dir: Path) -> EngineTarget | None:
         found = find(model_dir)
         write(target, state="stopped", is_given_up=True)
-        FakeServing.made[0].has_failed = True
+        FakeEngineFrontend.made[0].has_failed = True
         return found
 
     monkeypatch.setattr(module, "find_engine", fail_meanwhile)
-    wait_for(lambda: FakeServing.made[0].has_failed)
+    wait_for(lambda: FakeEngineFrontend.made[0].has_failed)
     monkeypatch.setattr(module, "find_engine", find)
     let_turn(follower)
-    assert len(FakeServing.made) == 1
+    assert len(FakeEngineFrontend.made) == 1
 
 
 def test_an_engine_that_has_just_started_again_changes_no_settings(follower: Follower, target: EngineTarget) -> None:
     """It has those of its first start until a front end brings the later ones."""
     write(target._replace(config=EngineConfig(model="m", ageing_s=3.0)), read_ns=0)
     let_turn(follower)
-    assert len(FakeServing.made) == 1
+    assert len(FakeEngineFrontend.made) == 1
 
 
 @pytest.mark.parametrize("error", [ConfigError("no"), OSError("no"), RuntimeError("can't start new thread")])
 def test_no_error_ends_the_thread(follower: Follower, target: EngineTarget, error: Exception) -> None:
-    FakeServing.failures.append(error)
+    FakeEngineFrontend.failures.append(error)
     other = make_target(target.folder.parent, "two")
     write(other)
     make_current(other)
     wait_for(lambda: follower.serving.target.folder == other.folder)
-    assert not FakeServing.failures
+    assert not FakeEngineFrontend.failures
 
 
 def test_closing_waits_for_no_engine(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeServing, "hangs", True)
-    FakeServing.made[0].has_failed = True
-    wait_for(lambda: FakeServing.num_hanging)
+    monkeypatch.setattr(FakeEngineFrontend, "hangs", True)
+    FakeEngineFrontend.made[0].has_failed = True
+    wait_for(lambda: FakeEngineFrontend.num_hanging)
     follower.close()
-    FakeServing.made[0].num_closed = 0  # the fixture closes again
+    FakeEngineFrontend.made[0].num_closed = 0  # the fixture closes again
 
 
 def test_a_load_that_fails_gives_back_the_engine_that_made_room(tmp_path: Path, target: EngineTarget) -> None:
     write(target, state="stopped", is_draining=True)
     make_current(target)
-    FakeServing.failures.append(ConfigError("too large"))
+    FakeEngineFrontend.failures.append(ConfigError("too large"))
     other = make_target(tmp_path, "two")
     with pytest.raises(ConfigError, match="too large"):
         triton_model._follow(tmp_path, SETTINGS, other, "test")  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_what_cannot_be_written_after_the_start_closes_the_front_end(
     monkeypatch.setattr(triton_model, "make_current", fail)
     with pytest.raises(OSError, match="No space"):
         triton_model._follow(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
-    assert [serving.num_closed for serving in FakeServing.made] == [1]
+    assert [serving.num_closed for serving in FakeEngineFrontend.made] == [1]
 
 
 def test_a_status_of_another_version_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ import socket
 import subprocess
 import sys
 
-from tidewheel.adapter import inherited_connections
+from tidewheel.adapter import stub_process
 
 CLOSE = f"""
 import os, sys
-from {inherited_connections.__name__} import close_inherited_connections
+from {stub_process.__name__} import close_inherited_connections
 close_inherited_connections()
 os.fstat(int(sys.argv[1]))
 sys.stdin.read()

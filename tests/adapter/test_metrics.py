@@ -12,7 +12,8 @@ from support.triton.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead
-from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FinishedRequest, FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.metrics import TABLE
 from tidewheel.objective import Objective
 from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
@@ -85,8 +86,6 @@ def test_figures_of_scheduling() -> None:
             assert value(f"tidewheel_{name}", **{label: text}) == expected, (name, text)
 
 
-# Sums of others that are published, by class or by tier.
-TOTALS = {"num_evicted"}
 TENANTS = {
     "acme": TenantFigures(
         num_requests=9, num_rejected=2, num_started=6, queue_seconds=1.5, num_prompt_tokens=70, num_output_tokens=80
@@ -99,7 +98,7 @@ STEPS.observe(7, count=3)
 
 def test_every_figure_of_the_engine_is_published() -> None:
     before = EngineStats(num_blocks=40, num_used_slots=3, num_taken_slots=32)
-    for field in set(EngineStats.__struct_fields__) - TOTALS:
+    for field in EngineStats.__struct_fields__:
         old = getattr(before, field)
         new = {str: "open", list: [1, 1, 1, 1], dict: TENANTS, Histogram: STEPS}.get(type(old), 7)
         MetricFamily.values.clear()
@@ -108,6 +107,13 @@ def test_every_figure_of_the_engine_is_published() -> None:
         MetricFamily.values.clear()
         EngineMetrics(make_info(), LABELS).publish(msgspec.structs.replace(before, **{field: new}))
         assert dict(MetricFamily.values) != published, field
+
+
+def test_a_source_is_a_field_of_its_owner() -> None:
+    figures = {"engine": EngineStats(), "tenant": TenantFigures(), "requests": FrontendStats()}
+    for metric in TABLE:
+        for field in metric.source.values() if isinstance(metric.source, dict) else filter(None, [metric.source]):
+            assert hasattr(figures[metric.owner], field), metric.name
 
 
 def test_figures_by_tenant() -> None:

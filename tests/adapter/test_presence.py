@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.adapter.presence import Mark, Presence, read_mark
+from tidewheel.adapter.stub_process import Presence, PresenceMark, read_mark
 from tidewheel_process.handle import start_ticks
 
 
@@ -17,7 +17,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def mine() -> Mark | None:
+def mine() -> PresenceMark | None:
     return read_mark(os.getpid(), start_ticks(os.getpid()) or 0)
 
 
@@ -25,11 +25,11 @@ def mine() -> Mark | None:
 def test_a_mark_counts_open_requests_until_it_is_removed() -> None:
     assert mine() is None
     presence = Presence("a model")
-    assert mine() == Mark("a model", 0)
+    assert mine() == PresenceMark("a model", 0)
     for _ in range(3):
         presence.open_request()
     presence.close_request()
-    assert mine() == Mark("a model", 2)
+    assert mine() == PresenceMark("a model", 2)
     assert read_mark(os.getpid(), 1) is None  # an earlier process of this number
     presence.remove()
     presence.remove()

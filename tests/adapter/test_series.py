@@ -10,10 +10,10 @@ from support.triton.fake_triton import MetricFamily
 from tidewheel.adapter.metrics import (
     MAX_OBSERVATIONS,
     MAX_WAITING,
-    Counter,
-    CounterByLabel,
-    Gauge,
+    CounterSeries,
+    GaugeSeries,
     HistogramSeries,
+    LabelledCounters,
     make_family,
 )
 from tidewheel.metrics import Metric
@@ -27,7 +27,7 @@ value = MetricFamily.value
 
 
 def test_counter_sends_differences() -> None:
-    counter = Counter(make_family(COUNTER), LABELS)
+    counter = CounterSeries(make_family(COUNTER), LABELS)
     for total in (3, 3, 5.5):
         counter.advance(total)
     assert value("c") == 5.5
@@ -35,14 +35,14 @@ def test_counter_sends_differences() -> None:
 
 
 def test_counter_survives_a_restart_of_what_it_follows() -> None:
-    counter = Counter(make_family(COUNTER), LABELS)
+    counter = CounterSeries(make_family(COUNTER), LABELS)
     for total in (7, 2, 3):
         counter.advance(total)
     assert value("c") == 10
 
 
 def test_counters_of_two_front_ends_add_up() -> None:
-    first, second = (Counter(make_family(COUNTER), LABELS) for _ in range(2))
+    first, second = (CounterSeries(make_family(COUNTER), LABELS) for _ in range(2))
     first.advance(4)
     second.advance(5)
     first.advance(6)
@@ -50,7 +50,7 @@ def test_counters_of_two_front_ends_add_up() -> None:
 
 
 def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
-    publisher, follower = (Counter(make_family(COUNTER), LABELS) for _ in range(2))
+    publisher, follower = (CounterSeries(make_family(COUNTER), LABELS) for _ in range(2))
     publisher.advance(10)
     follower.follow(10)
     follower.advance(12)
@@ -58,7 +58,7 @@ def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
 
 
 def test_gauge_sends_changes() -> None:
-    gauge = Gauge(make_family(GAUGE), LABELS)
+    gauge = GaugeSeries(make_family(GAUGE), LABELS)
     for number in (0, 0, 2, 2):
         gauge.set(number)
     assert value("g") == 2
@@ -69,7 +69,7 @@ def test_gauge_sends_changes() -> None:
 
 
 def test_counters_by_label() -> None:
-    counters = CounterByLabel(COUNTER, LABELS, ["TW-BUSY"])
+    counters = LabelledCounters(COUNTER, LABELS, ["TW-BUSY"])
     assert value("c", tag="TW-BUSY") == 0
     counters.advance({"TW-INPUT": 2})
     counters.advance({"TW-INPUT": 3, "TW-BUSY": 1})
@@ -186,7 +186,7 @@ def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
 def test_families_live_as_long_as_their_series() -> None:
     histogram, counters = (
         HistogramSeries(HISTOGRAM, (1.0,), LABELS),
-        CounterByLabel(COUNTER, LABELS),
+        LabelledCounters(COUNTER, LABELS),
     )
     gc.collect()
     histogram.advance(observed((1.0,), 1, 2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.models.tiny_models import MARGIN, greedy
-from tidewheel.baseline.generator import Generator, Row, RowEnds
+from tidewheel.baseline import Generator, Row, RowEnds
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 
 CONTEXT, VOCAB = 1024, 4096

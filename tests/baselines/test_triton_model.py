@@ -14,7 +14,7 @@ from support.triton import fake_triton
 from support.triton.fake_triton import InferenceRequest, InferenceResponse, Tensor
 from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.adapter.baseline import TritonPythonModel
-from tidewheel.baseline.generator import Generator, Row
+from tidewheel.baseline import Generator, Row
 
 Reply = dict[str, Any]
 

@@ -16,11 +16,11 @@ from entries.conftest import WriteEntry
 from support.frontend.tokenizers_on_the_spot import word_piece
 from support.models import tiny_models
 from support.triton.serving import WEIGHTS
-from tidewheel.byte_sizes import GIB
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.findings import Finding
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.settings import GIB
 
 # Mistakes are on line 4 and behind it.
 CONFIG = f"""backend: "tidewheel"

@@ -37,7 +37,6 @@ LAYERS = {
     "tidewheel.confidential": 0,
     "tidewheel.regular_files": 0,
     "tidewheel.model_formats": 0,
-    "tidewheel.byte_sizes": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
     "tidewheel.engine_arguments": 0,

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from support.models import tiny_models
-from tidewheel.byte_sizes import GIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import weights
@@ -16,6 +15,7 @@ from tidewheel.models.causal_lm import no_progress
 from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import read_config
 from tidewheel.models.weights import check_weights_fit
+from tidewheel.settings import GIB
 
 CUDA = torch.device("cuda", 0)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import device
@@ -19,6 +18,7 @@ from tidewheel.runner.device import (
     resolve_dtype,
 )
 from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
+from tidewheel.settings import MIB
 from tidewheel_kernels import FP8
 
 CPU = torch.device("cpu")

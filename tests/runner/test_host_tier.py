@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.byte_sizes import GIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import ModelShape
@@ -20,6 +19,7 @@ from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.settings import GIB
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
@@ -24,6 +23,7 @@ from tidewheel.runner.kv_tensors import (
     full_bytes,
 )
 from tidewheel.runner.loading import _allocate
+from tidewheel.settings import GIB, MIB
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from tidewheel.byte_sizes import GIB
 from tidewheel.runner import host_memory
 from tidewheel.runner.host_memory import ClaimRecord, MemoryClaim, SpareMemory, spare_memory
+from tidewheel.settings import GIB
 
 MINE = ClaimRecord(1, base=0, takes_share=True, began=100)
 CODE = """

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.cli.doctor import as_table
 from tidewheel.server.machine import (
     DiskSpace,
@@ -28,6 +27,7 @@ from tidewheel.server.machine import (
     read_space,
 )
 from tidewheel.server.tritonserver import STUB_NAME
+from tidewheel.settings import GIB, MIB
 
 CPU_TORCH = TorchBuild("2.13.0+cpu", "", "torch 2.13.0+cpu is a build without CUDA: install one with it", ())
 CUDA_TORCH = TorchBuild("2.13.0", "13.0", "torch 2.13.0 (CUDA 13.0) cannot use a GPU: Found no NVIDIA driver", ())

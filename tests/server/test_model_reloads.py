@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from support.triton.serving import wait_for
-from tidewheel.adapter.presence import Presence
+from tidewheel.adapter.stub_process import Presence
 from tidewheel.server import model_reloads
 from tidewheel.server.model_reloads import (
     GIVE_BACK_S,

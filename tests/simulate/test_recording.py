@@ -18,9 +18,8 @@ import pytest
 from support.simulate.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
-from tidewheel.record.recorded_events import Applied, Scheduled
-from tidewheel.record.recorder import PrefixNames, Recorder
-from tidewheel.record.recording_scheduler import RecordingScheduler
+from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent
+from tidewheel.record.recorder import PrefixNames, Recorder, RecordingScheduler
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.strategy import StrategyConfig
@@ -245,7 +244,7 @@ def test_a_recording_holds_no_tokens_and_no_names(tmp_path: Path) -> None:
         recorder.flush()
     content = path.read_bytes()
     assert b"secret" not in content and b"paying" in content
-    added = [event for event in Recording(path).events() if type(event).__name__ == "Added"]
+    added = [event for event in Recording(path).events() if type(event).__name__ == "AddEvent"]
     names = np.frombuffer(added[0].requests[0].prompt, dtype=np.int32)
     assert len(names) == 20 and not np.isin(names, prompt).any()
 
@@ -307,20 +306,20 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, says: s
         Recording(path)
 
 
-def scheduled(now: float, step_id: int) -> Scheduled:
-    return Scheduled(now, False, step_id, 1, 1, 1, 0, 1, 0, "")
+def scheduled(now: float, step_id: int) -> ScheduleEvent:
+    return ScheduleEvent(now, False, step_id, 1, 1, 1, 0, 1, 0, "")
 
 
-def applied(now: float, step_id: int) -> Applied:
-    return Applied(now, step_id, b"", 1, [])
+def applied(now: float, step_id: int) -> ApplyEvent:
+    return ApplyEvent(now, step_id, b"", 1, [])
 
 
-def times(events: Sequence[Scheduled | Applied]) -> list[tuple[float, float | None]]:
+def times(events: Sequence[ScheduleEvent | ApplyEvent]) -> list[tuple[float, float | None]]:
     return [(step.seconds, step.turn_seconds) for step in measured_steps(events)]
 
 
 def test_steps_are_measured_with_the_turns_between_them() -> None:
-    idle = Scheduled(4.0, False)
+    idle = ScheduleEvent(4.0, False)
     events = [
         scheduled(1.0, 0),
         applied(2.0, 0),

@@ -11,7 +11,7 @@ import pytest
 from support.top.watched import PagesOf, recorded, request_line, watch_of
 from tidewheel.top import terminal_app
 from tidewheel.top.server_view import RequestLine
-from tidewheel.top.terminal_app import Question, TerminalApp
+from tidewheel.top.terminal_app import QuestionScreen, TerminalApp
 from tidewheel.top.view_text import ORDERS
 
 pytest.importorskip("textual", reason="pip install 'tidewheel[top]'")
@@ -70,11 +70,11 @@ def test_a_request_is_cancelled_after_a_question(
 
     async def check(app: TerminalApp, pilot: Any) -> None:
         await pilot.press("k")
-        assert isinstance(app.screen, Question)
+        assert isinstance(app.screen, QuestionScreen)
         assert "Cancel request id-3 of tenant acme" in app.screen.text
         await pilot.press(key)
         await app.workers.wait_for_complete()
-        assert not isinstance(app.screen, Question)
+        assert not isinstance(app.screen, QuestionScreen)
         assert asked == cancelled
         assert [note.message for note in app._notifications] == [f"request id-{n} was cancelled" for n in cancelled]
 
@@ -84,10 +84,10 @@ def test_a_request_is_cancelled_after_a_question(
 def test_help_and_quit() -> None:
     async def check(app: TerminalApp, pilot: Any) -> None:
         await pilot.press("question_mark")
-        assert isinstance(app.screen, Question)
+        assert isinstance(app.screen, QuestionScreen)
         assert "cancel the chosen request" in app.screen.text
         await pilot.press("q")  # any key
-        assert not isinstance(app.screen, Question)
+        assert not isinstance(app.screen, QuestionScreen)
         await pilot.press("q")
         assert not app.is_running
 

@@ -1,4 +1,4 @@
-"""The baselines in Triton, which differ only in `config.pbtxt`. Each `execute` is one batch of Triton's batcher."""
+"""Triton model of the baselines. Each `execute` is one batch of Triton's batcher."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.logs import route_logging
-from tidewheel.adapter.presence import Presence
 from tidewheel.adapter.responder import error_response
-from tidewheel.baseline.generator import Generator, Row, RowOutput
+from tidewheel.adapter.stub_process import Presence
+from tidewheel.baseline import Generator, Row, RowOutput
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError
 from tidewheel.frontend.coercion import to_text
@@ -52,7 +52,7 @@ class TritonPythonModel:
 
     def _row(self, request: Any) -> Row:
         parameters = json.loads(request.parameters() or "{}")
-        unknown = sorted(parameters.keys() - {"id"})  # request id of `/generate`
+        unknown = sorted(parameters.keys() - {"id"})  # of `/generate`
         if unknown:
             raise InvalidRequest(f"{unknown[0]} is unknown to a baseline: it takes max_tokens and ignore_eos")
         inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
@@ -88,7 +88,6 @@ def _settings(args: Mapping[str, str]) -> EngineConfig:
 
 
 def _only_row(tensor: Any) -> np.ndarray[Any, Any]:
-    """Remove the batch dimension."""
     array: np.ndarray[Any, Any] = tensor.as_numpy()
     if array.shape[0] != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.shape[0]} rows: send a request for each prompt")

@@ -1,4 +1,4 @@
-"""Front ends of a model instance: one, or while settings change the new one and those that still have requests."""
+"""Front ends of a model instance: the current one, and older ones that still have requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tidewheel.adapter.health_port import HealthPort
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.adapter.repository_entry import ModelSettings
-from tidewheel.adapter.request_events import RequestEvents
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import EngineTarget
@@ -20,21 +18,78 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.placement import find_engine, may_start
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.event_queue import EventQueue
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.request_log import RequestLog
 from tidewheel.frontend.request_reader import RequestReader
+from tidewheel.frontend.request_spans import RequestSpans
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.health_endpoint import Readiness
+from tidewheel.health_endpoint import HealthEndpoint, Readiness
 
 log = logging.getLogger(__name__)
 
 FOLLOW_S = 1.0
 
 
-class Serving:
-    """A front end of one engine, with its metrics."""
+class RequestEvents:
+    def __init__(self, settings: ModelSettings) -> None:
+        """Raise `ConfigError`."""
+        model, frontend = settings.entry.labels["model_name"], settings.frontend
+        log = RequestLog(frontend.request_log, model) if frontend.request_log else None
+        endpoint = frontend.otlp_traces_endpoint
+        spans = RequestSpans(endpoint, model) if endpoint else None
+        self.has_spans = spans is not None
+        self._sinks = [sink for sink in (log, spans) if sink is not None]
+        self._queues = [EventQueue(sink.name, sink.write) for sink in self._sinks]
+
+    @property
+    def listener(self) -> Callable[[EndedRequest], None] | None:
+        return self.put if self._queues else None
+
+    def put(self, ended: EndedRequest) -> None:
+        for queue in self._queues:
+            queue.put(ended)
+
+    def close(self) -> None:
+        for queue in self._queues:
+            queue.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+class HealthPort:
+    """Health endpoint of a model, held by the first of its front ends to `try_open`."""
+
+    def __init__(self, host: str, port: int | None, report: Callable[[], Readiness]) -> None:
+        self._host = host
+        self._port = port
+        self._report = report
+        self._endpoint: HealthEndpoint | None = None
+        self._problem = ""
+
+    def try_open(self) -> None:
+        if self._port is None or self._endpoint is not None:
+            return
+        try:
+            self._endpoint = HealthEndpoint(self._host, self._port, self._report)
+        except OSError as error:
+            if self._problem != str(error):
+                self._problem = str(error)
+                log.info("health_port %d is not opened here: %s", self._port, error.strerror)
+        else:
+            log.info("readiness: http://%s:%d/ready", self._host, self._endpoint.port)
+
+    def close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+
+class EngineFrontend:
+    """Front end of one engine, with its metrics."""
 
     def __init__(
         self,
@@ -111,7 +166,7 @@ class Serving:
         return MetricsPublisher(publish)
 
     def _publish_last(self) -> None:
-        """Publish all figures, so that the client of the last live request sees them."""
+        """Publish all metrics before the last response of the last live request."""
         if self._metrics is not None:
             self._metrics.flush()
 
@@ -121,7 +176,7 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
     folder = Folder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
     encoder = PromptWorkers(folder, NUM_TOKENIZERS)
     try:
-        encoder.wait_tried()  # before this process reads the same files
+        encoder.wait_tried()  # before this process reads the files
         return RequestReader(
             info,
             Tokenizer.load(folder.path, vocab_size=info.vocab_size),
@@ -138,25 +193,21 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
 
 
 def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:
-    """Sample as Triton's vLLM backend does, which reads no `generation_config.json`, unless a setting asks for it."""
+    """Read `generation_config.json` only for a setting, as Triton's vLLM backend."""
     return GenerationDefaults.load(
         Path(info.model), config.generation_config or "vllm", config.override_generation_config
     )
 
 
 class Follower:
-    """Thread that follows the engine and the settings that serve the model.
-
-    Another load may change both, of this entry or of one that shares its engine. New requests go to the new engine or
-    settings; those in flight end where they are.
-    """
+    """Thread that follows the model to another engine or other settings. Requests in flight end where they are."""
 
     def __init__(self, model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> None:
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
         self._model_dir = model_dir
         self._settings = settings
         self._name = name
-        self._leaving: list[Serving] = []
+        self._leaving: list[EngineFrontend] = []
         self._stopped = threading.Event()
         self.events = RequestEvents(settings)
         self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
@@ -187,7 +238,7 @@ class Follower:
             self._health.try_open()
             try:
                 self._follow()
-            except Exception as error:  # the next turn tries again
+            except Exception as error:  # tried again
                 log.warning("%s cannot follow to other settings: %s: %s", self._name, type(error).__name__, error)
 
     def _follow(self) -> None:
@@ -204,8 +255,8 @@ class Follower:
             self.serving = serving
         log.info("%s follows to engine %s", self._name, target.folder.name)
 
-    def _serve(self, target: EngineTarget) -> Serving:
-        return Serving(self._settings, target, self._name, self._stopped.is_set, self.events.listener)
+    def _serve(self, target: EngineTarget) -> EngineFrontend:
+        return EngineFrontend(self._settings, target, self._name, self._stopped.is_set, self.events.listener)
 
     def _next_target(self) -> EngineTarget | None:
         now, has_failed = self.serving.target, self.serving.has_failed

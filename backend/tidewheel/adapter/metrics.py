@@ -1,9 +1,8 @@
 """Publication of the metrics of engine and requests on Triton's `/metrics`.
 
-Each call of a metric is a round trip (20 to 60 µs, measured), so only differences of totals are sent. A histogram
-takes one value a call, at most `MAX_OBSERVATIONS` in a flush; others follow when no request is live. Front ends share
-series of equal name and labels, whose differences add up. A metric lives until its process ends: if it is deleted,
-the server removes the series under other front ends that write to it (2.51 then hangs).
+A call is a round trip (20 to 60 µs, measured), so only differences of totals are sent. Front ends share series of
+equal labels, whose differences add up. A metric is never deleted: the server would remove the series under other
+front ends (2.51 then hangs).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CLASSES = tuple(priority.name.lower() for priority in Priority)
 _ROUNDING = 1e-6  # of sums of shares
 
 
-class Gauge:
+class GaugeSeries:
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = _keep(family.Metric(labels=dict(labels)))
         self._value: float | None = None
@@ -52,7 +51,7 @@ class Gauge:
         self._value = None
 
 
-class Counter:
+class CounterSeries:
     """Growing total. A smaller total comes from a restarted process."""
 
     def __init__(self, family: Any, labels: Labels) -> None:
@@ -70,14 +69,14 @@ class Counter:
         self._total = total
 
 
-class CounterByLabel:
+class LabelledCounters:
     """Counters that differ in one label."""
 
     def __init__(self, metric: Metric, labels: Labels, values: Sequence[str] = ()) -> None:
         self._family = make_family(metric)
         self._label = metric.label
         self._labels = labels
-        self._counters: dict[str, Counter] = {}
+        self._counters: dict[str, CounterSeries] = {}
         for value in values:
             self._counter(value)
 
@@ -89,18 +88,17 @@ class CounterByLabel:
         for value, total in totals.items():
             self._counter(value).follow(total)
 
-    def _counter(self, value: str) -> Counter:
+    def _counter(self, value: str) -> CounterSeries:
         if value not in self._counters:
-            self._counters[value] = Counter(self._family, {**self._labels, self._label: value})
+            self._counters[value] = CounterSeries(self._family, {**self._labels, self._label: value})
         return self._counters[value]
 
 
 class HistogramSeries:
-    """Histogram that is sent the growth of one counted here.
+    """Histogram that is sent the growth of a `Histogram` as means of its buckets' unsent values.
 
-    Each value sent is the mean of the unsent values of its bucket, so that the sum is right. At most
-    `MAX_OBSERVATIONS` go out in a flush. At most `MAX_WAITING` wait for the next flushes, an equal share of each
-    bucket's new values. The others, at most `MAX_RESTING`, rest until no request is live.
+    At most `MAX_WAITING` values wait for later flushes, an equal share of each bucket. The others rest until no
+    request is live.
     """
 
     def __init__(self, metric: Metric, bounds: Sequence[float], labels: Labels) -> None:
@@ -170,30 +168,30 @@ class HistogramSeries:
 
 
 class EngineMetrics:
-    """Metrics of an engine, published by the front end that holds the engine's lock."""
+    """Metrics of an engine, published by its owner."""
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
         self._block_size = info.block_size
         self._gauges = [
-            (read, Gauge(family, {**labels, **more}))
+            (read, GaugeSeries(family, {**labels, **more}))
             for read, family, more in _series(metrics.select("engine", "gauge"))
         ]
         self._counters = [
-            (read, Counter(family, {**labels, **more}))
+            (read, CounterSeries(family, {**labels, **more}))
             for read, family, more in _series(metrics.select("engine", "counter"))
         ]
         self._by_tenant = [
-            (attrgetter(str(metric.source)), CounterByLabel(metric, labels))
+            (attrgetter(str(metric.source)), LabelledCounters(metric, labels))
             for metric in metrics.select("tenant", "counter")
         ]
         blocks, model = make_family(metrics.CACHE_BLOCKS), {name: labels[name] for name in ("model", "version")}
         self._max, self._used, self._tokens_per = (
-            Gauge(blocks, {metrics.CACHE_BLOCKS.label: kind, **model}) for kind in ("max", "used", "tokens_per")
+            GaugeSeries(blocks, {metrics.CACHE_BLOCKS.label: kind, **model}) for kind in ("max", "used", "tokens_per")
         )
         sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}  # on a CPU, too
-        self._config = Gauge(make_family(metrics.CACHE_CONFIG), {**labels, **sizes})
-        self._ready = Gauge(make_family(metrics.ENGINE_READY), labels)
-        self._restarts = Counter(make_family(metrics.ENGINE_RESTARTS), labels)
+        self._config = GaugeSeries(make_family(metrics.CACHE_CONFIG), {**labels, **sizes})
+        self._ready = GaugeSeries(make_family(metrics.ENGINE_READY), labels)
+        self._restarts = CounterSeries(make_family(metrics.ENGINE_RESTARTS), labels)
         self._step_tokens = HistogramSeries(metrics.STEP_TOKENS, STEP_BOUNDS, labels)
         self._num_published = 0
 
@@ -205,13 +203,13 @@ class EngineMetrics:
             self._ready.set(float(is_ready))
 
     def publish_restarts(self, count: int, *, is_owner: bool) -> None:
-        """Publish the count, or note what the owner publishes."""
+        """Publish the count, or skip what the owner publishes."""
         (self._restarts.advance if is_owner else self._restarts.follow)(count)
 
     def publish(self, stats: EngineStats, *, has_time: bool = False) -> bool:
-        """Return whether values are left for a time without live requests."""
+        """Return whether values are left. `has_time`: no request is live."""
         self._num_published += 1
-        if self._num_published % RENEWAL == 0:  # another front end may have cleared them
+        if self._num_published % RENEWAL == 0:
             self._forget()
         for read, gauge in self._gauges:
             gauge.set(read(stats))
@@ -226,7 +224,7 @@ class EngineMetrics:
         return self._step_tokens.advance(stats.step_tokens, has_time=has_time)
 
     def follow(self, stats: EngineStats) -> None:
-        """Note what the owner publishes, to continue there after a takeover."""
+        """Skip what the owner publishes, for a takeover."""
         for read, counter in self._counters:
             counter.follow(read(stats))
         for read, by_tenant in self._by_tenant:
@@ -235,7 +233,7 @@ class EngineMetrics:
         self._forget()
 
     def clear(self) -> None:
-        """Show no engine: the last values would stand for ever."""
+        """Show an idle engine: the last values would stay."""
         idle = EngineStats()
         for read, gauge in self._gauges:
             gauge.set(read(idle))
@@ -246,7 +244,7 @@ class EngineMetrics:
         for gauge in (*(gauge for _, gauge in self._gauges), *self._others()):
             gauge.forget()
 
-    def _others(self) -> tuple[Gauge, ...]:
+    def _others(self) -> tuple[GaugeSeries, ...]:
         return self._max, self._used, self._tokens_per, self._config, self._ready
 
 
@@ -255,22 +253,19 @@ class RequestMetrics:
         """Publish what grows beyond `stats`."""
         reasons = [reason for reason in FinishReason if reason != "error"]
         self._received, self._prompt, self._generation = (
-            Counter(make_family(metric), labels)
+            CounterSeries(make_family(metric), labels)
             for metric in (metrics.RECEIVED, metrics.PROMPT_TOKENS, metrics.GENERATION_TOKENS)
         )
-        self._finished = CounterByLabel(metrics.FINISHED, labels, reasons)
-        self._rejected = CounterByLabel(metrics.REJECTED, labels, sorted(REJECTION_TAGS))
-        self._failed = CounterByLabel(metrics.FAILED, labels, sorted(TAGS))
-        self._answered = CounterByLabel(metrics.ANSWERED, labels, CLASSES)
-        self._in_time = CounterByLabel(metrics.IN_TIME, labels, CLASSES)
+        self._finished = LabelledCounters(metrics.FINISHED, labels, reasons)
+        self._rejected = LabelledCounters(metrics.REJECTED, labels, sorted(REJECTION_TAGS))
+        self._failed = LabelledCounters(metrics.FAILED, labels, sorted(TAGS))
+        self._answered = LabelledCounters(metrics.ANSWERED, labels, CLASSES)
+        self._in_time = LabelledCounters(metrics.IN_TIME, labels, CLASSES)
         reads = [(attrgetter(str(metric.source)), metric) for metric in metrics.select("requests", "histogram")]
         self._histograms = [(read, HistogramSeries(metric, read(stats).bounds, labels)) for read, metric in reads]
 
     def publish(self, stats: FrontendStats, refused: Mapping[str, int], *, has_time: bool = False) -> bool:
-        """Publish `stats`, with `refused` requests that never reached the front end, by tag.
-
-        Return whether values are left for a time without live requests.
-        """
+        """Return whether values are left. `refused`: requests by tag that never reached the front end."""
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
         self._failed.advance(stats.failed)
@@ -285,7 +280,7 @@ class RequestMetrics:
 
 
 class MetricsPublisher:
-    """Thread that calls `publish` every `interval_s` and at the end, and again at once if it returns True."""
+    """Thread that calls `publish` every `interval_s`, at the end, and at once after it returned True."""
 
     def __init__(self, publish: Callable[[], bool], interval_s: float = FLUSH_INTERVAL_S) -> None:
         self._publish = publish
@@ -322,7 +317,7 @@ Series = tuple[Callable[[Any], float], Any, Labels]
 
 
 def _series(table: Sequence[Metric]) -> list[Series]:
-    """Return reader, family and labels of each series: one, or one for each class or value of the metric's label."""
+    """Return reader, family and labels of each series."""
     found: list[Series] = []
     for metric in table:
         family, source = make_family(metric), metric.source

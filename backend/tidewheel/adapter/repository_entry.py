@@ -23,7 +23,7 @@ from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
-ORIGIN = "tidewheel_origin"  # file in an entry whose other files are links: path of the entry that they are from
+ORIGIN = "tidewheel_origin"  # file in an entry of links: path of the entry that it links to
 
 # Read by Triton's Python backend.
 TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
@@ -104,7 +104,6 @@ class ModelEntry:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return vLLM's and Triton's labels of metrics."""
         return {
             "model_name": self.model_label or self.name,
             "engine": "0",
@@ -128,7 +127,7 @@ class ModelSettings:
 
 
 def real_entry(folder: Path) -> Path:
-    """Return the folder of the entry, which names it if it holds links to its files."""
+    """Return the folder of the entry, following `ORIGIN`."""
     with contextlib.suppress(FileNotFoundError):
         return Path((folder / ORIGIN).read_text(encoding="utf-8")).resolve()
     return folder.resolve()
@@ -199,7 +198,7 @@ def _read(entry: ModelEntry) -> dict[str, object]:
 
 
 def check_settings(settings: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for settings that an entry with an engine cannot have."""
+    """Raise `ConfigError` for wrong settings of an entry with an engine."""
     values = _known(settings)
     _take_frontend(values)
     _engine_config(values)
@@ -244,17 +243,18 @@ def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
 
 
 def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
-    """Return the owner of a twin's engine, and its settings."""
     path = twin.repository / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
-    folder, version = path.parent, _latest_version(path.parent)
+    folder = path.parent
+    if not (present := versions(folder)):
+        raise ConfigError(f"model {name!r} has no version folder, such as {name}/1")
     owner = ModelEntry(
         name=name,
         folder=folder,
-        version=version,
+        version=str(present[-1]),
         parameters=_read_pbtxt(path),
-        model_json=read_object(folder / version / MODEL_JSON),
+        model_json=read_object(folder / str(present[-1]) / MODEL_JSON),
     )
     settings = _read(owner)
     _take_frontend(settings)
@@ -265,15 +265,12 @@ def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, ob
     return owner, settings
 
 
-def _latest_version(folder: Path) -> str:
-    versions = [int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
-    if not versions:
-        raise ConfigError(f"model {folder.name!r} has no version folder, such as {folder.name}/1")
-    return str(max(versions))
+def versions(folder: Path) -> list[int]:
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir())
 
 
 def _read_pbtxt(path: Path) -> dict[str, str]:
-    # Only twins need these imports, which bring all of gRPC.
+    # These imports bring all of gRPC.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

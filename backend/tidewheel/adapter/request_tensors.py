@@ -15,7 +15,7 @@ from tidewheel.frontend.coercion import check_size, parse_json, show, to_text
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource, Task
 
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
-_TRACE_HEADERS = ("traceparent", "tracestate")  # that Triton or the gateway passes on as parameters
+_TRACE_HEADERS = ("traceparent", "tracestate")  # that Triton or the gateway sends as parameters
 _MAX_TRACEPARENT_CHARS = 128
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
@@ -38,7 +38,7 @@ def read_request(
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
-    # By default only a text prompt is echoed: the client did not write the rendered template.
+    # A rendered template is not echoed by default: the client did not write it.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     is_trtllm = dialect == "trtllm"
     if stream and not exclude_input and not is_trtllm:
@@ -101,7 +101,7 @@ def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> 
 
 
 def _adapt(tensors: dict[str, object], sources: Iterable[ParameterSource]) -> None:
-    """Give tensors the meaning that they have in TensorRT-LLM: a `top_p` of 0 is off, stop words stay in the text."""
+    """Apply TensorRT-LLM's meanings: a `top_p` of 0 is off, stop words stay in the text."""
     name = "include_stop_str_in_output"
     if tensors.get("top_p") == 0:
         del tensors["top_p"]
@@ -120,7 +120,7 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _request_parameters(request: Any) -> dict[str, object]:
-    # Triton puts `parameters` of a body and names up to a NUL together: a second one would replace that of a proxy.
+    # A name after a NUL would replace a proxy's: Triton joins them.
     values = cast(dict[str, object], parse_json(request.parameters() or "{}", "parameters"))
     values.pop("id", None)  # of `/generate`
     for name in _TRACE_HEADERS:
@@ -129,7 +129,7 @@ def _request_parameters(request: Any) -> dict[str, object]:
 
 
 def _traceparent(request: Any) -> str:
-    """Return the span of Triton, if it traces for OpenTelemetry, or else that of the client."""
+    """Return Triton's span, if it traces for OpenTelemetry, else the client's."""
     context = request.trace().get_context()
     carried = json.loads(context) if context else json.loads(request.parameters() or "{}")
     found = carried.get("traceparent", "")
@@ -180,7 +180,7 @@ def _bytes(inputs: Mapping[str, Any], name: str, limit: int, setting: str = "") 
 
 
 def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
-    """Copy them, because Triton may free its memory after `execute`."""
+    """Return a copy, because Triton may free its memory after `execute`."""
     if "input_ids" not in inputs:
         return None
     ids = inputs["input_ids"].as_numpy().reshape(-1)

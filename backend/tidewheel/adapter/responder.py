@@ -26,22 +26,21 @@ class ResponseFormat:
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
-    is_logprobs_null: bool = False  # only `return_logprobs` asks for them, which vLLM's backend answers with null
+    is_logprobs_null: bool = False  # answer null, as vLLM's backend does if only `return_logprobs` asks
     log_probs: bool = False  # cum_log_probs and output_log_probs
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     token_ids: bool = False
     perf_metrics: bool = False
     accumulate: bool = False  # each response holds all text so far
-    is_trtllm: bool = False  # as the TensorRT-LLM ensemble: batch dimension, INT32 counts
+    is_trtllm: bool = False  # batch dimension, INT32 counts
     one_by_one: bool = False  # a response for each sequence, with its `sequence_index`
 
 
 class TritonSink:
     """`Sink` on a Triton response sender.
 
-    Triton frees the request with its FINAL response, and `is_cancelled` on a freed one crashes the server (seen with
-    2.51). So a lock separates it from sending, and nothing touches the sender after the end.
+    A lock separates sending and `is_cancelled`, which crashes the server (2.51) after FINAL has freed the request.
     """
 
     def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
@@ -54,7 +53,7 @@ class TritonSink:
         self._texts: list[list[str]] = []  # if text accumulates
 
     def send(self, response: Response) -> None:
-        """Send a response, FINAL if it is the last. If that fails, end the request."""
+        """Send a response, FINAL if it is the last. A failure ends the request."""
         with self._lock:
             if not self._is_open:
                 return
@@ -110,27 +109,26 @@ class TritonSink:
 Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 
 
-class _Kept(threading.local):
-    """Tensors that say that no sequence has ended, as those of most responses do, by shape.
+class _UnfinishedTensors(threading.local):
+    """`finish_reason` tensors of unfinished sequences by shape, for each thread.
 
-    A tensor keeps its place in shared memory, so sending it again costs little (`python benchmarks response_cost`).
-    Two threads that send one for the first time would give it two places: each thread has its own.
+    A tensor that is sent again costs little (`python benchmarks response_cost`). Two threads must not send it first.
     """
 
     def __init__(self) -> None:
         self.unfinished: dict[tuple[int, ...], Any] = {}
 
 
-_kept = _Kept()
+_unfinished = _UnfinishedTensors()
 
 
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
-    """Return the tensors of one or more responses of Triton. A tensor has an element per sequence."""
+    """Return the tensors of one or more responses of Triton, with an element per sequence."""
     if not response_format.one_by_one or len(response) == 1:
         return [_tensors(response, response_format, _arrays(response, response_format, texts))]
-    # Sequences without news are left out, but for the end, which brings the figures of all.
-    news = [index for index, chunk in enumerate(response) if chunk.token_ids or texts[index] or is_last(response)]
-    return [_of_one(response[index], response_format, texts[index], index) for index in news or [0]]
+    # Sequences without new tokens are left out, except at the end.
+    shown = [index for index, chunk in enumerate(response) if chunk.token_ids or texts[index] or is_last(response)]
+    return [_of_one(response[index], response_format, texts[index], index) for index in shown or [0]]
 
 
 def _of_one(chunk: Chunk, response_format: ResponseFormat, text: str, index: int) -> list[Any]:
@@ -139,7 +137,7 @@ def _of_one(chunk: Chunk, response_format: ResponseFormat, text: str, index: int
 
 
 def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> Arrays:
-    """Return an element per sequence, but for finish reasons. `token_ids` concatenates those of all."""
+    """Return all but `finish_reason`, an element per sequence; `token_ids` joins all sequences."""
     arrays: Arrays = {"text_output": _encoded(texts)}
     if response[0].cumulative_logprob is not None:
         arrays |= _logprob_arrays(response, response_format)
@@ -157,7 +155,7 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
     if response_format.token_ids:
         arrays["token_ids"] = np.array([i for chunk in response for i in chunk.token_ids], np.int32)
     if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
-        # A stop string may have ended a sequence before its figures came.
+        # After a stop string a sequence has no figures.
         arrays |= _perf_arrays([chunk.stats or RequestStats() for chunk in response])
     return arrays
 
@@ -167,7 +165,7 @@ def _logprob_arrays(response: Response, response_format: ResponseFormat) -> Arra
     arrays = {"cumulative_logprob": sums} if response_format.cumulative_logprob else {}
     if response_format.log_probs:
         by_sequence = [[entry.logprob for entry in chunk.logprobs or ()] for chunk in response]
-        rows = np.zeros((len(response), max(map(len, by_sequence))), np.float32)  # 0 behind the end of a sequence
+        rows = np.zeros((len(response), max(map(len, by_sequence))), np.float32)  # 0 after the end of a sequence
         for row, logprobs in zip(rows, by_sequence, strict=True):
             row[: len(logprobs)] = logprobs
         arrays |= {"cum_log_probs": sums, "output_log_probs": rows}
@@ -175,7 +173,7 @@ def _logprob_arrays(response: Response, response_format: ResponseFormat) -> Arra
 
 
 def _as_ensemble(arrays: Arrays) -> Arrays:
-    """Give the tensors the types and the batch dimension of the TensorRT-LLM ensemble, whose text has none."""
+    """Give the tensors the ensemble's types and, except for the text, its batch dimension."""
     if "kv_cache_reused_blocks" in arrays:
         reused, new = arrays["kv_cache_reused_blocks"], arrays["kv_cache_alloc_new_blocks"]
         none = np.zeros_like(new)
@@ -189,13 +187,13 @@ def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def logprobs_json(chunk: Chunk) -> str:
-    """Return `{token_id: {logprob, rank, decoded_token}}` per token. `logprob` is null if infinite."""
+    """Return `{token_id: {logprob, rank, decoded_token}}` by token; an infinite `logprob` is null."""
     pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
     return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
 
 def prompt_logprobs_json(chunk: Chunk, logprobs: Sequence[TopLogprobs]) -> str:
-    """Return the same of each token of the prompt. The first, which nothing precedes, has null for both numbers."""
+    """Return the list of the prompt's tokens. The first has null for `logprob` and `rank`."""
     first, *others = chunk.prompt_ids
     entries: list[dict[str, dict[str, object]]] = [
         {str(first): {"logprob": None, "rank": None, "decoded_token": chunk.token_texts[first]}}
@@ -207,7 +205,7 @@ def prompt_logprobs_json(chunk: Chunk, logprobs: Sequence[TopLogprobs]) -> str:
 def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, dict[str, object]]:
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
-        found[top_id] = (logprob, rank)  # of a tie, vLLM shows the place among the likeliest
+        found[top_id] = (logprob, rank)  # as in vLLM, also for a tie
     return {
         str(known): {
             "logprob": logprob if math.isfinite(logprob) else None,
@@ -248,9 +246,9 @@ def _finish_reasons(response: Response, *, is_batched: bool) -> Any:
     if any(chunk.finish_reason is not None for chunk in response):
         reasons = _encoded([chunk.finish_reason or "None" for chunk in response])
         return pb_utils.Tensor("finish_reason", reasons.reshape(shape))
-    if shape not in _kept.unfinished:
-        _kept.unfinished[shape] = pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
-    return _kept.unfinished[shape]
+    if shape not in _unfinished.unfinished:
+        _unfinished.unfinished[shape] = pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
+    return _unfinished.unfinished[shape]
 
 
 def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:

@@ -75,12 +75,12 @@ TRTLLM_OUTPUTS = (
 )
 
 
-# The ensemble's integers were UINT32 in older releases: clients of that time send no others.
+# Clients of older releases of the ensemble send integers as UINT32.
 _OLDER_TYPES = {"TYPE_INT32": "TYPE_UINT32"}
 
 
 def complete(config: Any) -> Any:
-    """Add to a `pb_utils.ModelConfig` what the entry does not declare. Raise `ConfigError` for a contradiction."""
+    """Complete a `pb_utils.ModelConfig`. Raise `ConfigError` for a contradiction."""
     entry = config.as_dict()
     for _, message in contradictions(entry):
         raise ConfigError(message)
@@ -102,7 +102,7 @@ def complete(config: Any) -> Any:
 
 
 def contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield path and message of each field of a `ModelConfig`, given as a dictionary, that the load refuses."""
+    """Yield path and message of the fields that the load refuses."""
     is_trtllm, size = _is_trtllm(entry), int(entry.get("max_batch_size", 0))
     if size > 0 and not is_trtllm:
         yield (

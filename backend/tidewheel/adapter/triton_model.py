@@ -10,12 +10,11 @@ import triton_python_backend_utils as pb_utils
 
 import tidewheel
 from tidewheel.adapter.follower import Follower
-from tidewheel.adapter.inherited_connections import close_inherited_connections, is_stub
 from tidewheel.adapter.logs import route_logging
-from tidewheel.adapter.presence import Presence
 from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
+from tidewheel.adapter.stub_process import Presence, close_inherited_connections, is_stub
 from tidewheel.adapter.tensors import complete
 from tidewheel.confidential import protect_texts
 from tidewheel.engine.folder import EngineTarget, engine_dir
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
-    """One front end. Triton runs each instance in its own process, and calls it from one thread."""
+    """Front end in a process of its own. Triton calls it from one thread."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -57,11 +56,11 @@ class TritonPythonModel:
         self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:
-        """Return whether requests are taken. Servers since python_backend's pull request 430 ask; it never blocks."""
+        """Return whether requests are taken. Servers since python_backend's pull request 430 ask."""
         return self._follower.serving.readiness.is_ready
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Submit requests, and return when one more may come. Until then they wait in Triton's queue."""
+        """Submit requests, and return when there is room for another."""
         for request in requests:
             self._submit(request)
             self._follower.serving.frontend.wait_for_room()
@@ -71,7 +70,6 @@ class TritonPythonModel:
         self._follower.close()
 
     def _submit(self, request: Any) -> None:
-        """Pass a request on, or answer it with an error."""
         arrival_ns = time.monotonic_ns()
         request_id = request.request_id()  # Triton may free the request with its answer
         self._presence.open_request()

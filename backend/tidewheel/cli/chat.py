@@ -7,7 +7,14 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import Answer, add_sampling_options, add_server_options, connect, sampling_params, show
+from tidewheel.cli.usage import (
+    PrintedAnswer,
+    add_sampling_options,
+    add_server_options,
+    connect,
+    sampling_params,
+    show,
+)
 
 if TYPE_CHECKING:
     from tidewheel_client import Client
@@ -64,7 +71,7 @@ class Conversation:
         if self._stats:
             print(answer.stats, file=sys.stderr)
 
-    def _answer(self, messages: list[dict[str, str]]) -> Answer:
+    def _answer(self, messages: list[dict[str, str]]) -> PrintedAnswer:
         with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
             return show(stream)
 

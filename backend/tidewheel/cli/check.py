@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import UsageError, printable
 
 if TYPE_CHECKING:
-    from tidewheel.entries.checking import Report, Tell
+    from tidewheel.entries.checking import CheckReport, FindingListener
     from tidewheel.entries.findings import Finding
 
 JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
 
 
-def _check(args: argparse.Namespace, tell: Tell | None) -> Report:
+def _check(args: argparse.Namespace, tell: FindingListener | None) -> CheckReport:
     # Protobuf, and torch for the models, take seconds.
     from tidewheel.entries.checking import check
     from tidewheel.errors import ConfigError
@@ -62,7 +62,7 @@ def _check(args: argparse.Namespace, tell: Tell | None) -> Report:
         raise UsageError(str(error)) from None
 
 
-def _as_json(report: Report, mended: list[Finding]) -> dict[str, object]:
+def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:
     return {
         "version": JSON_VERSION,
         "checked": report.checked,
@@ -84,7 +84,7 @@ def _print_finding(finding: Finding) -> None:
     print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"), flush=True)
 
 
-def _print_summary(report: Report) -> None:
+def _print_summary(report: CheckReport) -> None:
     for name, implementation in report.models.items():
         print(printable(f"{name}: {implementation}"))
     for name, text in report.kv_cache.items():

@@ -1,4 +1,4 @@
-"""`tidewheel COMMAND`: run a command; turn errors into one line and an exit code.
+"""`tidewheel COMMAND`.
 
 Exit codes: 0 done; 1 the server could not start, or part of it died, or `check` found errors; 2 wrong usage, or the
 request failed.
@@ -37,7 +37,7 @@ COMMANDS = {
     "bench": "measure any targets on the same requests, and report",
     "demo": "start a server with the demo model, let it write, and end it",
 }
-# Those whose module has another name.
+# Modules of another name.
 _MODULES = dict.fromkeys(("load", "unload", "reload"), "model_commands")
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     forbid_core_dumps()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a character that the locale lacks ends no command
+            stream.reconfigure(errors="replace")  # of characters that the locale lacks
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -77,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """Return an expected error's exit code, or None; import no module for it."""
     for module, name, code in (
         ("tidewheel.server", "ServeError", 1),
         ("tidewheel_process.restarts", "CrashLoop", 1),

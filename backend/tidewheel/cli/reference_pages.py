@@ -1,7 +1,7 @@
 """Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference_pages docs``.
 
-A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. A setting's meaning is the comment
-behind its field; a comment on a line of its own is a heading. An error's docstring has cause and remedy.
+A page has such a part between ``<!-- generated: NAME -->`` and ``<!-- end -->``. The comment after a setting's field
+is its meaning; a comment on a line of its own is a heading.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS: Mapping[object, str] = {bool: "true or false", int: "integer", float: "n
 _RULES = ("policies", "admission", "preemption", "strategies", "controllers", "sessions")
 
 
-class Setting(NamedTuple):
+class DocumentedSetting(NamedTuple):
     heading: str
     name: str
     kind: str
@@ -42,10 +42,8 @@ class Setting(NamedTuple):
     meaning: str
 
 
-def read_settings(cls: type[Any]) -> list[Setting]:
-    """Return the fields of a dataclass of settings, before those of its bases. Raise `ConfigError` for a field
-    without a meaning.
-    """
+def read_settings(cls: type[Any]) -> list[DocumentedSetting]:
+    """Return a dataclass's fields, then its bases'. Raise `ConfigError` for a field without a meaning."""
     comments: dict[str, tuple[str, str]] = {}
     for base in cls.__mro__[:-1]:
         comments |= _read_comments(inspect.getsource(base))
@@ -57,7 +55,7 @@ def read_settings(cls: type[Any]) -> list[Setting]:
     for name, (heading, meaning) in comments.items():
         field = fields[name]
         kind = "JSON" if field.name in JSON_SETTINGS else _kind(hints[field.name])
-        settings.append(Setting(heading, field.name, kind, _default(field.default), meaning))
+        settings.append(DocumentedSetting(heading, field.name, kind, _default(field.default), meaning))
     return settings
 
 
@@ -79,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_comments(source: str) -> dict[str, tuple[str, str]]:
-    """Return heading and meaning by field, from the source of a class."""
     heading, comments = "", {}
     for line in textwrap.dedent(source).splitlines():
         if match := _HEADING.fullmatch(line):
@@ -113,13 +110,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 
-def _settings_table(settings: Iterable[Setting]) -> str:
+def _settings_table(settings: Iterable[DocumentedSetting]) -> str:
     rows = ((f"`{item.name}`", item.kind, item.default, item.meaning) for item in settings)
     return _table(("setting", "type", "default", "meaning"), rows)
 
 
-def _with_life(item: Setting) -> Setting:
-    """Mark a setting that a reload changes without another engine."""
+def _with_life(item: DocumentedSetting) -> DocumentedSetting:
     if item.name not in LIVE:
         return item
     return item._replace(meaning=f"{item.meaning} (**live**{', up to its start' if item.name in SIZED else ''})")
@@ -156,7 +152,6 @@ def _engine_arguments() -> str:
 
 
 def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return each reason with its keys."""
     groups: dict[str, list[str]] = {}
     for key, reason in reasons.items():
         groups.setdefault(reason, []).append(key)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import DEFAULT_URL, UsageError
 
 if TYPE_CHECKING:
-    from tidewheel.top.watch import Watch
+    from tidewheel.top.watch import ServerWatch
     from tidewheel_client.server_pages import ServerPages
 
 KEY_VARIABLE = "TIDEWHEEL_API_KEY"
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
 
 
-def _watch(args: argparse.Namespace) -> Watch:
+def _watch(args: argparse.Namespace) -> ServerWatch:
     import os
 
-    from tidewheel.top.watch import Target, Watch
+    from tidewheel.top.watch import ServerWatch, WatchTarget
 
-    return Watch(Target(_pages(args), args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
+    return ServerWatch(WatchTarget(_pages(args), args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
 
 
 def _pages(args: argparse.Namespace) -> ServerPages:
@@ -74,8 +74,7 @@ def _pages(args: argparse.Namespace) -> ServerPages:
     return ServerPages(args.url or DEFAULT_URL, args.metrics_url, args.health_url)
 
 
-def _print_once(watch: Watch, interval_s: float, *, as_json: bool) -> int:
-    """Print what is seen at the second look, because rates need two."""
+def _print_once(watch: ServerWatch, interval_s: float, *, as_json: bool) -> int:
     import msgspec
 
     from tidewheel.top.view_text import as_text
@@ -87,7 +86,7 @@ def _print_once(watch: Watch, interval_s: float, *, as_json: bool) -> int:
     return 0
 
 
-def _show(watch: Watch, interval_s: float) -> int:
+def _show(watch: ServerWatch, interval_s: float) -> int:
     try:
         from tidewheel.top.terminal_app import TerminalApp
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Options, errors and printed answers that commands share."""
+"""Options, errors and answers of several commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEPT_CONTROLS = "\n\t"
 
 
 class UsageError(Exception):
-    """Command line that makes no sense here."""
+    """Wrong command line."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,6 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Return a client of a server that answers, with the model chosen."""
     from tidewheel_client import Client, ServerUnavailable
 
     client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
@@ -107,7 +106,7 @@ def _json_or_text(value: str) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PrintedAnswer:
     text: str
     finish_reason: str | None  # None: cancelled here
     num_input_tokens: int
@@ -126,7 +125,7 @@ class Answer:
         )
 
 
-def show(stream: Stream, out: TextIO | None = None) -> Answer:
+def show(stream: Stream, out: TextIO | None = None) -> PrintedAnswer:
     """Print a stream's chunks. Ctrl-C cancels it."""
     out = out or sys.stdout
     start = time.monotonic()
@@ -145,7 +144,7 @@ def show(stream: Stream, out: TextIO | None = None) -> Answer:
         if texts:
             out.write("\n")
             out.flush()
-    return Answer(
+    return PrintedAnswer(
         text="".join(texts),
         finish_reason=stream.finish_reason,
         num_input_tokens=num_input,
@@ -156,5 +155,5 @@ def show(stream: Stream, out: TextIO | None = None) -> Answer:
 
 
 def printable(text: str) -> str:
-    """Drop control characters: a terminal would obey a model's escape sequences."""
+    """Return the text without control characters, which a terminal would obey."""
     return "".join(c for c in text if c in _KEPT_CONTROLS or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))

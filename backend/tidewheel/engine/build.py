@@ -18,8 +18,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.record.recorder import Recorder
-from tidewheel.record.recording_scheduler import RecordingScheduler
+from tidewheel.record.recorder import Recorder, RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array, Int64Array
-from tidewheel.byte_sizes import MIB
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
 from tidewheel.request import FinishReason, Pooling, Request
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams, TopLogprobs
+from tidewheel.settings import MIB
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 

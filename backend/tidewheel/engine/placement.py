@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.folder import (
     CURRENT,
@@ -27,6 +26,7 @@ from tidewheel.engine.operating import drain
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.settings import MIB
 from tidewheel_process.locked_folder import LockedFolder
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tidewheel.confidential import TracebackFormatter, protect_texts
+from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.folder import (
@@ -199,9 +199,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     parser.add_argument("--linger-s", type=float, default=LINGER_S, help="how long it stays without a front end")
     arguments = parser.parse_args(argv)
     protect_texts()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TracebackFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # log all threads' stacks
     with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from tidewheel.adapter.repository_entry import (
     ModelSettings,
     known_settings,
     resolve_settings,
+    versions,
 )
 from tidewheel.config import MODEL_NOT_SET
 from tidewheel.engine_arguments import ARGUMENTS, HONOURED, WITHOUT_EFFECT
@@ -25,7 +26,6 @@ from tidewheel.entries.entry import (
     UnreadableConfig,
     read_entry,
     served_version,
-    versions,
 )
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
 from tidewheel.errors import ConfigError
@@ -35,7 +35,7 @@ from tidewheel.settings import nearest
 
 if TYPE_CHECKING:
     from tidewheel.config import EngineConfig
-    from tidewheel.entries.model_rules import Needs
+    from tidewheel.entries.model_rules import MemoryNeeds
 
 RULES = ("syntax", "folder", "backend", "settings", "model", "together")  # beside `CONFIG_RULES`
 _UNREAD = (("schema", "error"), ("model-json", "error"))  # with these, a model that is set may not be seen
@@ -44,12 +44,12 @@ _MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 _NAME = re.compile(r"\w+")
 _NO_MODEL = "no/model"  # stands for a model that is not set
 
-Tell = Callable[[Finding], None]
+FindingListener = Callable[[Finding], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    tell: Tell | None = None  # called with each finding when it is found
+class CheckReport:
+    tell: FindingListener | None = None  # called with each finding when it is found
     checked: list[str] = field(default_factory=list)  # names of entries
     passed_over: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -66,12 +66,12 @@ class Report:
         return sum(finding.severity == severity for finding in self.findings)
 
 
-class Target(NamedTuple):
+class CheckTarget(NamedTuple):
     repository: Path
     names: list[str]
 
 
-def find_target(path: Path) -> Target:
+def find_target(path: Path) -> CheckTarget:
     """Return the entries at a path: all of a repository, or one. Raise `ConfigError`."""
     folder = path.parent if path.name == CONFIG_NAME else path
     if folder.name in ("", ".."):
@@ -81,23 +81,23 @@ def find_target(path: Path) -> Target:
     if not folder.is_dir():
         raise ConfigError(f"{str(path)!r}: no such folder")
     if (folder / CONFIG_NAME).is_file():
-        return Target(folder.parent, [folder.name])
+        return CheckTarget(folder.parent, [folder.name])
     names = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}"))
     if not names:
         raise ConfigError(
             f"{str(path)!r} is no entry and no model repository: neither it nor a folder in it has a {CONFIG_NAME}"
         )
-    return Target(folder, names)
+    return CheckTarget(folder, names)
 
 
-def check(path: Path, *, is_this_machine: bool = True, tell: Tell | None = None) -> Report:
+def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | None = None) -> CheckReport:
     """Raise `ConfigError` if there is nothing to check."""
-    target, report = find_target(path), Report(tell)
+    target, report = find_target(path), CheckReport(tell)
     read = {found.parent.name: _read(found.parent) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
         report.add(_without_config(target.repository))
-    needs: dict[str, tuple[EngineConfig, Needs]] = {}
+    needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = {}
     for name in target.names:
         entry = read[name]
         if isinstance(entry, UnreadableConfig):
@@ -121,7 +121,7 @@ def _read(folder: Path) -> Entry | UnreadableConfig:
         return error
 
 
-def _check_entry(entry: Entry, report: Report, needs: dict[str, tuple[EngineConfig, Needs]]) -> None:
+def _check_entry(entry: Entry, report: CheckReport, needs: dict[str, tuple[EngineConfig, MemoryNeeds]]) -> None:
     before = report.count("error")
     of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
     held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
@@ -134,7 +134,7 @@ def _check_entry(entry: Entry, report: Report, needs: dict[str, tuple[EngineConf
 
 
 def _without_config(repository: Path) -> Iterator[Finding]:
-    """Find folders with which Triton does not start. A folder with a version may be of a backend without a file."""
+    """Find folders without `config.pbtxt` and version, with which Triton does not start."""
     for folder in sorted(repository.iterdir()):
         is_entry = not folder.is_dir() or (folder / CONFIG_NAME).is_file() or versions(folder)
         if not is_entry and not folder.name.startswith("."):
@@ -161,8 +161,9 @@ def _judge_files(entry: Entry) -> Iterator[Finding]:
     yield from located(entry, "settings", problems)
 
 
-def _judge_model(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]], report: Report) -> Iterator[Finding]:
-    """Yield the findings of an entry's model. Record its implementation in `report`, its memory in `needs`."""
+def _judge_model(
+    entry: Entry, needs: dict[str, tuple[EngineConfig, MemoryNeeds]], report: CheckReport
+) -> Iterator[Finding]:
     settings = judge_settings(entry).settings if entry.is_ours else None
     if settings is None or settings.owner.name != entry.name:
         return
@@ -180,7 +181,6 @@ def _judge_model(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]], rep
 
 
 def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Finding]:
-    """Turn problems of a rule into findings."""
     for problem in problems:
         path = problem.file or entry.path
         text, found = "", None
@@ -195,7 +195,6 @@ def located(entry: Entry, rule: str, problems: Iterable[Problem]) -> Iterator[Fi
 
 
 def _nearest_field(fields: Mapping[str, Field], path: str) -> Field | None:
-    """Return the field at the path, or the innermost field around it; of a parameter, its key."""
     while path:
         if path in fields:
             key = fields[path].child("key") if fields[path].name in _MAPS else None
@@ -205,7 +204,6 @@ def _nearest_field(fields: Mapping[str, Field], path: str) -> Field | None:
 
 
 def _renamed(text: str, found: Field) -> tuple[int, str]:
-    """Return offset and text of the wrong name: of a parameter, the value of `key`."""
     if found.name == "key":
         start = found.value_start + 1
         return start, text[start : start + len(found.value)]
@@ -213,7 +211,6 @@ def _renamed(text: str, found: Field) -> tuple[int, str]:
 
 
 def _together(repository: Path, needs: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge the memory of several engines together."""
     if len(needs) < 2:
         return
     from tidewheel.entries.model_rules import together
@@ -228,7 +225,7 @@ class SettingsJudgement(NamedTuple):
 
 
 def judge_settings(entry: Entry) -> SettingsJudgement:
-    """Resolve the settings as the load does, again and again, each time without the setting that it refused."""
+    """Resolve the settings as the load does, again and again without those refused."""
     parameters, from_json = dict(entry.parameters), dict(entry.model_json)
     problems: list[Problem] = []
     while True:
@@ -265,7 +262,6 @@ def is_unknown_setting(problem: Problem) -> bool:
 
 
 def at_setting(entry: Entry, problem: Problem) -> Problem:
-    """Move a problem to the setting that its message names; a problem of a file, if its message begins with one."""
     first = problem.message.split()[0].rstrip(":")
     words = problem.message if problem.file is None else first if first.isidentifier() else ""
     key = _named(words, entry.settings)
@@ -275,14 +271,12 @@ def at_setting(entry: Entry, problem: Problem) -> Problem:
 
 
 def _named(message: str, settings: Mapping[str, object]) -> str:
-    """Return the first setting that a message names, by vLLM's name or ours."""
     here = {HONOURED.get(key, key): key for key in settings} | {key: key for key in settings}
     quoted = next((key for key in settings if message.startswith(f"unknown setting {key!r}")), None)
     return quoted or next((here[word] for word in _NAME.findall(message) if word in here), "")
 
 
 def _problem(entry: Entry, key: str, message: str, parameters: Mapping[str, str]) -> Problem:
-    """Return an error of a setting in `config.pbtxt`, if `parameters` has it, or in `model.json`."""
     if not key and "engine_of" in entry.settings:
         message = f"engine_of is {entry.engine_of!r}, whose engine cannot be had: {message}"
         key = "engine_of"

@@ -1,7 +1,4 @@
-"""Rules about the folder of an entry, its `config.pbtxt`, and Triton's own schedulers in front of the engine.
-
-What Triton refuses is in `ValidateModelConfig` and `ValidateInstanceGroup` of its core (`src/model_config_utils.cc`).
-"""
+"""Rules about an entry's folder and `config.pbtxt`. Triton's are in `src/model_config_utils.cc` of its core."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.adapter.repository_entry import BACKEND
+from tidewheel.adapter.repository_entry import BACKEND, versions
 from tidewheel.adapter.tensors import contradictions
 from tidewheel.config import EngineConfig
-from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine, versions
+from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine
 from tidewheel.entries.findings import Problem, error, json_fields, note, pbtxt_fields, walk, warning
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_text
@@ -137,7 +134,6 @@ def model_json(entry: Entry) -> Iterator[Problem]:
 
 
 def backend(entry: Entry) -> Iterator[Problem]:
-    """Judge an entry that does not say that it is ours."""
     config, field = entry.config, "backend"
     if config.backend in MIGRATABLE:
         whose = MIGRATABLE[config.backend]

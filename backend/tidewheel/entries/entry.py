@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON
+from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
 from tidewheel.entries.findings import Field, by_path, pbtxt_fields
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_text
@@ -49,7 +49,7 @@ class Entry:
     folder: Path
     text: str  # of config.pbtxt
     config: Any  # `ModelConfig`
-    model_json: Mapping[str, object]  # settings in model.json; empty if it cannot be read, which a rule reports
+    model_json: Mapping[str, object]  # empty if unreadable, which a rule reports
     others: Mapping[str, Any] = field(default_factory=dict)  # `ModelConfig` by name of all entries of the repository
     machine: Machine | None = None  # that will serve the entry; None: another than this
 
@@ -89,10 +89,6 @@ class Entry:
     @cached_property
     def fields(self) -> dict[str, Field]:
         return by_path(pbtxt_fields(self.text))
-
-
-def versions(folder: Path) -> list[int]:
-    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir())
 
 
 def served_version(folder: Path, config: Any) -> str:

@@ -28,12 +28,12 @@ class Problem(NamedTuple):
 
 
 def error(field: str, message: str, *, right_name: str = "", file: Path | None = None) -> Problem:
-    """Return a problem that the server refuses, or that makes it answer otherwise than the entry says."""
+    """Return a problem with which the server refuses the entry, or answers otherwise than it says."""
     return Problem("error", field, message, right_name, file)
 
 
 def warning(field: str, message: str) -> Problem:
-    """Return a problem with which the entry works, most likely in another way than was meant."""
+    """Return a problem with which the entry works, most likely not as meant."""
     return Problem("warning", field, message)
 
 
@@ -61,7 +61,7 @@ class Finding(NamedTuple):
 
 
 def mend(findings: Iterable[Finding]) -> list[Finding]:
-    """Make the edits of the findings in their files; return the findings that have an edit."""
+    """Edit the files; return the findings that had an edit."""
     mended = [finding for finding in findings if finding.edit is not None]
     edits: dict[str, list[Edit]] = defaultdict(list)
     for finding in mended:
@@ -83,7 +83,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
     return text
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     line: int  # from 1, like columns
     column: int
 
@@ -104,12 +104,12 @@ class Field(NamedTuple):
         return next((field for field in self.fields if field.name == name), None)
 
 
-def place_of(text: str, offset: int) -> Place:
-    return Place(text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset))
+def place_of(text: str, offset: int) -> Position:
+    return Position(text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset))
 
 
 def pbtxt_fields(text: str) -> tuple[Field, ...]:
-    """Return the top-level fields of a valid protobuf text; a list gives a field for each element."""
+    """Return the top-level fields of a valid protobuf text, one for each element of a list."""
     return tuple(_Scanner(text).fields(""))
 
 
@@ -125,7 +125,7 @@ def json_fields(text: str) -> tuple[Field, ...]:
 
 
 def by_path(fields: Iterable[Field]) -> dict[str, Field]:
-    """Map paths such as `backend`, `input.text_input.dims` and `parameters.model` to the first field of each."""
+    """Map paths such as `input.text_input.dims` to the first field of each."""
     found: dict[str, Field] = {}
     for path, field, _ in walk(fields):
         found.setdefault(path, field)
@@ -146,7 +146,7 @@ def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field
 
 
 class _Scanner:
-    """Recursive descent over the tokens of a text that protobuf has parsed."""
+    """Recursive descent over a valid text."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [token for token in _PBTXT_TOKEN.finditer(text) if token[0][0] != "#"]

@@ -15,13 +15,13 @@ from tritonclient.grpc import model_config_pb2
 
 from tidewheel.adapter.repository_entry import BACKEND
 from tidewheel.adapter.tensors import INPUTS
-from tidewheel.byte_sizes import GIB
 from tidewheel.entries.checking import find_target, is_unknown_setting, judge_settings, located
 from tidewheel.entries.config_rules import CONFIG_RULES
 from tidewheel.entries.entry import CONFIG_NAME, Entry, parse_config, read_entry
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, edited, error, warning
 from tidewheel.errors import ConfigError
 from tidewheel.server.repository import entry_text, resolve_model
+from tidewheel.settings import GIB
 
 LORA_NAME = "multi_lora.json"
 TRTLLM_NAME = "tensorrt_llm"  # of the samples' engine; newer samples have the backend python
@@ -43,14 +43,11 @@ class NewEntry(NamedTuple):
 class Migration(NamedTuple):
     entries: list[NewEntry]
     lost: list[Finding]  # what could not be kept, with its old place
-    unknown: list[Finding]  # settings that stay, and stop the load: a name may be misspelt
+    unknown: list[Finding]  # settings that stay, and stop the load
 
 
 def migrate(path: Path, model: str = "") -> Migration:
-    """Migrate an entry, or all of a repository, whose other entries come along as they are.
-
-    Empty `model`: the model of each entry. Raise `ConfigError`.
-    """
+    """Migrate an entry, or all entries of a repository, to `model` or their own. Raise `ConfigError`."""
     target = find_target(path)
     entries = [read_entry(target.repository / name) for name in target.names]
     parts = _find_parts(entries)
@@ -74,7 +71,7 @@ def migrate(path: Path, model: str = "") -> Migration:
 
 
 def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
-    """Write entries as new folders, and return these. Raise `ConfigError`, before any is written, if one exists."""
+    """Write and return new folders. Raise `ConfigError` if one of them exists."""
     for entry in entries:
         if (repository / entry.name).exists():
             raise ConfigError(f"{repository / entry.name} exists, and is not written over: give another --out")
@@ -88,7 +85,7 @@ def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
 
 
 def write_in_place(entries: Sequence[NewEntry]) -> list[Path]:
-    """Write over the files of the old entries. Raise `ConfigError` for an entry that replaces several."""
+    """Write over the old entries. Raise `ConfigError` for an entry that replaces several."""
     folders = []
     for entry in entries:
         if entry.source is None:
@@ -105,7 +102,6 @@ def _write_files(entry: NewEntry, folder: Path) -> None:
 
 
 def _from_vllm(original: Entry, model: str) -> Migration:
-    """Keep names, comments and layout. Raise `ConfigError`."""
     if not original.model_json:
         raise ConfigError(
             f"{original.json_path} is missing, empty or no JSON: the vLLM backend has its settings there"
@@ -130,7 +126,6 @@ def _from_vllm(original: Entry, model: str) -> Migration:
 
 
 def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
-    """Yield rule and problem for known fields of the entry's files that are refused or have no effect."""
     for name, rule in CONFIG_RULES.items():
         refused = (problem for problem in rule(entry) if problem.severity == "error")
         yield from ((name, problem) for problem in refused if _is_there(entry, problem))
@@ -155,7 +150,7 @@ def _with_edits(entry: Entry, edits: Sequence[Edit]) -> Entry:
 
 
 def _removal(entry: Entry, field: Field) -> list[Edit]:
-    """Cut a field, or one element of a list of messages, with its line if nothing else is on it."""
+    """Cut a field, or an element of a list of messages, with its line if that is all on it."""
     text, is_element = entry.text, bool(field.list_end and field.fields)
     start = field.start if is_element else field.name_start
     end = field.end if is_element else field.list_end or field.end
@@ -170,7 +165,6 @@ def _removal(entry: Entry, field: Field) -> list[Edit]:
 
 
 def _comma_before(entry: Entry, field: Field) -> Iterator[Edit]:
-    """Yield the edit that removes the comma before a list's last element, if there is one."""
     ends = [other.end for other in entry.fields.values() if other.list_end == field.list_end]
     before = max((end for end in ends if end <= field.start), default=field.start)
     comma = entry.text.find(",", before, field.start)
@@ -178,7 +172,7 @@ def _comma_before(entry: Entry, field: Field) -> Iterator[Edit]:
         yield Edit(comma, ",", "")
 
 
-class Parts(NamedTuple):
+class TrtllmModel(NamedTuple):
     engine: Entry
     faces: list[Entry]  # that clients call: ensemble, tensorrt_llm_bls
     others: list[Entry]
@@ -188,12 +182,12 @@ class Parts(NamedTuple):
         return [self.engine, *self.faces, *self.others]
 
 
-def _find_parts(entries: Sequence[Entry]) -> list[Parts]:
+def _find_parts(entries: Sequence[Entry]) -> list[TrtllmModel]:
     engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
     return [_parts(engine, entries) for engine in engines]
 
 
-def _parts(engine: Entry, entries: Sequence[Entry]) -> Parts:
+def _parts(engine: Entry, entries: Sequence[Entry]) -> TrtllmModel:
     ensembles = [entry for entry in entries if engine.name in _steps(entry)]
     bls = [
         entry
@@ -202,7 +196,7 @@ def _parts(engine: Entry, entries: Sequence[Entry]) -> Parts:
         and _value(entry, TRTLLM_NAME_PARAMETER, TRTLLM_NAME) == engine.name
     ]
     steps = {name for ensemble in ensembles for name in _steps(ensemble)} - {engine.name}
-    return Parts(engine, [*ensembles, *bls], [entry for entry in entries if entry.name in steps])
+    return TrtllmModel(engine, [*ensembles, *bls], [entry for entry in entries if entry.name in steps])
 
 
 def _steps(entry: Entry) -> set[str]:
@@ -210,13 +204,12 @@ def _steps(entry: Entry) -> set[str]:
 
 
 def _value(entry: Entry, name: str, default: str = "") -> str:
-    """Return a parameter; the default if it is empty or its template is not filled in."""
+    """Return a parameter; the default if it is empty or an unfilled template."""
     value = entry.parameters.get(name, "").strip()
     return default if not value or value.startswith("${") else value
 
 
-def _from_trtllm(parts: Parts, model: str) -> Migration:
-    """Make an entry of the first face's name, and others that share its engine. Raise `ConfigError`."""
+def _from_trtllm(parts: TrtllmModel, model: str) -> Migration:
     if not model:
         tokenizer = next((text for part in parts.all if (text := _value(part, "tokenizer_dir"))), "")
         hint = f"; the tokenizer was in {tokenizer!r}" if tokenizer else ""
@@ -243,7 +236,6 @@ def _from_trtllm(parts: Parts, model: str) -> Migration:
 
 
 def _declarations(face: Entry) -> str:
-    """Declare the inputs that clients of older releases send as UINT32."""
     ours = {spec.name for spec in INPUTS if (spec.data_type, spec.dims) == ("TYPE_INT32", (1,))}
     uint32 = model_config_pb2.DataType.Value("TYPE_UINT32")
     old = [tensor.name for tensor in face.config.input if tensor.data_type == uint32 and tensor.name in ours]
@@ -259,7 +251,6 @@ def _lost_inputs(face: Entry) -> Iterator[Problem]:
 
 
 def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    """Add the settings that stand for a part's parameters; yield what could not be kept."""
     for name in part.parameters:
         value = _value(part, name)
         if not value:
@@ -276,7 +267,7 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
 
 
 def _translate(value: str, rule: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """Return the settings for a value by a rule of `trtllm_parameters.toml`, and a note. Raise `ValueError`."""
+    """Return settings and note by a rule of `trtllm_parameters.toml`. Raise `ValueError`."""
     if "usual" in rule:
         is_usual = value.lower() == rule["usual"]
         return ({}, "") if is_usual else (rule.get("otherwise", {}), rule.get("note", ""))
@@ -295,10 +286,7 @@ def _translate(value: str, rule: Mapping[str, Any]) -> tuple[dict[str, str], str
 
 
 def _keep_unknown(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    """Copy parameters that neither TensorRT-LLM nor Tidewheel knows, and yield an error for each.
-
-    The new entry does not load until they are removed.
-    """
+    """Copy unknown parameters, with which the new entry does not load, and yield an error for each."""
     for name in part.parameters:
         if name not in _KEPT and name not in _LEFT_OUT and (value := _value(part, name)):
             settings[name] = value

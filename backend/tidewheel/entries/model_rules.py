@@ -1,16 +1,16 @@
-"""The model of an entry judged by the code that loads it, which reads no weights and takes no memory here."""
+"""Check of an entry's model by the code that loads it, without weights and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tidewheel.byte_sizes import GIB, MIB, shown_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.entries.findings import Problem, error, note, warning
 from tidewheel.errors import ConfigError
@@ -42,20 +42,21 @@ from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, MemoryShare, cpu_budget, decide_size, full_bytes
 from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
+from tidewheel.settings import GIB, MIB, shown_bytes
 
-UNKNOWN_VOCABULARY = 1 << 19  # tokens that a tokenizer is tried with where `config.json` does not say how many
+UNKNOWN_VOCABULARY = 1 << 19  # tokens, without a size in `config.json`
 _BEHIND_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
 
 
-class Plan(NamedTuple):
-    """Model as `config.json` describes it."""
+class ModelPlan(NamedTuple):
+    """Model of a `config.json`."""
 
     max_model_len: int
     vocab_size: int
     native: Decoder | None  # on no device
 
 
-class Needs(NamedTuple):
+class MemoryNeeds(NamedTuple):
     """Memory that an engine takes of this machine."""
 
     device: str  # cpu or cuda
@@ -69,102 +70,100 @@ class Needs(NamedTuple):
 
 
 class ModelJudge:
-    """Check of one entry's model. Iterate `problems` to the end; the other attributes are complete then."""
+    """Check of a model. The public attributes are complete after `problems` was iterated to its end."""
 
     def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
-        self.needs: Needs | None = None
+        self.needs: MemoryNeeds | None = None
         self.implementation = ""  # such as "LlamaForCausalLM, native"; empty: not known
         self.cache_of_a_request = ""  # in words; empty: not known
         self._config = config
         self._is_this_machine = is_this_machine
-        self._found: list[Problem] = []
         self._folder: Path | None = None
         self._device, self._dtype = torch.device("cpu"), torch.float32
         self._vocab_size: int | None = None
-        self._plan: Plan | None = None
-        self._files: list[SafetensorsFile] | None = None
+        self._plan: ModelPlan | None = None
+        self._files: list[SafetensorsFile] = []
 
     def problems(self) -> Iterator[Problem]:
-        yield from self._took(self._find_folder)
-        if self._folder is not None:
-            for judge in (self._read_config, self._read_files, self._judge_text, self._judge_memory):
-                yield from self._took(judge, self._folder)
+        yield from _with_refusal(None, self._find_folder)
+        if (folder := self._folder) is None:
+            return
+        for file, step in (
+            (None, self._find_device),
+            (folder / "config.json", self._read_config),
+            (folder, self._read_files),
+            (Path(self._config.tokenizer or folder), self._try_tokenizer),
+            (folder, self._read_defaults),
+            (None, self._judge_memory),
+        ):
+            yield from _with_refusal(file, partial(step, folder))
 
-    def _took(self, judge: Callable[..., None], *folder: Path) -> list[Problem]:
-        judge(*folder)
-        found, self._found = self._found, []
-        return found
-
-    @contextlib.contextmanager
-    def _noting(self, file: Path | None) -> Iterator[None]:
-        """Record a `ConfigError` as a problem of the path that its message begins with, else of `file`."""
-        try:
-            yield
-        except ConfigError as refusal:
-            blamed = Path(_BEHIND_PATH.split(str(refusal), maxsplit=1)[0])
-            self._found.append(error("", str(refusal), file=blamed if blamed.is_absolute() else file))
-
-    def _find_folder(self) -> None:
+    def _find_folder(self) -> Iterator[Problem]:
         config = self._config
-        with self._noting(None):
-            folder = cached_folder(config.model, config.revision, config.download_dir)
-            if folder is None:
-                message = f"{config.model!r}, which is not cached here: it is fetched at load and was not checked"
-                self._found.append(note("", f"model is {message}"))
-            elif not Path(config.model).is_absolute() and Path(config.model).is_dir():
-                message = f"model is {config.model!r}, a folder only seen from here: write it from the version folder"
-                self._found.append(warning("", message))
-            if folder is not None and (refusal := foreign_format(folder)):
-                raise ConfigError(refusal)
-            self._folder = folder
+        folder = cached_folder(config.model, config.revision, config.download_dir)
+        if folder is None:
+            message = f"{config.model!r}, which is not cached here: it is fetched at load and was not checked"
+            yield note("", f"model is {message}")
+            return
+        if not Path(config.model).is_absolute() and Path(config.model).is_dir():
+            message = f"model is {config.model!r}, a folder only seen from here: write it from the version folder"
+            yield warning("", message)
+        if refusal := foreign_format(folder):
+            raise ConfigError(refusal)
+        self._folder = folder
+
+    def _find_device(self, _folder: Path) -> None:
+        if self._is_this_machine:
+            self._device = resolve_device(self._config)
 
     def _read_config(self, folder: Path) -> None:
-        with self._noting(None):
-            self._device = resolve_device(self._config) if self._is_this_machine else self._device
-        with self._noting(folder / "config.json"):
-            fields = read_config(folder)
-            if fields.values.get("vocab_size") is not None:
-                self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
-            self._dtype = resolve_dtype(self._config.dtype, checkpoint_dtype(fields), self._device)
-            self._plan = _plan(fields, self._config, self._dtype)
-            self._vocab_size = self._plan.vocab_size
-            self.implementation = (
-                f"{architecture(fields)}, {'native' if self._plan.native is not None else 'through transformers'}"
-            )
+        fields = read_config(folder)
+        if fields.values.get("vocab_size") is not None:
+            self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
+        self._dtype = resolve_dtype(self._config.dtype, checkpoint_dtype(fields), self._device)
+        self._plan = _plan(fields, self._config, self._dtype)
+        self._vocab_size = self._plan.vocab_size
+        way = "native" if self._plan.native is not None else "through transformers"
+        self.implementation = f"{architecture(fields)}, {way}"
 
     def _read_files(self, folder: Path) -> None:
-        if self._config.load_format == "dummy":
-            return
-        with self._noting(folder):
+        if self._config.load_format != "dummy":
             self._files = checkpoint_files(folder)
             if self._plan is not None and self._plan.native is not None:
                 check_names(self._files, self._plan.native.destinations, self._plan.native.ignores)
 
-    def _judge_text(self, folder: Path) -> None:
+    def _try_tokenizer(self, folder: Path) -> None:
+        config, vocab_size = self._config, self._vocab_size or UNKNOWN_VOCABULARY
+        encoder = PromptWorkers(Folder(Path(config.tokenizer or folder), vocab_size, config.max_prompt_bytes), 1)
+        with contextlib.closing(encoder):
+            encoder.wait_tried()
+
+    def _read_defaults(self, folder: Path) -> None:
         config = self._config
-        tokenizer_folder = Path(config.tokenizer or folder)
-        vocab_size = self._vocab_size or UNKNOWN_VOCABULARY
-        with self._noting(tokenizer_folder):
-            encoder = PromptWorkers(Folder(tokenizer_folder, vocab_size, config.max_prompt_bytes), 1)
-            with contextlib.closing(encoder):
-                encoder.wait_tried()
-        with self._noting(folder):
-            GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
+        GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
 
-    def _judge_memory(self, _folder: Path) -> None:
+    def _judge_memory(self, _folder: Path) -> Iterable[Problem]:
         if self._plan is None:
-            return
-        with self._noting(None):
-            if (decoder := self._plan.native) is not None:
-                of_cache = resolve_cache_dtype(self._config.kv_cache_dtype, self._dtype, self._device)
-                self.cache_of_a_request = _cache_of_a_request(self._plan, CacheLayout(decoder.shape, 1, of_cache))
-            if not self._is_this_machine:
-                return
-            self.needs, shortened = _needs(self._plan, self._files or [], self._config, self._dtype, self._device)
-            self._found += [note("", shortened)] if shortened else []
+            return ()
+        if (decoder := self._plan.native) is not None:
+            of_cache = resolve_cache_dtype(self._config.kv_cache_dtype, self._dtype, self._device)
+            self.cache_of_a_request = _cache_of_a_request(self._plan, CacheLayout(decoder.shape, 1, of_cache))
+        if not self._is_this_machine:
+            return ()
+        self.needs, shortened = _needs(self._plan, self._files, self._config, self._dtype, self._device)
+        return [note("", shortened)] if shortened else ()
 
 
-def _plan(fields: ConfigFields, config: EngineConfig, dtype: torch.dtype) -> Plan:
+def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None]) -> Iterator[Problem]:
+    """Yield a step's problems, and its `ConfigError` as one of the path in the message, else `file`."""
+    try:
+        yield from step() or ()
+    except ConfigError as refusal:
+        blamed = Path(_BEHIND_PATH.split(str(refusal), maxsplit=1)[0])
+        yield error("", str(refusal), file=blamed if blamed.is_absolute() else file)
+
+
+def _plan(fields: ConfigFields, config: EngineConfig, dtype: torch.dtype) -> ModelPlan:
     traits = native_traits(fields)
     if traits is None:
         # Importing transformers takes seconds, which native models save.
@@ -173,20 +172,17 @@ def _plan(fields: ConfigFields, config: EngineConfig, dtype: torch.dtype) -> Pla
         check_through_transformers(config, architecture(fields))
         _, hf_config = transformers_config(fields)
         context = getattr(hf_config, "max_position_embeddings", None) or MAX_INT
-        return Plan(resolve_max_model_len(config.max_model_len, context), hf_config.vocab_size, None)
+        return ModelPlan(resolve_max_model_len(config.max_model_len, context), hf_config.vocab_size, None)
     shape = parse_config(fields, traits)
     decoder = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
     decoder.check_quantization(config.quantization)
-    return Plan(resolve_max_model_len(config.max_model_len, shape.context_length), shape.vocab_size, decoder)
+    return ModelPlan(resolve_max_model_len(config.max_model_len, shape.context_length), shape.vocab_size, decoder)
 
 
 def _needs(
-    plan: Plan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Needs, str]:
-    """Return the memory that the model needs, and a note if its context is shortened (else an empty string).
-
-    Raise `ConfigError` if this machine has too little memory for weights and one request.
-    """
+    plan: ModelPlan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[MemoryNeeds, str]:
+    """Return the memory, and a note if the context is shortened. Raise `ConfigError` if it does not suffice."""
     decoder = plan.native
     weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
     check_weights_fit(weights, dtype, device)
@@ -202,15 +198,19 @@ def _needs(
         one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
         num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
         cache, shortened = num_blocks * layout.block_bytes, size.shortened
-    needs = Needs(device.type, weights, cache, int(config.swap_space * GIB))
+    needs = MemoryNeeds(device.type, weights, cache, int(config.swap_space * GIB))
     _check_host_memory(needs)
     return needs, shortened
 
 
 def _budget(
-    plan: Plan, decoder: Decoder, layout: CacheLayout, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    plan: ModelPlan,
+    decoder: Decoder,
+    layout: CacheLayout,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> MemoryBudget:
-    """Return the estimated budget of the KV cache, without loading the model."""
     weights = decoder.weights_bytes
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
@@ -230,7 +230,7 @@ def _budget(
     return MemoryBudget(allowed, source, "gpu_memory_utilization", MemoryShare(config.gpu_memory_utilization, total))
 
 
-def _check_host_memory(needs: Needs) -> None:
+def _check_host_memory(needs: MemoryNeeds) -> None:
     available = available_host_bytes()
     if available is None or needs.of_host <= available:
         return
@@ -242,8 +242,8 @@ def _check_host_memory(needs: Needs) -> None:
     )
 
 
-def _cache_of_a_request(plan: Plan, layout: CacheLayout) -> str:
-    """Return the bytes of a token and of the longest request, in words. `layout` has blocks of one token."""
+def _cache_of_a_request(plan: ModelPlan, layout: CacheLayout) -> str:
+    """Return bytes in words, for a `layout` of one-token blocks."""
     shape, token = layout.shape, layout.block_bytes
     return (
         f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {layout.dtype.itemsize} "
@@ -252,8 +252,7 @@ def _cache_of_a_request(plan: Plan, layout: CacheLayout) -> str:
     )
 
 
-def together(engines: Mapping[str, tuple[EngineConfig, Needs]]) -> Iterator[str]:
-    """Yield what is wrong where each engine fits alone and all of them do not."""
+def together(engines: Mapping[str, tuple[EngineConfig, MemoryNeeds]]) -> Iterator[str]:
     names = ", ".join(sorted(engines))
     host, available = sum(needs.of_host for _, needs in engines.values()), available_host_bytes()
     if available is not None and host > available:

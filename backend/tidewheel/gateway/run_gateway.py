@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tidewheel.confidential import TracebackFormatter, protect_texts
+from tidewheel.confidential import TracebackFormatter, log_to_stderr, protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
@@ -46,9 +46,7 @@ def serve_gateway(options: StandaloneOptions) -> int:
 def serve_alone(options: StandaloneOptions, place: WorkerPlace) -> int:
     """Serve in this process. Raise `ServeError` or `ConfigError` if it cannot start."""
     protect_texts()
-    handler = logging.StreamHandler()
-    handler.setFormatter(TracebackFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
     keys = ApiKeys(options.key_file, place.ledger())
     gateway = Gateway(Upstreams(options.upstreams), keys, options, place)

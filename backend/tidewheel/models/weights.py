@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from tidewheel.byte_sizes import shown_bytes
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.model_folder import read_json
 from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.settings import shown_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

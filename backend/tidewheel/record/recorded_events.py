@@ -1,8 +1,7 @@
 """Events of a recording: one JSON array a line, the event's name first.
 
-Decisions depend only on which requests share a prefix, and on which token ends a request. So instead of a token there
-is a hash of the prefix it ends, or 0 if it stops a request. Session, salt and tenant names are hashed too, except
-tenants that the settings name.
+A token is a hash of the prefix that it ends, or 0 if it stops a request: decisions depend on no more. Names of
+sessions, salts and tenants are hashed too, except tenants of the settings.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from tidewheel.batch import Launch, ScheduledBatch
 
 SCHEMA = 1
 STOP_TOKEN = 0
-ORDINARY_TOKEN = 1  # undelivered, or without prefix caching
+ORDINARY_TOKEN = 1  # not delivered, or without prefix caching
 
 
 class StepFeatures(NamedTuple):
-    """Contents of a step that decide its time."""
-
     num_rows: int
     num_tokens: int
     num_samples: int
@@ -33,7 +30,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     pass
 
 
-class Header(Event, frozen=True, tag="tidewheel-recording"):
+class HeaderEvent(Event, frozen=True, tag="tidewheel-recording"):
     schema: int
     version: str
     settings: dict[str, object]  # `EngineConfig.to_settings`
@@ -57,35 +54,35 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     session_ttl: float
 
 
-class Added(Event, frozen=True, tag="add"):
+class AddEvent(Event, frozen=True, tag="add"):
     now: float
     requests: list[RecordedRequest]  # a leader, then its followers
     refused: str  # error tag; empty: accepted
     evicted: list[str]
 
 
-class Cancelled(Event, frozen=True, tag="cancel"):
+class CancelEvent(Event, frozen=True, tag="cancel"):
     request_id: str
     reason: str
     was_there: bool
 
 
-class Expired(Event, frozen=True, tag="expire"):
+class ExpireEvent(Event, frozen=True, tag="expire"):
     now: float
     ended: list[str]
 
 
-class Failed(Event, frozen=True, tag="fail-all"):
+class FailEvent(Event, frozen=True, tag="fail-all"):
     ended: list[str]
 
 
-class SessionClosed(Event, frozen=True, tag="close-session"):
+class SessionCloseEvent(Event, frozen=True, tag="close-session"):
     tenant: str
     session_id: str
     was_there: bool
 
 
-class Scheduled(Event, frozen=True, tag="schedule"):
+class ScheduleEvent(Event, frozen=True, tag="schedule"):
     now: float
     expired: bool  # `expire` ran just before and ended nothing
     step_id: int = -1  # -1: nothing was scheduled
@@ -107,7 +104,7 @@ class Scheduled(Event, frozen=True, tag="schedule"):
         )
 
 
-class Applied(Event, frozen=True, tag="apply"):
+class ApplyEvent(Event, frozen=True, tag="apply"):
     now: float
     step_id: int
     tokens: bytes  # int32 token names by row; empty: all ORDINARY_TOKEN
@@ -117,11 +114,21 @@ class Applied(Event, frozen=True, tag="apply"):
     launch: Launch = "eager"
 
 
-class Full(Event, frozen=True, tag="full"):
+class FullEvent(Event, frozen=True, tag="full"):
     """End of a recording at its size limit."""
 
 
-AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full
+AnyEvent = (
+    HeaderEvent
+    | AddEvent
+    | CancelEvent
+    | ExpireEvent
+    | FailEvent
+    | SessionCloseEvent
+    | ScheduleEvent
+    | ApplyEvent
+    | FullEvent
+)
 
 
 def step_features(batch: ScheduledBatch) -> StepFeatures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
@@ -13,25 +13,29 @@ from typing import BinaryIO
 import numpy as np
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.errors import TidewheelError
+from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.record.recorded_events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
-    Added,
-    Applied,
-    Cancelled,
+    AddEvent,
+    ApplyEvent,
+    CancelEvent,
     Event,
-    Expired,
-    Failed,
-    Full,
-    Header,
+    ExpireEvent,
+    FailEvent,
+    FullEvent,
+    HeaderEvent,
     RecordedRequest,
-    Scheduled,
-    SessionClosed,
+    ScheduleEvent,
+    SessionCloseEvent,
     encoder,
     step_features,
 )
-from tidewheel.request import Request
+from tidewheel.request import FinishReason, Request
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.version import __version__
 
 log = logging.getLogger(__name__)
@@ -43,16 +47,16 @@ _LARGEST_NAME = 2**31 - 1
 
 
 class PrefixNames:
-    """Names of tokens: 31 of the 128 bits of a hash of the whole prefix that the token ends.
+    """Names of tokens: 31 bits of a hash of the prefix that the token ends.
 
-    BLAKE2b (RFC 7693) is chained from a random secret that is never written, so guesses at a prompt cannot be tested.
+    BLAKE2b (RFC 7693) is chained from a random secret that is never written, so prompts cannot be guessed.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self.root = os.urandom(_STATE_BYTES) if secret is None else secret
 
     def extend(self, state: bytes, token_ids: Iterable[int]) -> tuple[bytes, list[int]]:
-        """Return the state after these tokens, and their names; `root` is the state of no token."""
+        """Return the state after these tokens, and their names. `root` is the first state."""
         names = []
         for token_id in token_ids:
             state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
@@ -60,21 +64,21 @@ class PrefixNames:
         return state, names
 
     def word(self, text: str) -> str:
-        """Return a name for a word; the empty one stays empty."""
+        """Return the name of a word; an empty word stays empty."""
         if not text:
             return ""
         return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
 
 
 @dataclass(slots=True)
-class _Stream:
+class _TokenStream:
     request_id: str
     state: bytes
     stop_token_ids: Collection[int]
 
 
 class Recorder:
-    """Recording in a file, complete when the engine is idle; a write error ends only the recording."""
+    """Writer of a recording, complete when the engine is idle. A write error ends only the recording."""
 
     def __init__(
         self,
@@ -86,7 +90,6 @@ class Recorder:
         named_tenants: Collection[str] = (),
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Name tokens only `with_contents`: with prefix caching, decisions depend on them."""
         self._file: BinaryIO | None = file
         self._names = PrefixNames()
         self._with_contents = with_contents
@@ -95,40 +98,40 @@ class Recorder:
         self._num_bytes = 0
         self._unwritten: list[bytes] = []
         self._num_unwritten = 0
-        self._streams: dict[str, _Stream] = {}
-        self._rows: dict[int, _Stream] = {}
-        self._in_flight: deque[list[_Stream]] = deque()
+        self._streams: dict[str, _TokenStream] = {}
+        self._rows: dict[int, _TokenStream] = {}
+        self._in_flight: deque[list[_TokenStream]] = deque()
         self._pending_expire: float | None = None  # an `expire` that ended no request
-        self._write(Header(SCHEMA, __version__, settings, info))
+        self._write(HeaderEvent(SCHEMA, __version__, settings, info))
 
     def added(self, now: float, requests: Sequence[Request], refused: str, evicted: Sequence[Request]) -> None:
         recorded = [self._recorded(request, with_contents=not refused) for request in requests]
-        self._write(Added(now, recorded, refused, self._ended(evicted)))
+        self._write(AddEvent(now, recorded, refused, self._ended(evicted)))
         if refused:
             self._ended(requests)
 
     def cancelled(self, request_id: str, reason: str, *, was_there: bool) -> None:
         self._streams.pop(request_id, None)
-        self._write(Cancelled(request_id, reason, was_there))
+        self._write(CancelEvent(request_id, reason, was_there))
 
     def expired(self, now: float, ended: Sequence[Request]) -> None:
         if ended:
-            self._write(Expired(now, self._ended(ended)))
+            self._write(ExpireEvent(now, self._ended(ended)))
         else:
             self._pending_expire = now
 
     def failed(self, ended: Sequence[Request]) -> None:
         self._in_flight.clear()
-        self._write(Failed(self._ended(ended)))
+        self._write(FailEvent(self._ended(ended)))
         self.flush()
 
     def session_closed(self, tenant: str, session_id: str, *, was_there: bool) -> None:
-        self._write(SessionClosed(self._tenant(tenant), self._names.word(session_id), was_there))
+        self._write(SessionCloseEvent(self._tenant(tenant), self._names.word(session_id), was_there))
 
     def scheduled(self, now: float, batch: ScheduledBatch | None, seconds: float = 0.0) -> None:
         expired, self._pending_expire = self._pending_expire == now, None
         if batch is None:
-            self._write(Scheduled(now, expired))
+            self._write(ScheduleEvent(now, expired))
             self.flush()
             return
         for new in batch.new_rows:
@@ -141,7 +144,7 @@ class Recorder:
         delivered = {request.request_id for request in outputs.requests}
         names = self._token_names(self._in_flight.popleft(), sampled, delivered)
         ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
-        self._write(Applied(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
+        self._write(ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
         self._ended(outputs.finished)
 
     def flush(self) -> None:
@@ -165,26 +168,25 @@ class Recorder:
     def _write(self, event: Event) -> None:
         if self._pending_expire is not None:
             pending, self._pending_expire = self._pending_expire, None
-            self._write(Expired(pending, []))
+            self._write(ExpireEvent(pending, []))
         line = encoder.encode(event) + b"\n"
         self._unwritten.append(line)
         self._num_bytes += len(line)
         self._num_unwritten += len(line)
         if self._num_bytes > self._max_bytes:
             log.warning("recording ends: it has %d bytes, its limit", self._num_bytes)
-            self._unwritten.append(encoder.encode(Full()) + b"\n")
+            self._unwritten.append(encoder.encode(FullEvent()) + b"\n")
             self.flush()
             self._file = None
         elif self._num_unwritten > FLUSH_BYTES:
             self.flush()
 
     def _recorded(self, request: Request, *, with_contents: bool) -> RecordedRequest:
-        """Describe a request; refusals do not depend on contents."""
         state, names = self._names.root, b""
         if self._with_contents and with_contents:
             state, ids = self._names.extend(state, request.prompt_token_ids.tolist())
             names = np.array(ids, dtype="<i4").tobytes()
-        self._streams[request.request_id] = _Stream(request.request_id, state, frozenset(request.stop_token_ids))
+        self._streams[request.request_id] = _TokenStream(request.request_id, state, frozenset(request.stop_token_ids))
         return RecordedRequest(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -205,8 +207,8 @@ class Recorder:
     def _tenant(self, name: str) -> str:
         return name if name in self._named_tenants else self._names.word(name)
 
-    def _token_names(self, streams: list[_Stream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
-        """Return int32 names by row; tokens of rows reassigned in flight are ordinary."""
+    def _token_names(self, streams: list[_TokenStream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
+        """Return int32 names by row; tokens of requests that ended in flight are ordinary."""
         names = [
             self._token_name(stream, token_id) if stream.request_id in delivered or token_id < 0 else ORDINARY_TOKEN
             for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
@@ -215,7 +217,7 @@ class Recorder:
             return b""
         return np.array(names, dtype="<i4").tobytes()
 
-    def _token_name(self, stream: _Stream, token_id: int) -> int:
+    def _token_name(self, stream: _TokenStream, token_id: int) -> int:
         if token_id < 0:
             return token_id
         if token_id in stream.stop_token_ids:
@@ -231,8 +233,78 @@ class Recorder:
         return [request.request_id for request in requests]
 
 
-def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds: float = 0.0) -> Scheduled:
-    return Scheduled(
+class RecordingScheduler(Scheduler):
+    """Scheduler that reports every call and its result to a recorder."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        recorder: Recorder,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`clock` measures how long calls take."""
+        super().__init__(config, kv)
+        self._recorder = recorder
+        self._clock = clock
+
+    def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
+        try:
+            evicted = super().add_group(requests, now)
+        except TidewheelError as error:
+            if self._recorder.is_open:
+                self._recorder.added(now, requests, error.tag, ())
+            raise
+        if self._recorder.is_open:
+            self._recorder.added(now, requests, "", evicted)
+        return evicted
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
+        request = super().cancel(request_id, reason)
+        if self._recorder.is_open:
+            self._recorder.cancelled(request_id, str(reason), was_there=request is not None)
+        return request
+
+    def expire(self, now: float) -> list[Request]:
+        ended = super().expire(now)
+        if self._recorder.is_open:
+            self._recorder.expired(now, ended)
+        return ended
+
+    def fail_all(self, error: TidewheelError) -> list[Request]:
+        ended = super().fail_all(error)
+        if self._recorder.is_open:
+            self._recorder.failed(ended)
+        return ended
+
+    def close_session(self, tenant: str, session_id: str) -> None:
+        was_there = False
+        try:
+            super().close_session(tenant, session_id)
+            was_there = True
+        finally:
+            if self._recorder.is_open:
+                self._recorder.session_closed(tenant, session_id, was_there=was_there)
+
+    def schedule(self, now: float) -> ScheduledBatch | None:
+        begin = self._clock()
+        batch = super().schedule(now)
+        if self._recorder.is_open:
+            self._recorder.scheduled(now, batch, self._clock() - begin)
+        return batch
+
+    def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
+        begin = self._clock()
+        outputs = super().apply(batch, sampled, now)
+        if self._recorder.is_open:
+            self._recorder.applied(now, sampled, outputs, self._clock() - begin)
+            if not self.has_unfinished:
+                self._recorder.flush()
+        return outputs
+
+
+def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds: float = 0.0) -> ScheduleEvent:
+    return ScheduleEvent(
         now,
         expired,
         batch.step_id,
@@ -245,7 +317,6 @@ def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds:
 
 
 def batch_digest(batch: ScheduledBatch) -> str:
-    """Return a digest of columns and new rows, without token ids."""
     digest = blake2b(digest_size=8)
     for name in _COLUMNS:
         column = getattr(batch, name)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array, ScheduledBatch
-from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, index_on
+from tidewheel.settings import GIB, MIB
 
 # torch rounds pinned memory up to a power of two.
 SLAB_BYTES = 1024 * MIB

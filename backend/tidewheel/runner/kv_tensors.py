@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.byte_sizes import MIB, shown_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, KVLayer, ModelShape
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.host_memory import SpareMemory
+from tidewheel.settings import MIB, shown_bytes
 from tidewheel_kernels import FP8, copy_blocks
 
 UNKNOWN_MEMORY_BYTES = 512 * MIB  # if free memory is unknown

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, SplitLM
@@ -41,6 +40,7 @@ from tidewheel.runner.kv_tensors import (
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 from tidewheel.runner.prompt_graphs import prompt_sizes
 from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.settings import MIB
 from tidewheel_kernels import FP8
 
 FIRST = "start"

@@ -10,13 +10,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MemoryBudget, MemoryShare
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE
+from tidewheel.settings import MIB
 
 T = TypeVar("T")
 

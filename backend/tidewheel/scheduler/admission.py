@@ -165,7 +165,6 @@ class AdmissionControl:
         for member in members:
             member.error = error
             state.end(member, FinishReason.ERROR, now)
-            state.stats.num_evicted += 1
             state.stats.evicted_by_class[member.priority - 1] += 1
         return members
 

@@ -13,13 +13,13 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.health_endpoint import State
 from tidewheel.server.endpoints import DeployedModel, Endpoints, is_loopback
 from tidewheel.server.server_log import LogLine, without_places
 from tidewheel.server.tritonserver import BACKEND
+from tidewheel.settings import shown_bytes
 from tidewheel.version import __version__
 
 _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
-from tidewheel.byte_sizes import GIB, MIB, shown_bytes
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
 from tidewheel.runner.device import LEAST_CAPABILITY
@@ -25,6 +24,7 @@ from tidewheel.server import ServeError, tritonserver
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.tritonserver import GOOD_DESCRIPTORS, SHM_DEFAULT_BYTES
 from tidewheel.server.workdir import SHARED_MEMORY, WorkDir
+from tidewheel.settings import GIB, MIB, shown_bytes
 from tidewheel_kernels.native.library import NativeUnavailable, find_compiler
 from tidewheel_process.current_process import raise_descriptor_limit
 

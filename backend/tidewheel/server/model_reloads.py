@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from tidewheel.adapter.presence import front_ends
-from tidewheel.byte_sizes import shown_bytes
+from tidewheel.adapter.stub_process import front_ends
+from tidewheel.settings import shown_bytes
 from tidewheel_process.restarts import RestartPolicy
 
 MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on

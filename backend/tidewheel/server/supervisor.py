@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-from tidewheel.adapter.presence import Mark, read_mark
+from tidewheel.adapter.stub_process import PresenceMark, read_mark
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.operating import drain
@@ -265,7 +265,7 @@ class Supervisor:
         self._next_look = now + LOOK_S
         return True
 
-    def _replace_stub(self, stub: StubId, mark: Mark | None, load: Load | None) -> None:
+    def _replace_stub(self, stub: StubId, mark: PresenceMark | None, load: Load | None) -> None:
         """Load the model again. Raise `ServeError` if a start of all loses fewer requests."""
         # Triton lets clients of a dead stub wait until their connections break.
         whose = f" of model {mark.model!r}" if mark is not None else ""
@@ -326,7 +326,7 @@ class StubWatch:
     def has_one_ended(self) -> bool:
         return any(handle.has_ended for handle in self._handles.values())
 
-    def look(self, server_pid: int) -> tuple[StubId, Mark | None] | None:
+    def look(self, server_pid: int) -> tuple[StubId, PresenceMark | None] | None:
         """Return a dead stub, which Triton never starts again, and its mark if it served."""
         now = time.monotonic()
         statuses = _stubs(server_pid)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.record.recorded_events import AnyEvent, Applied, Failed, Scheduled, StepFeatures
+from tidewheel.record.recorded_events import AnyEvent, ApplyEvent, FailEvent, ScheduleEvent, StepFeatures
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.replay import Recording, engine_of
 from tidewheel.workload.arrivals import FloatArray
@@ -50,24 +50,24 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
     """Return the steps of a recording. With two in flight, no turn is timed."""
     steps: list[MeasuredStep] = []
-    in_flight: deque[Scheduled] = deque()
+    in_flight: deque[ScheduleEvent] = deque()
     last_end: float | None = None
     idle = True
     for event in events:
         match event:
-            case Scheduled(step_id=-1):
+            case ScheduleEvent(step_id=-1):
                 idle = idle or not in_flight
-            case Scheduled():
+            case ScheduleEvent():
                 if not idle and not in_flight and steps and last_end is not None:
                     steps[-1] = steps[-1]._replace(turn_seconds=event.now - last_end)
                 idle = False
                 in_flight.append(event)
-            case Applied() if in_flight:
+            case ApplyEvent() if in_flight:
                 scheduled = in_flight.popleft()
                 start = scheduled.now if last_end is None else max(scheduled.now, last_end)
                 steps.append(MeasuredStep(scheduled.features, event.now - start, None))
                 last_end = event.now
-            case Failed():
+            case FailEvent():
                 in_flight.clear()
                 idle = True
     return steps

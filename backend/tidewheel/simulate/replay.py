@@ -35,7 +35,7 @@ class Recording:
         self._path = path
         self.is_cut = False
         header = next(self._events(), None)
-        if not isinstance(header, record.Header):
+        if not isinstance(header, record.HeaderEvent):
             raise ConfigError(f"{path} is no recording: its first line is not the header of one")
         if header.schema != record.SCHEMA:
             raise ConfigError(f"{path} has schema {header.schema}: this version reads {record.SCHEMA}")
@@ -45,7 +45,7 @@ class Recording:
         events = self._events()
         next(events)
         for event in events:
-            if isinstance(event, record.Full):
+            if isinstance(event, record.FullEvent):
                 self.is_cut = True
                 return
             yield event
@@ -66,7 +66,7 @@ class Recording:
             raise ConfigError(f"{self._path}: line {number} of the recording cannot be read: {error}") from None
 
 
-def engine_of(header: record.Header) -> tuple[EngineConfig, EngineInfo]:
+def engine_of(header: record.HeaderEvent) -> tuple[EngineConfig, EngineInfo]:
     """Return the recorded engine. Raise `ConfigError` if this version cannot read it."""
     try:
         info = msgspec.convert(header.info, EngineInfo)
@@ -77,7 +77,7 @@ def engine_of(header: record.Header) -> tuple[EngineConfig, EngineInfo]:
         ) from None
 
 
-def scheduler_of(header: record.Header) -> Scheduler:
+def scheduler_of(header: record.HeaderEvent) -> Scheduler:
     return build_scheduler(*engine_of(header))
 
 
@@ -105,33 +105,33 @@ class EventPlayer:
 
     def play(self, event: record.AnyEvent) -> str:
         match event:
-            case record.Added():
+            case record.AddEvent():
                 return self._add(event)
-            case record.Cancelled():
+            case record.CancelEvent():
                 request = self.scheduler.cancel(event.request_id, FinishReason(event.reason))
                 return _differs(f"cancel of {event.request_id}, was it there", event.was_there, request is not None)
-            case record.Expired():
+            case record.ExpireEvent():
                 ended = _ids(self.scheduler.expire(event.now))
                 return _differs("requests whose deadline passed", event.ended, ended)
-            case record.Failed():
+            case record.FailEvent():
                 self._in_flight.clear()
                 return _differs("requests that fail", event.ended, _ids(self.scheduler.fail_all(_FAILURE)))
-            case record.SessionClosed():
+            case record.SessionCloseEvent():
                 return self._close_session(event)
-            case record.Scheduled():
+            case record.ScheduleEvent():
                 return self._schedule(event)
-            case record.Applied():
+            case record.ApplyEvent():
                 return self._apply(event)
             case _:
                 return f"a second {type(event).__name__}"
 
-    def on_added(self, event: record.Added, requests: list[Request]) -> None: ...
+    def on_added(self, event: record.AddEvent, requests: list[Request]) -> None: ...
 
-    def on_scheduled(self, event: record.Scheduled, batch: ScheduledBatch) -> None: ...
+    def on_scheduled(self, event: record.ScheduleEvent, batch: ScheduledBatch) -> None: ...
 
-    def on_applied(self, event: record.Applied, outputs: StepOutputs) -> None: ...
+    def on_applied(self, event: record.ApplyEvent, outputs: StepOutputs) -> None: ...
 
-    def _add(self, event: record.Added) -> str:
+    def _add(self, event: record.AddEvent) -> str:
         requests = [to_request(recorded) for recorded in event.requests]
         for follower in requests[1:]:
             follower.leader = requests[0]
@@ -147,7 +147,7 @@ class EventPlayer:
             f"requests evicted for {name}", event.evicted, evicted
         )
 
-    def _close_session(self, event: record.SessionClosed) -> str:
+    def _close_session(self, event: record.SessionCloseEvent) -> str:
         was_there = True
         try:
             self.scheduler.close_session(event.tenant, event.session_id)
@@ -155,8 +155,8 @@ class EventPlayer:
             was_there = False
         return _differs("close of a session, was it there", event.was_there, was_there)
 
-    def _schedule(self, event: record.Scheduled) -> str:
-        if event.expired and (difference := self.play(record.Expired(event.now, []))):
+    def _schedule(self, event: record.ScheduleEvent) -> str:
+        if event.expired and (difference := self.play(record.ExpireEvent(event.now, []))):
             return difference
         batch = self.scheduler.schedule(event.now)
         if batch is None:
@@ -171,7 +171,7 @@ class EventPlayer:
         )
         return next(filter(None, differences), "")
 
-    def _apply(self, event: record.Applied) -> str:
+    def _apply(self, event: record.ApplyEvent) -> str:
         if not self._in_flight:
             return f"tokens of step {event.step_id}, which is not in flight"
         batch = self._in_flight.popleft()

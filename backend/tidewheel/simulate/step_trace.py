@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 
 class _TracedStep(NamedTuple):
-    planned: record.Scheduled
+    planned: record.ScheduleEvent
     args: Mapping[str, object]
 
 
@@ -89,7 +89,7 @@ class TracingPlayer(EventPlayer):
 
     def play(self, event: record.AnyEvent) -> str:
         self._now = max(self._now, getattr(event, "now", 0.0))
-        if isinstance(event, record.Scheduled):
+        if isinstance(event, record.ScheduleEvent):
             self._end_sending(event.now)
         difference = super().play(event)
         self._end_all_that_ended()
@@ -100,7 +100,7 @@ class TracingPlayer(EventPlayer):
             self.events += track.end(self._now, "the recording ends")
         self._tracks.clear()
 
-    def on_added(self, event: record.Added, requests: list[Request]) -> None:
+    def on_added(self, event: record.AddEvent, requests: list[Request]) -> None:
         if event.refused:
             args = {"requests": len(requests), "prompt tokens": requests[0].num_prompt_tokens}
             self.events.append(_event("i", f"refused {event.refused}", event.now, tid=SCHEDULER, s="p", args=args))
@@ -111,7 +111,7 @@ class TracingPlayer(EventPlayer):
             self._tracks[request.request_id] = track
             self.events += track.begin(min(request.arrival_time, event.now))
 
-    def on_scheduled(self, event: record.Scheduled, batch: ScheduledBatch) -> None:
+    def on_scheduled(self, event: record.ScheduleEvent, batch: ScheduledBatch) -> None:
         end = event.now + event.seconds
         tokens = {"decode": batch.num_decodes, "prompt": batch.num_tokens - batch.num_decodes}
         args = {"step": event.step_id, "rows": len(batch.rows), "tokens": batch.num_tokens}
@@ -123,7 +123,7 @@ class TracingPlayer(EventPlayer):
         self._count(end)
         self.events.append(_event("C", "tokens of a step", end, args=tokens))
 
-    def on_applied(self, event: record.Applied, outputs: StepOutputs) -> None:
+    def on_applied(self, event: record.ApplyEvent, outputs: StepOutputs) -> None:
         planned, args = self._steps.popleft()
         # The second of two steps in flight begins when the first has its tokens.
         begin, end = max(planned.now + planned.seconds, self._last_tokens), event.now + event.seconds

@@ -15,17 +15,17 @@ _MODEL_LABELS = ("model", "model_name")
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class MetricsPage:
     """Metrics read at `seconds` of a clock."""
 
     figures: Figures
     seconds: float
 
-    def of_model(self, model: str) -> Page:
-        """Return a page of the model's series and of series without a model."""
+    def of_model(self, model: str) -> MetricsPage:
+        """Return the model's series, and series without a model."""
         names = self.figures.names
         kept = (one for name in names for one in self.figures.samples(name) if _is_of(one.labels, model))
-        return Page(Figures(kept), self.seconds)
+        return MetricsPage(Figures(kept), self.seconds)
 
     def labels(self, metric: Metric, label: str) -> list[str]:
         return sorted({one.labels[label] for one in self.figures.samples(metric.name) if label in one.labels})
@@ -50,18 +50,18 @@ class Page:
         return [one.value for one in self.figures.samples(metric.name, **labels)]
 
 
-class Change(NamedTuple):
+class PageChange(NamedTuple):
     """Two successive pages of one server."""
 
-    before: Page
-    after: Page
+    before: MetricsPage
+    after: MetricsPage
 
     @property
     def seconds(self) -> float:
         return self.after.seconds - self.before.seconds
 
     def growth(self, metric: Metric, **labels: str) -> float | None:
-        """Return the growth of a counter; None without the counter. A smaller counter has begun anew."""
+        """Return a counter's growth, None without it. A smaller counter has begun anew."""
         now = self.after.total(metric, **labels)
         if now is None:
             return None

@@ -12,13 +12,13 @@ import msgspec
 
 from tidewheel import metrics
 from tidewheel.request import Priority
-from tidewheel.top.metric_changes import Change, Page
+from tidewheel.top.metric_changes import MetricsPage, PageChange
 
 _BREAKER = ("closed", "half open", "open")
 _CLASSES = tuple(priority.name.lower() for priority in Priority)
 
 
-class View(msgspec.Struct, kw_only=True):
+class ServerView(msgspec.Struct, kw_only=True):
     server: str  # address of the metrics
     models: list[str]
     is_ready: bool | None  # None: /ready does not answer
@@ -35,7 +35,7 @@ class View(msgspec.Struct, kw_only=True):
     gateway_problem: str = ""
     requests: list[RequestLine] = []  # the oldest
     num_sequences: int = 0  # unfinished, of all requests
-    requests_note: str = ""  # why there are none to see
+    requests_note: str = ""  # why `requests` is empty
 
 
 class Traffic(msgspec.Struct, kw_only=True):
@@ -44,7 +44,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     received_rate: float | None
     finished_rate: float | None
     refused_rate: float | None
-    rate_limited_rate: float | None  # of those, refused by a tenant's own rates
+    rate_limited_rate: float | None  # by a tenant's own rates
     failed_rate: float | None
     prompt_tokens_rate: float | None
     output_tokens_rate: float | None
@@ -60,8 +60,8 @@ class ClassLine(msgspec.Struct, kw_only=True):
     name: str
     running: int | None  # of the requests that are listed
     waiting: float | None
-    oldest_wait_s: float | None  # of those that wait
-    longest_wait_s: float | None  # of those that started
+    oldest_wait_s: float | None  # of waiting requests
+    longest_wait_s: float | None  # of started requests
     started_rate: float | None
     shed: float | None  # refused by the breaker
     evicted: float | None  # displaced by a better class
@@ -111,7 +111,7 @@ class ErrorLine(msgspec.Struct, kw_only=True):
     refused_rate: float | None
     failed: float  # afterwards
     failed_rate: float | None
-    gateway: float  # errors that the gateway answered with, the server's among them
+    gateway: float  # errors of the gateway, the server's among them
 
 
 class GatewayLine(msgspec.Struct, kw_only=True):
@@ -122,7 +122,7 @@ class GatewayLine(msgspec.Struct, kw_only=True):
 
 
 class RequestLine(msgspec.Struct, kw_only=True):
-    """Unfinished request. `engine` and `number` name it for a cancel."""
+    """Unfinished request, named by `engine` and `number`."""
 
     engine: str  # folder of its engine
     engine_pid: int
@@ -142,7 +142,7 @@ class RequestLine(msgspec.Struct, kw_only=True):
     num_preemptions: int
 
 
-def traffic(change: Change) -> Traffic:
+def traffic(change: PageChange) -> Traffic:
     now = change.after
     return Traffic(
         running=now.total(metrics.RUNNING),
@@ -163,13 +163,13 @@ def traffic(change: Change) -> Traffic:
     )
 
 
-def classes(change: Change, requests: Sequence[RequestLine] | None) -> list[ClassLine]:
-    """Return every class. Without a list of requests, none are counted as running."""
+def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[ClassLine]:
+    """Return every class; without `requests`, the number of running ones is None."""
     running = None if requests is None else Counter(one.priority for one in requests if one.state == "running")
     return [_class(change, name, None if running is None else running[name]) for name in _CLASSES]
 
 
-def _class(change: Change, name: str, running: int | None) -> ClassLine:
+def _class(change: PageChange, name: str, running: int | None) -> ClassLine:
     now, of_class = change.after, {"class": name}
     return ClassLine(
         name=name,
@@ -184,13 +184,13 @@ def _class(change: Change, name: str, running: int | None) -> ClassLine:
     )
 
 
-def tenants(change: Change) -> list[TenantLine]:
+def tenants(change: PageChange) -> list[TenantLine]:
     """Return all tenants, the busiest first."""
     names = change.after.labels(metrics.TENANT_REQUESTS, "tenant")
     return sorted((_tenant(change, name) for name in names), key=lambda one: -(one.output_tokens or 0.0))
 
 
-def _tenant(change: Change, name: str) -> TenantLine:
+def _tenant(change: PageChange, name: str) -> TenantLine:
     return TenantLine(
         name=name,
         requests_rate=change.rate(metrics.TENANT_REQUESTS, tenant=name),
@@ -202,7 +202,7 @@ def _tenant(change: Change, name: str) -> TenantLine:
     )
 
 
-def cache(change: Change) -> CacheLine:
+def cache(change: PageChange) -> CacheLine:
     now = change.after
     used, most = (now.total(metrics.CACHE_BLOCKS, kv_cache_block_type=kind) for kind in ("used", "max"))
     return CacheLine(
@@ -217,7 +217,7 @@ def cache(change: Change) -> CacheLine:
     )
 
 
-def steps(change: Change) -> StepLine:
+def steps(change: PageChange) -> StepLine:
     now = change.after
     breaker = now.highest(metrics.BREAKER)
     return StepLine(
@@ -235,7 +235,7 @@ def steps(change: Change) -> StepLine:
     )
 
 
-def errors(change: Change, gateway: Page | None) -> list[ErrorLine]:
+def errors(change: PageChange, gateway: MetricsPage | None) -> list[ErrorLine]:
     """Return the tags that occurred, the most frequent first."""
     tags = {tag for name in (metrics.REJECTED, metrics.FAILED) for tag in change.after.labels(name, "tag")}
     if gateway is not None:
@@ -245,7 +245,7 @@ def errors(change: Change, gateway: Page | None) -> list[ErrorLine]:
     return sorted(seen, key=lambda one: -max(one.refused + one.failed, one.gateway))
 
 
-def _error(change: Change, gateway: Page | None, tag: str) -> ErrorLine:
+def _error(change: PageChange, gateway: MetricsPage | None, tag: str) -> ErrorLine:
     return ErrorLine(
         tag=tag,
         refused=change.after.total(metrics.REJECTED, tag=tag) or 0.0,
@@ -256,7 +256,7 @@ def _error(change: Change, gateway: Page | None, tag: str) -> ErrorLine:
     )
 
 
-def gateway_line(change: Change) -> GatewayLine:
+def gateway_line(change: PageChange) -> GatewayLine:
     now = change.after
     return GatewayLine(
         requests_rate=change.rate(metrics.GATEWAY_REQUESTS),

@@ -16,11 +16,12 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
 from tidewheel.top import TopError
-from tidewheel.top.server_view import RequestLine, View
+from tidewheel.top.server_view import RequestLine, ServerView
 from tidewheel.top.view_text import (
+    NUM_TEXTS,
     ORDERS,
-    REQUEST_HEADER,
-    Section,
+    REQUEST_COLUMNS,
+    TextSection,
     headline,
     ordered,
     panels,
@@ -28,7 +29,7 @@ from tidewheel.top.view_text import (
     requests_title,
     tables,
 )
-from tidewheel.top.watch import Watch, cancel
+from tidewheel.top.watch import ServerWatch, cancel
 from tidewheel_client.errors import RequestError
 
 _GOOD, _TOLERABLE = ("SERVING", "IDLE"), ("QUEUEING", "SLOW")
@@ -69,7 +70,7 @@ class TerminalApp(App[None]):
         Binding("question_mark", "help", "help", key_display="?"),
     ]
 
-    def __init__(self, watch: Watch, interval_s: float, first: View) -> None:
+    def __init__(self, watch: ServerWatch, interval_s: float, first: ServerView) -> None:
         super().__init__()
         self._watch = watch
         self._interval_s = interval_s
@@ -95,7 +96,7 @@ class TerminalApp(App[None]):
 
     def on_mount(self) -> None:
         requests = self._requests
-        for column in (*REQUEST_HEADER, "tenant", "id"):
+        for column, _ in REQUEST_COLUMNS:
             requests.add_column(column)
         requests.focus()
         self._draw()
@@ -121,7 +122,7 @@ class TerminalApp(App[None]):
         self.screen.toggle_class("requests-only")
 
     def action_help(self) -> None:
-        self.push_screen(Question(_HELP, keys="Press any key."))
+        self.push_screen(QuestionScreen(_HELP, keys="Press any key."))
 
     def action_cancel(self) -> None:
         self.screen.add_class("requests-only")
@@ -136,7 +137,7 @@ class TerminalApp(App[None]):
 
         cells = request_cells(chosen)
         question = f"Cancel request {cells[-1]} of tenant {cells[-2]}, {cells[2]} old?\nIts client is told so."
-        self.push_screen(Question(question, keys="y: cancel it    any other key: leave it"), answer)
+        self.push_screen(QuestionScreen(question, keys="y: cancel it    any other key: leave it"), answer)
 
     # --- the thread -------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class TerminalApp(App[None]):
     def _cancel(self, request: RequestLine) -> None:
         self.call_from_thread(self.notify, cancel(request), markup=False)
 
-    def _take(self, view: View, problem: str) -> None:
+    def _take(self, view: ServerView, problem: str) -> None:
         self._view, self._problem = view, problem
         self._draw()
 
@@ -202,7 +203,7 @@ class TerminalApp(App[None]):
         return str(table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value)
 
 
-class Question(ModalScreen[bool]):
+class QuestionScreen(ModalScreen[bool]):
     """Text over the view, ended by any key; `y` answers yes."""
 
     def __init__(self, text: str, keys: str) -> None:
@@ -226,11 +227,11 @@ def _key(request: RequestLine) -> str:
 
 def _cells(request: RequestLine) -> list[Text]:
     cells = request_cells(request)
-    first, last = 2, len(REQUEST_HEADER)
+    first, last = 2, len(REQUEST_COLUMNS) - NUM_TEXTS
     return [Text(cell, justify="right" if first <= index < last else "left") for index, cell in enumerate(cells)]
 
 
-def _rich(section: Section) -> RichTable:
+def _rich(section: TextSection) -> RichTable:
     header, num_labels = section.table.header, section.table.num_labels
     shown = RichTable(box=None, show_header=any(header), pad_edge=False, header_style="dim", expand=False)
     for index, name in enumerate(header):

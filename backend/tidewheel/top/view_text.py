@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tidewheel.bench.tables import NOTHING, TextTable, number
 from tidewheel.errors import Busy, printable
 from tidewheel.request import Priority
-from tidewheel.top.server_view import ErrorLine, RequestLine, View
+from tidewheel.top.server_view import ClassLine, ErrorLine, RequestLine, ServerView, TenantLine
 
 MAX_TENANTS = 8  # shown
 MAX_PLAIN_REQUESTS = 20  # of --once
@@ -22,7 +22,11 @@ GOOD_SHARE = 0.9  # of answers in time
 NUM_STEPS = 2  # that a request waits without a queue: those in flight, then its own
 
 
-class Section(NamedTuple):
+Line = TypeVar("Line")
+Columns = Sequence[tuple[str, Callable[[Line], str]]]  # header and cell
+
+
+class TextSection(NamedTuple):
     title: str
     table: TextTable
 
@@ -40,55 +44,88 @@ ORDERS = (
     RequestOrder("by tenant", lambda one: (one.tenant, -one.age_s)),
     RequestOrder("by class", lambda one: (Priority[one.priority.upper()], -one.age_s)),
 )
-REQUEST_HEADER = [
-    "class", "state", "age", "waited", "first token", "tokens/s", "out", "of", "in", "cached", "preempted",
-]  # fmt: skip
+REQUEST_COLUMNS: Columns[RequestLine] = (
+    ("class", lambda one: one.priority),
+    ("state", lambda one: one.state),
+    ("age", lambda one: duration(one.age_s)),
+    ("waited", lambda one: duration(one.waited_s)),
+    ("first token", lambda one: duration(one.first_token_s)),
+    ("tokens/s", lambda one: number(one.tokens_rate)),
+    ("out", lambda one: count(one.num_output_tokens)),
+    ("of", lambda one: count(one.max_tokens)),
+    ("in", lambda one: count(one.num_prompt_tokens)),
+    ("cached", lambda one: count(one.num_cached_tokens)),
+    ("preempted", lambda one: count(one.num_preemptions)),
+    ("tenant", lambda one: printable(one.tenant) or NOTHING),
+    ("id", lambda one: printable(one.request_id) or NOTHING),
+)
+NUM_TEXTS = 2  # columns at the end, whose cells clients choose
+_CLASS_COLUMNS: Columns[ClassLine] = (
+    ("class", lambda one: one.name),
+    ("running", lambda one: count(one.running)),
+    ("waiting", lambda one: count(one.waiting)),
+    ("oldest wait", lambda one: duration(one.oldest_wait_s)),
+    ("longest wait", lambda one: duration(one.longest_wait_s)),
+    ("started", lambda one: per_second(one.started_rate)),
+    ("shed", lambda one: count(one.shed)),
+    ("evicted", lambda one: count(one.evicted)),
+    ("in time", lambda one: percent(one.in_time)),
+)
+_TENANT_COLUMNS: Columns[TenantLine] = (
+    ("tenant", lambda one: printable(one.name) or NOTHING),
+    ("requests", lambda one: per_second(one.requests_rate)),
+    ("refused", lambda one: per_second(one.rejected_rate)),
+    ("mean queue", lambda one: duration(one.mean_queue_s)),
+    ("tokens in", lambda one: per_second(one.prompt_tokens_rate)),
+    ("tokens out", lambda one: per_second(one.output_tokens_rate)),
+    ("out in all", lambda one: count(one.output_tokens)),
+)
+_ERROR_COLUMNS: Columns[ErrorLine] = (
+    ("error", lambda one: printable(one.tag)),
+    ("refused", lambda one: count(one.refused)),
+    ("now", lambda one: per_second(one.refused_rate)),
+    ("failed", lambda one: count(one.failed)),
+    ("now", lambda one: per_second(one.failed_rate)),
+    ("at the gateway", lambda one: count(one.gateway)),
+)
 
 
-def headline(view: View) -> str:
+def headline(view: ServerView) -> str:
     state = {True: "ready", False: "NOT READY", None: "readiness unknown"}[view.is_ready]
     return f"tidewheel top   {view.server}   {', '.join(view.models)}   {state}"
 
 
-def panels(view: View) -> list[Section]:
+def panels(view: ServerView) -> list[TextSection]:
     return [_traffic(view), _steps(view), _cache(view)]
 
 
-def tables(view: View) -> list[Section]:
-    return [_classes(view), _tenants(view), _errors(view)]
-
-
-def request_cells(one: RequestLine) -> list[str]:
-    """Return the cells of `REQUEST_HEADER`, then tenant and id."""
+def tables(view: ServerView) -> list[TextSection]:
+    more = len(view.tenants) - MAX_TENANTS
+    tenants = f"tenants, {more} more not shown" if more > 0 else "tenants"
+    errors = _ERROR_COLUMNS if view.gateway is not None else _ERROR_COLUMNS[:-1]
     return [
-        one.priority,
-        one.state,
-        duration(one.age_s),
-        duration(one.waited_s),
-        duration(one.first_token_s),
-        number(one.tokens_rate),
-        count(one.num_output_tokens),
-        count(one.max_tokens),
-        count(one.num_prompt_tokens),
-        count(one.num_cached_tokens),
-        count(one.num_preemptions),
-        printable(one.tenant) or NOTHING,
-        printable(one.request_id) or NOTHING,
+        _table("classes", _CLASS_COLUMNS, view.classes),
+        _table(tenants, _TENANT_COLUMNS, view.tenants[:MAX_TENANTS]),
+        _table("errors since the start (docs/errors.md)", errors, view.errors),
     ]
 
 
-def requests_title(view: View, order: RequestOrder) -> str:
+def request_cells(request: RequestLine) -> list[str]:
+    return [cell(request) for _, cell in REQUEST_COLUMNS]
+
+
+def requests_title(view: ServerView, order: RequestOrder) -> str:
     if view.requests_note and not view.requests:
         return f"requests: {view.requests_note}"
     note = f"; {view.requests_note}" if view.requests_note else ""
     return f"requests: {view.num_sequences} unfinished, {order.name}{note}"
 
 
-def ordered(view: View, order: RequestOrder, *, is_reversed: bool = False) -> list[RequestLine]:
+def ordered(view: ServerView, order: RequestOrder, *, is_reversed: bool = False) -> list[RequestLine]:
     return sorted(view.requests, key=order.key, reverse=is_reversed)
 
 
-def as_text(view: View) -> str:
+def as_text(view: ServerView) -> str:
     """Return the page of `--once`."""
     lines = [headline(view), view.summary, ""]
     for section in (*panels(view), *tables(view)):
@@ -98,7 +135,7 @@ def as_text(view: View) -> str:
     rows = [request_cells(one) for one in ordered(view, order)[:MAX_PLAIN_REQUESTS]]
     lines.append(requests_title(view, order))
     if rows:
-        lines += _lines(TextTable([*REQUEST_HEADER, "tenant", "id"], rows))
+        lines += _lines(TextTable([name for name, _ in REQUEST_COLUMNS], rows))
     return "\n".join(lines)
 
 
@@ -107,11 +144,11 @@ def _lines(table: TextTable) -> list[str]:
     return [f"{_INDENT}{line}" for line in (text if any(table.header) else text[1:])]
 
 
-def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> Section:
-    return Section(title, TextTable(["", ""], [list(row) for row in rows], num_labels=1))
+def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> TextSection:
+    return TextSection(title, TextTable(["", ""], [list(row) for row in rows], num_labels=1))
 
 
-def _traffic(view: View) -> Section:
+def _traffic(view: ServerView) -> TextSection:
     one = view.traffic
     rows = [
         ("running / waiting", f"{count(one.running)} / {count(one.waiting)}"),
@@ -129,7 +166,7 @@ def _traffic(view: View) -> Section:
     return _pairs("traffic", rows)
 
 
-def _steps(view: View) -> Section:
+def _steps(view: ServerView) -> TextSection:
     one = view.steps
     rows = [
         ("busy", bar(one.busy)),
@@ -146,7 +183,7 @@ def _steps(view: View) -> Section:
     return _pairs("steps", rows)
 
 
-def _cache(view: View) -> Section:
+def _cache(view: ServerView) -> TextSection:
     one = view.cache
     rows = [
         ("in use", bar(one.use)),
@@ -160,62 +197,12 @@ def _cache(view: View) -> Section:
     return _pairs("KV cache", rows)
 
 
-def _classes(view: View) -> Section:
-    header = ["class", "running", "waiting", "oldest wait", "longest wait", "started", "shed", "evicted", "in time"]
-    rows = [
-        [
-            one.name,
-            count(one.running),
-            count(one.waiting),
-            duration(one.oldest_wait_s),
-            duration(one.longest_wait_s),
-            per_second(one.started_rate),
-            count(one.shed),
-            count(one.evicted),
-            percent(one.in_time),
-        ]
-        for one in view.classes
-    ]
-    return Section("classes", TextTable(header, rows, num_labels=1))
+def _table(title: str, columns: Columns[Line], lines: Sequence[Line]) -> TextSection:
+    rows = [[cell(line) for _, cell in columns] for line in lines]
+    return TextSection(title, TextTable([name for name, _ in columns], rows, num_labels=1))
 
 
-def _tenants(view: View) -> Section:
-    header = ["tenant", "requests", "refused", "mean queue", "tokens in", "tokens out", "out in all"]
-    rows = [
-        [
-            printable(one.name) or NOTHING,
-            per_second(one.requests_rate),
-            per_second(one.rejected_rate),
-            duration(one.mean_queue_s),
-            per_second(one.prompt_tokens_rate),
-            per_second(one.output_tokens_rate),
-            count(one.output_tokens),
-        ]
-        for one in view.tenants[:MAX_TENANTS]
-    ]
-    more = len(view.tenants) - len(rows)
-    return Section(f"tenants, {more} more not shown" if more else "tenants", TextTable(header, rows, num_labels=1))
-
-
-def _errors(view: View) -> Section:
-    header = ["error", "refused", "now", "failed", "now", "at the gateway"]
-    rows = [
-        [
-            printable(one.tag),
-            count(one.refused),
-            per_second(one.refused_rate),
-            count(one.failed),
-            per_second(one.failed_rate),
-            count(one.gateway),
-        ]
-        for one in view.errors
-    ]
-    if view.gateway is None:
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    return Section("errors since the start (docs/errors.md)", TextTable(header, rows, num_labels=1))
-
-
-def verdict(view: View) -> str:
+def verdict(view: ServerView) -> str:
     """Return the first verdict of docs/top.md that holds."""
     if view.is_ready is False:
         return f"NOT READY: {view.reason or view.state}"
@@ -236,19 +223,18 @@ def verdict(view: View) -> str:
 
 
 def _refused_for_others(line: ErrorLine, limited: float) -> bool:
-    """Return whether requests are refused for other reasons than their tenant's rates."""
     rate = line.refused_rate or 0.0
     if line.tag == Busy.tag:
         rate -= limited
     return line.tag in OVERLOAD_TAGS and rate > LEAST_RATE
 
 
-def _limited_tenants(view: View) -> str:
+def _limited_tenants(view: ServerView) -> str:
     tenants = [one for one in view.tenants if one.rejected_rate]
     return ", ".join(f"{one.name or 'no tenant'} has {number(one.rejected_rate)}/s refused" for one in tenants)
 
 
-def _unhindered(view: View) -> str:
+def _unhindered(view: ServerView) -> str:
     in_time = view.traffic.in_time
     if in_time is not None and in_time < GOOD_SHARE:
         return f"SLOW: {percent(in_time)} of the answers are in time, and no queue makes them late; {_pace(view)}"
@@ -257,8 +243,7 @@ def _unhindered(view: View) -> str:
     return "IDLE: nothing runs"
 
 
-def _queues(view: View) -> bool:
-    """Return whether requests wait for longer than `NUM_STEPS`."""
+def _queues(view: ServerView) -> bool:
     if not view.traffic.waiting:
         return False
     waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s is not None]
@@ -269,13 +254,13 @@ def _refusals(lines: list[ErrorLine]) -> str:
     return ", ".join(f"{one.tag} {number(one.refused_rate)}/s" for one in lines)
 
 
-def _queue(view: View) -> str:
+def _queue(view: ServerView) -> str:
     waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s]
     since = f", the oldest for {duration(max(waits))}" if waits else ""
     return f"{view.traffic.waiting or 0:.0f} wait{since}, {view.traffic.running or 0:.0f} run; {_pace(view)}"
 
 
-def _pace(view: View) -> str:
+def _pace(view: ServerView) -> str:
     return f"a step takes {duration(view.steps.seconds_per_step)}"
 
 

@@ -1,4 +1,4 @@
-"""Views of a server, one a look: its pages, and the requests of the engines on this machine."""
+"""Views of a server, made from its pages and the requests of engines on this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tidewheel.request import Priority
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError
-from tidewheel.top.metric_changes import Change, Page
+from tidewheel.top.metric_changes import MetricsPage, PageChange
 from tidewheel.top.server_view import (
     RequestLine,
-    View,
+    ServerView,
     cache,
     classes,
     errors,
@@ -42,40 +42,39 @@ SILENT = "an engine does not answer: its requests are not listed"
 _START = "start a server with 'tidewheel serve', or name its addresses with --metrics-url and --health-url"
 
 
-class Listing(NamedTuple):
+class RequestListing(NamedTuple):
     requests: list[RequestLine] | None  # the oldest of each engine; None: `note` says why
     num_sequences: int = 0
     note: str = ""
 
 
-class Target(NamedTuple):
+class WatchTarget(NamedTuple):
     pages: ServerPages
     model: str = ""  # empty: all
     gateway_url: str = ""  # of its metrics; empty: there is none
     api_key: str = ""  # for the gateway
 
 
-def list_here(metrics_url: str, model: str) -> Listing:
+def list_here(metrics_url: str, model: str) -> RequestListing:
     """Return the requests of the engines whose server shows these metrics."""
     address = urlsplit(metrics_url)
     if not is_loopback(address.hostname or ""):
-        return Listing(None, note=ELSEWHERE)
+        return RequestListing(None, note=ELSEWHERE)
     engines = current_engines_of(address.port or 80)
     own = [link for link in engines if not model or label_of(link) == model_label(model)]
     if engines and not own:
-        return Listing(None, note=TWIN)
+        return RequestListing(None, note=TWIN)
     return list_engines(own)
 
 
-def list_engines(links: Sequence[Path]) -> Listing:
-    """Return the requests of the engines that the links lead to."""
+def list_engines(links: Sequence[Path]) -> RequestListing:
     if not links:
-        return Listing(None, note=NOT_OURS)
+        return RequestListing(None, note=NOT_OURS)
     answers = [(link.resolve(), list_requests(link, MAX_LISTED, ANSWER_S)) for link in links]
     lines = [_line(str(folder), one.pid, row) for folder, one in answers if one is not None for row in one.rows]
     total = sum(one.num_sequences for _, one in answers if one is not None)
     is_whole = all(one is not None for _, one in answers)
-    return Listing(lines if lines or is_whole else None, total, "" if is_whole else SILENT)
+    return RequestListing(lines if lines or is_whole else None, total, "" if is_whole else SILENT)
 
 
 def cancel(request: RequestLine) -> str:
@@ -87,31 +86,31 @@ def cancel(request: RequestLine) -> str:
     return f"request {name} was cancelled" if was_there else f"request {name} had ended before"
 
 
-class Watch:
+class ServerWatch:
     """Pages of the last `WINDOW_S`. One thread calls `look`, which blocks."""
 
     def __init__(
         self,
-        target: Target,
+        target: WatchTarget,
         *,
-        list_requests: Callable[[str, str], Listing] = list_here,
+        list_requests: Callable[[str, str], RequestListing] = list_here,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._target = target
         self._list_requests = list_requests
         self._clock = clock
-        self._pages: deque[Page] = deque()
-        self._gateway_pages: deque[Page] = deque()
+        self._pages: deque[MetricsPage] = deque()
+        self._gateway_pages: deque[MetricsPage] = deque()
 
-    def look(self) -> View:
+    def look(self) -> ServerView:
         """Return the current view. Raise `TopError` or `RequestError`."""
         target = self._target
         health = self._health()
-        page = _of_model(Page(self._metrics(health), self._clock()), target)
+        page = _of_model(MetricsPage(self._metrics(health), self._clock()), target)
         change = _change(self._pages, page)
         gateway, gateway_problem = self._gateway()
         listing = self._list_requests(target.pages.metrics_url, target.model)
-        view = View(
+        view = ServerView(
             server=target.pages.metrics_url,
             models=page.labels(RECEIVED, "model"),
             is_ready=None if isinstance(health, RequestError) else health.is_ready,
@@ -148,18 +147,17 @@ class Watch:
                 raise TopError(f"{error}, nor does one at {self._target.pages.health_url}: {_START}") from None
             raise TopError(f"{error}; the server is {health.state} ({health.reason or 'no reason given'})") from None
 
-    def _gateway(self) -> tuple[Change | None, str]:
-        """Return the change of the gateway's page, or the reason why it is unknown."""
+    def _gateway(self) -> tuple[PageChange | None, str]:
         if not self._target.gateway_url:
             return None, ""
         try:
             figures = read_figures(self._target.gateway_url, self._target.api_key)
         except RequestError as error:
             return None, str(error)
-        return _change(self._gateway_pages, Page(figures, self._clock())), ""
+        return _change(self._gateway_pages, MetricsPage(figures, self._clock())), ""
 
 
-def _of_model(page: Page, target: Target) -> Page:
+def _of_model(page: MetricsPage, target: WatchTarget) -> MetricsPage:
     """Return the page of the target's model. Raise `TopError` without metrics of it."""
     known = page.labels(RECEIVED, "model")
     if not known:
@@ -175,12 +173,11 @@ def _of_model(page: Page, target: Target) -> Page:
     return page.of_model(target.model) if target.model else page
 
 
-def _change(pages: deque[Page], page: Page) -> Change:
-    """Keep the page. Return the change since the oldest one within the window."""
+def _change(pages: deque[MetricsPage], page: MetricsPage) -> PageChange:
     pages.append(page)
     while len(pages) > 2 and page.seconds - pages[0].seconds > WINDOW_S:
         pages.popleft()
-    return Change(pages[0], page)
+    return PageChange(pages[0], page)
 
 
 def _line(engine: str, pid: int, row: RequestRow) -> RequestLine:

@@ -369,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.unfinished():
             assert request.service_class is self.model.class_of(request)
         assert (stats.num_aged, stats.num_downgraded_deadline) == (self.model.num_aged, self.model.num_dropped)
-        assert (stats.num_downgraded_quota, stats.num_evicted) == (self.num_over_quota, self.num_evicted)
+        assert (stats.num_downgraded_quota, sum(stats.evicted_by_class)) == (self.num_over_quota, self.num_evicted)
         assert (stats.num_expired, stats.num_hopeless) == (self.num_expired, self.num_hopeless)
         started = [r for r in self.driver.requests.values() if r.first_scheduled_time is not None]
         assert stats.started_by_class == [sum(r.priority is p for r in started) for p in Priority]

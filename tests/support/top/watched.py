@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tidewheel.top.server_view import RequestLine, View
-from tidewheel.top.watch import Listing, Target, Watch
+from tidewheel.top.server_view import RequestLine, ServerView
+from tidewheel.top.watch import RequestListing, ServerWatch, WatchTarget
 from tidewheel_client.server_pages import Figures, Health, ServerPages
 
 RECORDED = Path(__file__).parents[2] / "top"
@@ -48,14 +48,18 @@ def request_line(number: int, **fields: object) -> RequestLine:
 
 def watch_of(
     pages: PagesOf, requests: Iterable[RequestLine] = (), *, model: str = "", seconds: float = 10.0
-) -> Watch:
+) -> ServerWatch:
     """Return a watch whose looks are so many seconds apart."""
-    listed = Listing(list(requests), len(list(requests)))
+    listed = RequestListing(list(requests), len(list(requests)))
     moments = iter(range(1_000_000))
-    return Watch(Target(pages, model), list_requests=lambda *_: listed, clock=lambda: seconds * next(moments))
+    return ServerWatch(
+        WatchTarget(pages, model), list_requests=lambda *_: listed, clock=lambda: seconds * next(moments)
+    )
 
 
-def second_look(*texts: str, requests: Iterable[RequestLine] = (), model: str = "", seconds: float = 10.0) -> View:
+def second_look(
+    *texts: str, requests: Iterable[RequestLine] = (), model: str = "", seconds: float = 10.0
+) -> ServerView:
     watch = watch_of(PagesOf(texts), requests, model=model, seconds=seconds)
     for _ in texts:
         view = watch.look()

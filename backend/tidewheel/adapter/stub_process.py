@@ -1,10 +1,12 @@
-"""Mark of a front end that serves, from which a supervisor tells its death from an unload."""
+"""Process of a front end: its mark, by which a supervisor tells death from unload, and what it inherits."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import socket
+import stat
 import threading
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +17,16 @@ from tidewheel_process.handle import start_ticks
 log = logging.getLogger(__name__)
 
 _FOLDER = "front_ends"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
-class Mark(NamedTuple):
+class PresenceMark(NamedTuple):
     model: str
     num_open: int  # requests without their last response
 
 
 class Presence:
-    """Mark of this process, with a count of its open requests. Without room for it, there is none."""
+    """Mark of this process, if there is room, with the number of its open requests."""
 
     def __init__(self, model: str) -> None:
         self._lock = threading.Lock()
@@ -59,27 +62,27 @@ class Presence:
                     os.pwrite(self._descriptor, _count(self._num_open), 0)
 
 
-def read_mark(pid: int, start_ticks: int) -> Mark | None:
-    """Return the mark that a process of this run folder left."""
+def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:
+    """Return the mark of a process, living or dead."""
     return _read(_path(run_dir() / _FOLDER, pid, start_ticks))
 
 
 def front_ends(model: str) -> set[str]:
-    """Return a name of each front end that served or serves the model."""
+    """Return the names of a model's marks."""
     marks = ((path, _read(path)) for path in (run_dir() / _FOLDER).glob("*"))
     return {path.name for path, mark in marks if mark is not None and mark.model == model}
 
 
-def _read(path: Path) -> Mark | None:
+def _read(path: Path) -> PresenceMark | None:
     try:
         count, _, model = path.read_text(encoding="utf-8").partition(" ")
-        return Mark(model, int(count))
+        return PresenceMark(model, int(count))
     except (OSError, ValueError):
         return None
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the marks of processes that are gone. Zombies keep theirs, for the supervisor."""
+    """Remove the marks of reaped processes."""
     for mark in folder.glob("*-*"):
         if not Path("/proc", mark.name.partition("-")[0]).exists():
             mark.unlink(missing_ok=True)
@@ -91,3 +94,24 @@ def _path(folder: Path, pid: int, start_ticks: int | None) -> Path:
 
 def _count(number: int) -> bytes:
     return b"%08d " % number
+
+
+def is_stub() -> bool:
+    """Return whether this process is Triton's stub."""
+    return Path("/proc/self/exe").readlink().name.startswith("triton_python_backend_stub")
+
+
+def close_inherited_connections() -> None:
+    """Close the clients' connections that this fork of Triton holds, before this process opens its own."""
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if stat.S_ISSOCK(path.stat().st_mode):
+                _close(int(path.name))
+
+
+def _close(descriptor: int) -> None:
+    found = socket.socket(fileno=descriptor)
+    if found.family in _INTERNET:
+        found.close()
+    else:
+        found.detach()

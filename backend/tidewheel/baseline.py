@@ -1,8 +1,6 @@
-"""Baseline for the engine: transformers `generate` over a batch, written with care.
+"""Baseline for the engine: transformers `generate` over a batch, greedy.
 
-Rows are padded on the left under an attention mask, share one forward pass per token on a KV cache, and end at their
-own lengths. Unavoidably, every row is computed until the last one ends, and no request joins before. Decoding is
-greedy.
+Rows are padded on the left and share a KV cache. Every row is computed until the last row ends.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Generator:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Generator:
-        """Load the model that an engine with these settings would run. Raise `ConfigError`."""
+        """Raise `ConfigError`."""
         device = resolve_device(config)
         folder = resolve_folder(config.model, config.revision, config.download_dir)
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
@@ -74,7 +72,6 @@ class Generator:
         return token_ids
 
     def check(self, row: Row) -> None:
-        """Raise `InvalidRequest` for a row that cannot be computed."""
         vocab_size, length = self._tokenizer.vocab_size, len(row.token_ids)
         if length == 0:
             raise InvalidRequest("the prompt has no tokens: it must have at least one")
@@ -130,16 +127,16 @@ class Generator:
 
 
 class RowEnds(StoppingCriteria):
-    """End of each row: `max_tokens`, or an end-of-sequence token unless ignored."""
+    """Ends of rows: `max_tokens`, or an end-of-sequence token unless ignored."""
 
     def __init__(self, rows: Sequence[Row], width: int, eos: torch.Tensor) -> None:
-        """Take the padded prompt width and the end-of-sequence ids, [num_eos]."""
+        """`width`: of padded prompts; `eos`: [num_eos]."""
         self._eos = eos
         self._ends = torch.tensor([width + row.max_tokens for row in rows], device=eos.device)
         self._heeds_eos = torch.tensor([not row.ignore_eos for row in rows], device=eos.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        """Return finished rows, [num_rows] bool. `generate` remembers earlier ones."""
+        """Return the rows that are finished, [num_rows] bool."""
         del scores, kwargs
         is_eos = torch.isin(input_ids[:, -1], self._eos) & self._heeds_eos
         return is_eos | (input_ids.shape[1] >= self._ends)

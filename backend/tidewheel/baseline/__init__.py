@@ -1,1 +1,0 @@
-"""Baselines: Triton without an engine for language models."""

@@ -11,8 +11,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 LOCK = "lock"
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
@@ -43,6 +45,8 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> FileLock | None:
 
     Raise OSError, also for a link or another user's file.
     """
+    from filelock import FileLock, Timeout  # takes 40 ms, which only a holder pays
+
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_uid != os.getuid():
             raise PermissionError(path)

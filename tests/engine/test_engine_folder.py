@@ -27,7 +27,6 @@ from tidewheel.engine.launcher import python_executable, recent_deaths, record_d
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
 from tidewheel_process.handle import start_ticks
-from tidewheel_process.restarts import RestartPolicy
 
 
 @pytest.fixture
@@ -112,14 +111,6 @@ def test_alive_means_this_very_process() -> None:
     assert not status(state="stopped").is_alive
 
 
-def test_dead_and_unreaped_processes_are_not_alive() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert start_ticks(process.pid) is None
-    process.wait()
-    assert start_ticks(process.pid) is None
-
-
 def test_digest_depends_on_values_and_not_on_order() -> None:
     assert settings_digest({"a": 1, "b": 2}) == settings_digest({"b": 2, "a": 1})
     assert settings_digest({"a": 1}) != settings_digest({"a": 2})
@@ -157,11 +148,6 @@ def test_old_and_impossible_deaths_are_forgotten(tmp_path: Path, monkeypatch: py
 def test_unreadable_memory_is_no_memory(tmp_path: Path) -> None:
     (tmp_path / DEATHS).write_text("{")
     assert recent_deaths(tmp_path, 60) == []
-
-
-def test_waits_double() -> None:
-    policy = RestartPolicy(first_delay_s=0.5)
-    assert [policy.delay_s(count) for count in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
 
 
 def test_the_interpreter_is_found_where_python_is_embedded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,11 +241,6 @@ def test_the_owner_of_a_removed_lock_makes_another(folder: Path) -> None:
     owner.release(end_engine_that_loads=False)
 
 
-def test_waits_of_failed_starts_have_an_end() -> None:
-    policy = RestartPolicy(first_delay_s=0.25, max_delay_s=30.0)
-    assert [policy.delay_s(count) for count in (7, 8, 2000)] == [16.0, 30.0, 30.0]
-
-
 def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "protect_texts", lambda: None)  # it is this process
     arguments = ["--engine-dir", str(folder), "--settings", '{"model": "m", "max_num_seq": 3}']

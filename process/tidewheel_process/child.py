@@ -66,7 +66,6 @@ class Child:
             raise StartError(f"ended at its start with {self.exit}")
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Return whether the child ended within the limit."""
         try:
             self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -84,7 +83,6 @@ class Child:
         self._process.wait()
 
     def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
-        """Ask the child to end, and kill it after the grace."""
         self._process.send_signal(first)
         if not self.wait(grace_s):
             self.kill()
@@ -95,14 +93,12 @@ class Child:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return a `Popen.returncode` in words."""
     if code is None:
         return "no exit code"
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether the condition held within the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:

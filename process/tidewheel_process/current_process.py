@@ -55,7 +55,6 @@ class StopSignals:
                 self._writer.send(b"\0")
 
     def wait(self, limit_s: float) -> None:
-        """Wait for a signal."""
         select.select([self], [], [], limit_s)
         self.clear()
 

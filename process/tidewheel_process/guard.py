@@ -28,7 +28,6 @@ class Guard:
         return self._child.pid
 
     def keep(self) -> None:
-        """Start another guard if this one has ended."""
         if self._child.has_ended:
             with contextlib.suppress(OSError):  # the next call tries again
                 self._child = self._start()

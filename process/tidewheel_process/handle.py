@@ -48,7 +48,6 @@ class ProcessHandle:
         return self._started is not None and start_ticks(self.pid) == self._started
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the process ended in time."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive:
             left_s = deadline - time.monotonic()

@@ -92,7 +92,6 @@ class LockedFolder:
         return self.is_held
 
     def try_lock(self) -> bool:
-        """Return whether this process holds the lock now. Raise OSError."""
         file = self.path / LOCK
         if not self.keeps_lock() and (lock := try_lock(file)) is not None:
             self._lock, self._inode = lock, _inode(file)

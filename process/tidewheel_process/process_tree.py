@@ -91,5 +91,4 @@ def reap(*, keep: Iterable[int]) -> None:
 
 
 def is_running(program: str) -> bool:
-    """Return whether a process of any user runs the program of this name."""
     return any(name(process) == program and is_alive(process) for process in psutil.process_iter())

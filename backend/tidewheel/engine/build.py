@@ -113,7 +113,6 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
 
 
 def check_record_folder(config: EngineConfig) -> None:
-    """Raise `ConfigError` if the `record` folder is missing or cannot be written."""
     folder = Path(config.record)
     if not config.record:
         return

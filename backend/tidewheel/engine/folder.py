@@ -63,7 +63,6 @@ def current_engines() -> list[Path]:
 
 
 def is_owned(engine_dir: Path) -> bool:
-    """Return whether a front end holds the folder's lock."""
     return is_locked(engine_dir / LOCK)
 
 

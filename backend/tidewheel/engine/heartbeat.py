@@ -106,7 +106,6 @@ class HangWatch:
         return self._beat is not None and self.silence_s >= max(seconds, steps * self._beat.expected_s)
 
     def _is_in_a_stage(self) -> bool:
-        """Return whether the engine loads, compiles or captures."""
         status = read_status(self._engine_dir)
         return status is not None and bool(status.stage)
 

@@ -74,7 +74,6 @@ class EngineLauncher:
         return self._lock.is_held
 
     def try_lock(self) -> bool:
-        """Return whether this is the owner now."""
         if not self._lock.keeps_lock():
             private_dir(self._engine_dir)
             self._lock.try_lock()
@@ -269,7 +268,6 @@ def python_environment() -> dict[str, str]:
 
 
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str) -> Child:
-    """Start an engine, which outlives its front end, and write its first status."""
     text = msgspec.json.encode(settings).decode()
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", text, "--identity", identity]
     log_path = engine_dir / LOG

@@ -88,7 +88,6 @@ def take_back(model_dir: Path) -> None:
 
 
 def _remove_ended(target: EngineTarget) -> None:
-    """Remove folders of the model's ended engines."""
     for folder in target.folder.parent.iterdir():
         if folder.is_symlink() or not folder.is_dir() or folder == target.folder:
             continue

@@ -190,7 +190,6 @@ def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel], *,
 
 
 def top_command(endpoints: Endpoints) -> str:
-    """Return the `tidewheel top` that shows this server."""
     return f"tidewheel top --metrics-url {endpoints.metrics_url} --health-url {endpoints.ready_url}"
 
 

@@ -20,8 +20,6 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - how to reach a serv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Address and ports of a server."""
-
     host: str = "127.0.0.1"
     http: int = 0  # 0: a free port
     grpc: int = 0

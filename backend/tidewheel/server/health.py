@@ -56,7 +56,6 @@ class Health:
         return min(bad, key=lambda one: one.is_live, default=READY)
 
     def ask(self) -> Readiness:
-        """Ask tritonserver, if the server has been ready."""
         is_silent = self.server().is_ready and not self._is_live()
         return Readiness("stopped", "tritonserver does not answer") if is_silent else READY
 

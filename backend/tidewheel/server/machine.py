@@ -186,8 +186,6 @@ def _is_used(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about this machine."""
-
     system: str = field(default_factory=platform.system)
     processor: str = field(default_factory=platform.machine)
     python: str = field(default_factory=platform.python_version)

@@ -67,8 +67,6 @@ class Reload:
 
 
 class PendingReloads:
-    """Reloads that are not over."""
-
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._pending: list[Reload] = []

@@ -91,7 +91,6 @@ class ServeOptions:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines about what any client can do by the open APIs."""
         warnings = []
         if "shared-memory" in self.open_apis:
             warnings.append(

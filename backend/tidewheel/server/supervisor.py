@@ -48,8 +48,6 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorParts:
-    """Parts of a server that its supervisor uses."""
-
     command: Sequence[str]  # of tritonserver
     environment: Mapping[str, str]
     signals: StopSignals
@@ -91,7 +89,6 @@ class Supervisor:
 
     @property
     def version(self) -> str:
-        """Triton's version; empty before it printed one."""
         return self._log.version
 
     @property
@@ -312,8 +309,6 @@ class Supervisor:
 
 
 class StubWatch:
-    """Front ends of one tritonserver at the last `look`."""
-
     def __init__(self) -> None:
         self.num_open = 0  # requests at living front ends
         self.serving: dict[StubId, str] = {}  # living front ends and their models

@@ -272,7 +272,6 @@ def _joined(paths: Sequence[str], rest: str | None) -> str:
 
 
 def assemble(install: TritonInstall, target: Path) -> Path:
-    """Make and return a backend directory of links."""
     target.mkdir(parents=True)
     for backend in install.backends.iterdir():
         if backend.name not in ("python", BACKEND):

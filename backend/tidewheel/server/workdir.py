@@ -34,8 +34,6 @@ _endpoints_decoder = msgspec.json.Decoder(Endpoints)
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Paths in a server's folder."""
-
     root: Path
 
     @property
@@ -52,7 +50,6 @@ class WorkDir:
 
     @property
     def control(self) -> Path:
-        """Socket for commands."""
         return self.root / "control"
 
     @property
@@ -149,7 +146,6 @@ def _unlink(path: Path) -> None:
 
 
 def shared_bytes(pid: int, prefix: str, shared_memory: Path = SHARED_MEMORY) -> int:
-    """Return the allocated bytes of a stub's shared memory."""
     regions = [shared_memory / word for word in process_tree.arguments(pid) if word.startswith(prefix)]
     return sum(region.stat().st_blocks * 512 for region in regions if region.exists())
 
@@ -174,7 +170,6 @@ def work_dirs(base: Path | None = None) -> list[WorkDir]:
 
 
 def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]:
-    """Return the `work_dirs` with announced endpoints."""
     return [(work, endpoints) for work in work_dirs(base) if (endpoints := work.endpoints) is not None]
 
 

@@ -40,7 +40,7 @@ def commands(options: Any) -> Iterator[tuple[str, list[str], dict[str, str], dic
     ours = {**common, "model": str(options.model), "max_model_len": 1024}
     for name, checkout in (("tidewheel", ROOT), ("before", options.against)):
         if checkout is not None:
-            folders = [str(checkout.resolve() / part) for part in ("backend", "kernels", "client")]
+            folders = [str(checkout.resolve() / part) for part in ("backend", "kernels", "client", "process")]
             yield name, [sys.executable, "llm"], {"PYTHONPATH": os.pathsep.join(folders)}, ours
     if options.openvino:
         python, _, exported = options.openvino.partition(",")

@@ -14,8 +14,7 @@ from support.gateway.running_gateway import RunningGateway, entry, gateway_to, s
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.errors import ConfigError
-from tidewheel.gateway.api_keys import MAX_FILE_BYTES, Account, ApiKey, ApiKeys
-from tidewheel.gateway.ledger import Ledger
+from tidewheel.gateway.api_keys import MAX_FILE_BYTES, Account, ApiKey, ApiKeys, Ledger
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 from tidewheel_client.errors import Busy
@@ -60,7 +59,7 @@ def test_only_known_keys_are_let_in(gateway: RunningGateway, triton: FakeTriton)
     assert gateway.get("/health").ok
     assert gateway.post("completions", {"prompt": "x"}, headers=bearer("alice")).ok
     figures = gateway.get("/metrics", headers=bearer("alice")).text
-    assert 'tidewheel_gateway_errors_total{tag="TW-KEY"} 20\n' in figures
+    assert 'tidewheel_gateway_errors_total{tag="TW-KEY"} 20.0\n' in figures
 
 
 def test_wrong_keys_are_logged_together(gateway: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:

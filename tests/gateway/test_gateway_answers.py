@@ -281,9 +281,9 @@ def test_a_client_that_goes_away_cancels(gateway: RunningGateway, triton: FakeTr
                 assert connection.getresponse().readline()
         assert triton.ended.wait(60), "the request goes on"
 
-    def num_hang_ups() -> int:
+    def num_hang_ups() -> float:
         lines = gateway.get("/metrics").text.splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("tidewheel_gateway_hang_ups_total"))
+        return sum(float(line.split()[1]) for line in lines if line.startswith("tidewheel_gateway_hang_ups_total"))
 
     before = num_hang_ups()
     triton.answer = answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidewheel.gateway.counters import Counters, add, merge
+from tidewheel.gateway.counters import Counters, merge
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel_client.errors import KvCacheFull, ServerUnavailable, WrongKey
 
@@ -28,10 +28,19 @@ def test_figures_of_workers(tmp_path: Path) -> None:
         counters.count_error(error)
     first.publish(counters)
     assert first.is_listening()
-    total = add([counters, *second.others()])
+    total = Counters.sum_of([counters, *second.others()])
     assert (total.num_open, total.num_hang_ups, total.open_upstream) == (4, 6, {"u": 2})
     assert total.errors == {"TW-KV-FULL": 4, "TW-KEY": 2, "ServerUnavailable": 2}
-    assert total.requests == {'path="/v1/completions",status="200"': 2}
+    assert total.requests == {"/v1/completions 200": 2}
+    text = total.render({"u": True})
+    for line in (
+        'tidewheel_gateway_requests_total{path="/v1/completions",status="200"} 2.0',
+        'tidewheel_gateway_errors_total{tag="TW-KV-FULL"} 4.0',
+        "tidewheel_gateway_open_requests 4.0",
+        'tidewheel_gateway_upstream_ready{upstream="u"} 1.0',
+        'tidewheel_gateway_upstream_open_requests{upstream="u"} 2.0',
+    ):
+        assert f"{line}\n" in text
     again = WorkerPlace(tmp_path, 0, 2).before()
     assert (again.num_open, again.num_hang_ups, again.requests) == (0, 3, counters.requests)
     (tmp_path / "0.json").write_text("{")

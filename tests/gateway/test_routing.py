@@ -6,7 +6,7 @@ import pytest
 
 from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway import bodies
-from tidewheel.gateway.routing import cached_tokens, route_request
+from tidewheel.gateway.upstream_request import GrpcAttempt, UpstreamRequest, route_request
 from tidewheel.request import Priority
 from tidewheel_client import Chunk
 from tidewheel_client.answers import PerfMetrics
@@ -17,8 +17,7 @@ SYSTEM = "".join(f"Rule {number}: be brief. " for number in range(300))  # more 
 def chat(*texts: str, **fields: object) -> RouteRequest:
     roles = ("user", "assistant")
     messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
-    ask = bodies.read_chat({"messages": messages, **fields})
-    return route_request(ask, ask.prompts[0])
+    return route_request(bodies.read_chat({"messages": messages, **fields}))
 
 
 def shared(one: RouteRequest, other: RouteRequest) -> int:
@@ -46,22 +45,19 @@ def test_tenants_and_salts_share_nothing() -> None:
 
 def test_a_text_and_token_ids() -> None:
     text, ids = "word " * 600, list(range(700))
-    ask = bodies.read_completion({"prompt": text})
-    route = route_request(ask, ask.prompts[0])
+    route = route_request(bodies.read_completion({"prompt": text}))
     assert (route.num_tokens, len(route.chunks)) == (750, 2)
-    ask = bodies.read_completion({"prompt": ids})
-    assert (route_request(ask, ask.prompts[0]).num_tokens, len(route_request(ask, ask.prompts[0]).chunks)) == (700, 2)
+    route = route_request(bodies.read_completion({"prompt": ids}))
+    assert (route.num_tokens, len(route.chunks)) == (700, 2)
 
 
 def test_a_huge_prompt_is_hashed_in_part() -> None:
-    ask = bodies.read_completion({"prompt": "x" * 4_000_000})
-    assert len(route_request(ask, ask.prompts[0]).chunks) == 512
+    assert len(route_request(bodies.read_completion({"prompt": "x" * 4_000_000})).chunks) == 512
 
 
 @pytest.mark.parametrize("prompt", [{"input_ids": [2**40]}, {"text_input": "\ud800" * 2000}, {"input_ids": []}])
 def test_what_the_backend_refuses_does_no_harm(prompt: dict[str, object]) -> None:
-    ask = bodies.read_completion({"prompt": "x", "priority": 9})
-    route = route_request(ask, prompt)
+    route = route_request(UpstreamRequest(prompts=[prompt], params={"priority": 9}))
     assert route.priority == Priority.NORMAL and route.num_tokens >= 1
 
 
@@ -70,10 +66,10 @@ def test_classes() -> None:
     assert chat("a", priority=0).priority == chat("a").priority == Priority.NORMAL
 
 
-def test_cached_tokens_are_told_in_the_units_of_the_route() -> None:
-    fields = dict.fromkeys(PerfMetrics.__dataclass_fields__, 1)
-    perf = PerfMetrics(**fields | {"num_cached_tokens": 300})
-    route = RouteRequest(num_tokens=1000)
-    assert cached_tokens([Chunk(text="a"), Chunk(text="", num_input_tokens=400, perf=perf)], route) == 750
-    assert cached_tokens([Chunk(text="a", num_input_tokens=400)], route) is None
-    assert cached_tokens([Chunk(text="a", num_input_tokens=400, index=1, perf=perf)], route) is None
+def test_cached_tokens_are_in_the_units_of_the_route() -> None:
+    perf = PerfMetrics(**dict.fromkeys(PerfMetrics.__dataclass_fields__, 1) | {"num_cached_tokens": 300})
+    attempt = GrpcAttempt(UpstreamRequest(prompts=[{"text_input": "x" * 4000}], params={}))
+    assert attempt.route.num_tokens == 1000
+    assert attempt.cached_tokens([Chunk(text="a"), Chunk(text="", num_input_tokens=400, perf=perf)]) == 750
+    assert attempt.cached_tokens([Chunk(text="a", num_input_tokens=400)]) is None
+    assert attempt.cached_tokens([Chunk(text="a", num_input_tokens=400, index=1, perf=perf)]) is None

@@ -70,7 +70,7 @@ def complete(port: int) -> requests.Response:
 
 def num_answered(port: int) -> int:
     text = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
-    pattern = r'requests_total\{path="/v1/completions",status="200"\} (\d+)'
+    pattern = r'requests_total\{path="/v1/completions",status="200"\} (\d+)\.0'
     return sum(int(count) for count in re.findall(pattern, text))
 
 

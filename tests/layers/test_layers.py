@@ -252,7 +252,7 @@ def test_durations_are_monotonic() -> None:
         "tidewheel_process.locked_folder",
         "tidewheel.frontend.chat_template",
         "tidewheel.frontend.request_log",
-        "tidewheel.gateway.answering",
+        "tidewheel.gateway.answers",
         "tidewheel.gateway.application",
         "tidewheel.bench.environment",
     }

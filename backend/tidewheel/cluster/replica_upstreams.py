@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,17 +12,16 @@ from typing import Any
 from tidewheel.cluster.replica_board import ReplicaBoard, Ticket
 from tidewheel.cluster.reservation import Reservation
 from tidewheel.cluster.slots import Slot, Slots
-from tidewheel.fleet.router import RouteRequest
-from tidewheel.gateway.order import Order
 from tidewheel.gateway.upstream import Upstream
-from tidewheel.gateway.upstreams import Place, Upstreams
+from tidewheel.gateway.upstream_request import Attempt, UpstreamRequest
+from tidewheel.gateway.upstreams import UpstreamLease, Upstreams
 from tidewheel_client.errors import Busy, RequestError, ServerUnavailable
 
 MAX_HELD = 1024  # requests that wait for a replica
 
 
 @dataclass(slots=True, kw_only=True)
-class ReservedPlace(Place):
+class ReservedLease(UpstreamLease):
     slot: Slot
 
 
@@ -83,45 +82,42 @@ class ReplicaUpstreams(Upstreams):
                 self._remove(authority)
 
     @contextlib.asynccontextmanager
-    async def _held(
-        self, order: Order[object], route: RouteRequest, refused: Sequence[Upstream]
-    ) -> AsyncIterator[Place]:
+    async def _lease(self, attempt: Attempt[Any]) -> AsyncIterator[UpstreamLease]:
         """Choose a replica, and reserve a slot of it meanwhile: `_begin` waits for that.
 
         Raise `ServerUnavailable` if none can be had within the patience.
         """
-        model = order.ask.model
-        with self._board.ticket(route, lambda: self._unfit(model, refused)) as ticket:
-            replica = self._board.choose(ticket) or await self._wait(ticket, order)
+        with self._board.ticket(attempt.route, lambda: self._unfit(attempt)) as ticket:
+            replica = self._board.choose(ticket) or await self._wait(ticket, attempt)
             slot = self._slots.take(replica)
             try:
                 assert ticket.flight is not None
                 upstream = await self._upstream(replica, ticket.flight.replica)
-                place = ReservedPlace(upstream, ticket.flight, slot=slot)
+                lease = ReservedLease(upstream, ticket.flight, slot=slot)
                 try:
-                    yield place
+                    yield lease
                 finally:
-                    ticket.num_cached = place.num_cached
+                    ticket.num_cached = lease.num_cached
             finally:
                 self._slots.give_back(slot)
 
-    async def _wait(self, ticket: Ticket, order: Order[object]) -> str:
+    async def _wait(self, ticket: Ticket, attempt: Attempt[Any]) -> str:
         """Return the id of the replica when there is one. Ray counts what waits, for the policy of scaling."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         reservation = Reservation(self._handle, ticket.number)
         self._num_held += 1
         try:
-            replica = await reservation.replica(self._patience(order))
+            replica = await reservation.replica(self._patience(attempt.request))
         finally:
             self._num_held -= 1
             self._slots.release(reservation)
         if replica is None:
-            raise self._no_server(order.ask.model)
+            raise self._no_server(attempt)
         return replica
 
-    def _patience(self, order: Order[object]) -> float:
-        left_ms = order.left_ms
+    def _patience(self, request: UpstreamRequest) -> float:
+        left_ms = request.left_ms
         return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 
     async def _upstream(self, replica: str, authority: str) -> Upstream:
@@ -133,18 +129,18 @@ class ReplicaUpstreams(Upstreams):
             await self._add(address, "replica")
         return self._members[authority].upstream
 
-    async def _begin(self, place: Place) -> None:
+    async def _begin(self, lease: UpstreamLease) -> None:
         """Wait for the slot: a replica that goes would cut what has none."""
-        assert isinstance(place, ReservedPlace)
-        authority = place.upstream.address.grpc
-        await place.slot.reserved.wait(lambda: authority in self._members)
-        self._board.started(place.flight)
+        assert isinstance(lease, ReservedLease)
+        authority = lease.upstream.address.grpc
+        await lease.slot.reserved.wait(lambda: authority in self._members)
+        self._board.started(lease.routed)
 
-    def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:
+    def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
         """Wait for a replica if those that there are were lost; not if all are busy."""
-        if super()._may_move(model, refused, error):
+        if super()._may_retry(attempt, error):
             return True
         if isinstance(error, Busy):
             return False
-        refused.clear()  # a server that was started again may take it
+        attempt.refused.clear()  # a server that was started again may take it
         return True

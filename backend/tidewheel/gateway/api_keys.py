@@ -1,29 +1,41 @@
-"""API keys from a TOML file: who may ask, for which tenant, up to which class, and how often."""
+"""API keys from a TOML file: tenant, best class and limits of each, and its use."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from tidewheel.errors import ConfigError
-from tidewheel.gateway.bodies import Ask
-from tidewheel.gateway.ledger import Ledger
+from tidewheel.gateway.upstream_request import UpstreamRequest
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
 from tidewheel.tenants import control_character
 from tidewheel_client.errors import Busy, InvalidRequest, WrongKey
 
 MAX_FILE_BYTES = 1 << 22
+MAX_WORKERS = 64
+MAX_KEYS = 1 << 16
 _RETRY_MS = 1000  # after one too many at once
 _CLASSES = tuple(one.value for one in Priority)
+_OFFSET = 4096  # of a ledger's rows in its file, after their number
+_ROW = np.dtype(
+    [
+        ("sha256", "S64"),
+        ("spent", "f8"),  # requests that count for the rate; zero after an idle minute
+        ("spent_at", "f8"),  # monotonic seconds, the same in all processes
+        ("num_open", "i4", (MAX_WORKERS,)),  # by worker
+    ]
+)
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 logger = logging.getLogger(__name__)
@@ -38,12 +50,57 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_concurrent: _Count | None = None
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: Annotated[list[ApiKey], msgspec.Meta(min_length=1)]
 
 
+class Ledger:
+    """Use of every key, in memory, or in a file that all workers share. Rows are never removed."""
+
+    def __init__(self, path: Path | None = None, worker: int = 0) -> None:
+        """Open the file, and close the requests of the worker's former process."""
+        self.worker = worker
+        self._file = None if path is None else path.open("r+b")
+        if path is None:
+            self._count, self._rows = np.zeros(1, np.int64), np.zeros(MAX_KEYS, _ROW)
+        else:
+            self._count = np.memmap(path, np.int64, "r+", shape=(1,))
+            self._rows = np.memmap(path, _ROW, "r+", _OFFSET, (MAX_KEYS,))
+        with self.locked():
+            self._rows["num_open"][: int(self._count[0]), worker] = 0
+
+    @staticmethod
+    def create(path: Path) -> None:
+        with path.open("xb") as file:
+            file.truncate(_OFFSET + MAX_KEYS * _ROW.itemsize)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other workers out. The kernel frees the lock of one that dies."""
+        if self._file is None:
+            yield
+            return
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def rows(self, hashes: Sequence[str]) -> Iterable[Any]:
+        """Return a record for each hash. Raise `ConfigError` beyond `MAX_KEYS`, removed keys included."""
+        with self.locked():
+            count = int(self._count[0])
+            known = {text: index for index, text in enumerate(self._rows["sha256"][:count].tolist())}
+            indices = [known.setdefault(text.encode(), len(known)) for text in hashes]
+            if len(known) > MAX_KEYS:
+                raise ConfigError(f"there have been more than {MAX_KEYS} keys: start the gateway again")
+            self._rows["sha256"][count : len(known)] = list(known)[count:]
+            self._count[0] = len(known)
+        return [self._rows[index] for index in indices]
+
+
 class Account:
-    """One key, and its use. Without a key, nothing is limited."""
+    """One key and its use; no limits without a key."""
 
     def __init__(
         self, key: ApiKey | None, ledger: Ledger, row: Any = None, clock: Callable[[], float] = time.monotonic
@@ -54,16 +111,17 @@ class Account:
         self._row = row
         self._clock = clock
 
-    def label(self, ask: Ask) -> Ask:
-        """Give the request its tenant, and at most the best class of the key. Raise `InvalidRequest`."""
+    def label(self, request: UpstreamRequest) -> UpstreamRequest:
+        """Set the tenant, and limit the class to the key's best. Raise `InvalidRequest` if a tenant is given."""
         if self.key is None:
-            return ask
-        if "tenant" in ask.params:
+            return request
+        if "tenant" in request.params:
             raise InvalidRequest("tenant is set, and the API key decides it: leave it out")
-        priority = ask.params.get("priority") or Priority.NORMAL.value
+        priority = request.params.get("priority") or Priority.NORMAL.value
         if priority in _CLASSES:  # the backend refuses others
             priority = max(priority, self.key.max_priority)
-        return ask._replace(params=ask.params | {"tenant": self.key.tenant or self.key.name, "priority": priority})
+        request.params |= {"tenant": self.key.tenant or self.key.name, "priority": priority}
+        return request
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
@@ -139,7 +197,7 @@ class ApiKeys:
 
     def _read(self, path: Path) -> None:
         try:
-            keys = msgspec.toml.decode(read_at_most(path, MAX_FILE_BYTES), type=_File).keys
+            keys = msgspec.toml.decode(read_at_most(path, MAX_FILE_BYTES), type=_KeyFile).keys
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from tidewheel.gateway.body_size import check_structure
-from tidewheel.gateway.forced_calls import (
-    call_schema,
-    check_no_grammar,
-    follows_grammar,
-    forced_functions,
-    parameters_name,
-    without_strict,
-)
-from tidewheel.gateway.openai_errors import FieldMissing
+from tidewheel.gateway.errors import FieldMissing
+from tidewheel.gateway.forced_calls import force_call
+from tidewheel.gateway.upstream_request import StreamOptions, UpstreamRequest
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import InvalidRequest, Unsupported
 
 MAX_PROMPTS = 64  # of one request
+MAX_INPUTS = 2048  # of one request for embeddings, as OpenAI's
 MAX_FIELDS = 256
 MAX_NAME_CHARS = 256
 MAX_PARAMETER_BYTES = 1 << 18  # of all that the backend reads; it has the same limit
 MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
 MAX_REQUEST_ID_CHARS = 128
+# Together some 50 ms of parsing.
+MAX_CONTAINERS = 1 << 15  # lists, objects and keys
+MAX_ITEMS = 1 << 18  # such as the token ids of a prompt
+_SMALL = 1 << 14  # bytes of a body that cannot hold too much
+_PIECE = 1 << 18  # bytes of one pass, between which other threads run
+_ESCAPE = re.compile(rb"\\*[^\\]?")  # the rest of an escape, and the escaped byte
+_MISSING = re.compile("Object missing required field `(.*)`")  # msgspec's message, at the top
+
+Prompt = dict[str, object]  # tensors by name
+Fields = dict[str, Any]
+
+# --- fields ------------------------------------------------------------------------------------------------------
 
 
 class _Refused(NamedTuple):
@@ -44,16 +51,14 @@ _REFUSED = {
     "store": _Refused("answers are not stored: send false, or leave it out"),
     "service_tier": _Refused("there are no tiers: send priority, 1 to 4", ("auto", "default", "flex")),
 }
-_MISSING = re.compile("Object missing required field `(.*)`")  # of msgspec, at the top
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # as in vLLM: in every chunk
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    model: str = ""  # empty: the only one
 
 
-class WithoutEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are accepted and change no answer, because OpenAI's clients send them by themselves."""
+class _OpenAIBody(_Body, frozen=True, kw_only=True):
+    """The model, and fields without effect, which OpenAI's clients send by themselves."""
 
     user: str = ""
     metadata: dict[str, str] = {}
@@ -63,8 +68,7 @@ class WithoutEffect(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str = ""
 
 
-class _Body(WithoutEffect, frozen=True, kw_only=True):
-    model: str = ""  # empty: the only one
+class _GenerateBody(_OpenAIBody, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -76,7 +80,7 @@ class _Body(WithoutEffect, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-class ChatBody(_Body, frozen=True, kw_only=True):
+class ChatBody(_GenerateBody, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -89,45 +93,35 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class CompletionBody(_Body, frozen=True, kw_only=True):
+class CompletionBody(_GenerateBody, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool = False
 
 
-Body = TypeVar("Body", bound=msgspec.Struct)
+class _EmbeddingBody(_OpenAIBody, frozen=True, kw_only=True):
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
 
 
-class Ask(NamedTuple):
-    """A request to the backend, or one for each prompt."""
-
-    model: str
-    prompts: list[dict[str, object]]  # tensor by name
-    params: dict[str, object]
-    request_id: str = ""  # empty: the gateway chooses
-    n: int = 1
-    session: str = ""
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    top_logprobs: int | None = None  # None: no log-probabilities
-    is_chat: bool = False
-    has_echo: bool = False
-    shows_prompt_logprobs: bool = False
-    tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
-    has_one_call: bool = False
-    follows_grammar: bool = False
-    schema_name: str = ""  # of a forced call, for messages
-    traceparent: str = ""  # of the client's span, by W3C's header
-
-    @property
-    def size(self) -> int:
-        """Return how many characters and token ids the prompts have."""
-        return sum(
-            len(value) for prompt in self.prompts for value in prompt.values() if isinstance(value, str | list)
-        )
+class _TokenizeBody(_Body, frozen=True, kw_only=True):
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = []
+    chat_template_kwargs: dict[str, Any] = {}
 
 
-def parse(data: bytes) -> dict[str, Any]:
+class _DetokenizeBody(_Body, frozen=True, kw_only=True):
+    tokens: list[int]
+
+
+_B = TypeVar("_B", bound=_Body)
+
+# --- bytes to fields ---------------------------------------------------------------------------------------------
+
+
+def parse(data: bytes) -> Fields:
     """Return the fields that are not null. Raise `InvalidRequest`."""
     check_structure(data)
     try:
@@ -145,59 +139,51 @@ def parse(data: bytes) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def read_chat(fields: dict[str, Any]) -> Ask:
-    """Raise `InvalidRequest` or `Unsupported`."""
-    body, params = read_fields(fields, ChatBody)
-    if body.echo:
-        raise Unsupported("echo is set: a conversation is not returned; leave it out, or send false")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
-    params["max_tokens"] = _most_tokens(body)
-    tools = body.tools if body.tool_choice != "none" else []
-    names = frozenset(str(_name(tool)) for tool in tools) if tools else None
-    schema_name = ""
-    if body.tool_choice not in ("auto", "none"):
-        check_no_grammar(params)
-        functions = forced_functions(tools, body.tool_choice)
-        params["structured_outputs"] = {"json": call_schema(functions)}
-        names, schema_name = frozenset(functions), parameters_name(functions)
-        tools = without_strict(tools)
-    if tools:
-        params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
-    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    prompt = conversation(body.messages, tools, body.chat_template_kwargs)
-    ask = _ask(body, params, [prompt], top_logprobs, is_chat=True)
-    return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls, schema_name=schema_name)
+def check_structure(data: bytes) -> None:
+    """Raise `InvalidRequest` for JSON that takes too long to parse. Characters within strings do not count."""
+    if len(data) <= _SMALL or _fits(_pieces(data)) or _fits(_outside_strings(data)):
+        return
+    raise InvalidRequest(
+        f"the body has more than {MAX_CONTAINERS} lists, objects and keys, or {MAX_ITEMS} values: send fewer"
+    )
 
 
-def _most_tokens(body: ChatBody) -> int:
-    older, newer = body.max_tokens, body.max_completion_tokens
-    if older is not None and newer is not None and older != newer:
-        raise InvalidRequest(f"max_tokens is {older}, and max_completion_tokens is {newer}: send one of them")
-    return next((limit for limit in (older, newer) if limit is not None), MOST_TOKENS)
+def _fits(pieces: Iterator[bytes]) -> bool:
+    num_containers = num_items = 0
+    for piece in pieces:
+        num_containers += sum(map(piece.count, (b"[", b"{", b":")))
+        num_items += piece.count(b",")
+        if num_containers > MAX_CONTAINERS or num_items > MAX_ITEMS:
+            return False
+    return True
 
 
-def read_completion(fields: dict[str, Any]) -> Ask:
-    """Raise `InvalidRequest` or `Unsupported`."""
-    body, params = read_fields(fields, CompletionBody)
-    ask = _ask(body, params, prompts_of("prompt", body.prompt, MAX_PROMPTS), body.logprobs, is_chat=False)
-    if not body.echo:
-        return ask
-    echo: dict[str, object] = {"echo": True}
-    if body.logprobs is not None:
-        echo["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return ask._replace(params=ask.params | echo, has_echo=True)
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Yield pieces that end outside of escapes."""
+    start = 0
+    while start < len(data):
+        match = _ESCAPE.match(data, min(start + _PIECE, len(data)))
+        assert match is not None
+        yield data[start : match.end()]
+        start = match.end()
 
 
-def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[str, object]]:
-    """Return the fields of `kind`, and the others. Raise `InvalidRequest` or `Unsupported`."""
+def _outside_strings(data: bytes) -> Iterator[bytes]:
+    is_inside = 0
+    for piece in _pieces(data):
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(parts[is_inside::2])
+        is_inside ^= (len(parts) - 1) & 1
+
+
+def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, dict[str, object]]:
+    """Return the body and the backend's parameters. Raise `InvalidRequest` or `Unsupported`."""
     for name, refused in _REFUSED.items():
         if name in fields and fields[name] not in refused.neutral:
             raise Unsupported(f"{name} is set: {refused.reason}")
     names = kind.__struct_fields__
     others = {key: value for key, value in fields.items() if key not in names and key not in _REFUSED}
-    if (size := len(msgspec.json.encode(others))) > MAX_PARAMETER_BYTES:
-        raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
+    check_parameters(others)
     if flags := OUTPUT_FLAGS.keys() & others.keys():
         raise InvalidRequest(f"unknown parameter {min(flags)!r}: OpenAI's API has no output flags")
     try:
@@ -205,23 +191,81 @@ def read_fields(fields: dict[str, Any], kind: type[Body]) -> tuple[Body, dict[st
     except msgspec.ValidationError as error:
         if missing := _MISSING.fullmatch(str(error)):
             raise FieldMissing(f"{missing[1]} is missing: it is required") from None
-        raise InvalidRequest(_place_first(str(error))) from None
+        what, _, place = str(error).partition(" - at `$.")  # "Expected `int` - at `$.n`" to "n: Expected `int`"
+        raise InvalidRequest(f"{place.rstrip('`')}: {what}" if place else what) from None
 
 
-def _place_first(message: str) -> str:
-    """Turn "Expected `int` - at `$.n`" into "n: Expected `int`"."""
-    what, _, place = message.partition(" - at `$.")
-    return f"{place.rstrip('`')}: {what}" if place else what
+def check_parameters(params: Fields) -> None:
+    """Raise `InvalidRequest` if the backend would refuse the parameters' size."""
+    if (size := len(msgspec.json.encode(params))) > MAX_PARAMETER_BYTES:
+        raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
 
 
-def _ask(
-    body: _Body,
-    params: dict[str, object],
-    prompts: list[dict[str, object]],
-    top_logprobs: int | None,
-    *,
-    is_chat: bool,
-) -> Ask:
+# --- fields to requests; all raise `InvalidRequest` or `Unsupported` ---------------------------------------------
+
+
+def read_chat(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, ChatBody)
+    if body.echo:
+        raise Unsupported("echo is set: a conversation is not returned; leave it out, or send false")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest(f"top_logprobs is {body.top_logprobs}, and logprobs is not true: set both, or none")
+    params["max_tokens"] = _most_tokens(body)
+    tools = body.tools if body.tool_choice != "none" else []
+    names = frozenset(_function_name(tool) for tool in tools) if tools else None
+    schema_name = ""
+    if body.tool_choice not in ("auto", "none"):
+        params["structured_outputs"], tools, names, schema_name = force_call(tools, body.tool_choice, params)
+    if tools:
+        params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
+    prompt = _conversation(body.messages, tools, body.chat_template_kwargs)
+    request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
+    request.is_chat, request.tools, request.schema_name = True, names, schema_name
+    request.has_one_call = not body.parallel_tool_calls
+    return request
+
+
+def read_completion(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, CompletionBody)
+    request = _generate_request(body, params, _prompts("prompt", body.prompt, MAX_PROMPTS), body.logprobs)
+    if body.echo:
+        request.has_echo = request.params["echo"] = True
+        if body.logprobs is not None:
+            request.params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return request
+
+
+def read_embeddings(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, _EmbeddingBody)
+    prompts = [prompt | {"task": "embed"} for prompt in _prompts("input", body.input, MAX_INPUTS)]
+    in_base64 = body.encoding_format == "base64"
+    return UpstreamRequest(
+        model=body.model, prompts=prompts, params=params, dimensions=body.dimensions, in_base64=in_base64
+    )
+
+
+def read_tokenize(fields: Fields) -> UpstreamRequest:
+    body, params = read_fields(fields, _TokenizeBody)
+    if (body.prompt is None) is (body.messages is None):
+        raise InvalidRequest("prompt or messages: send one of them")
+    if body.messages is None and (body.tools or body.chat_template_kwargs):
+        raise InvalidRequest("tools and chat_template_kwargs go with messages: leave them out")
+    prompt: Prompt = {"text_input": body.prompt}
+    if body.messages is not None:
+        prompt = _conversation(body.messages, body.tools, body.chat_template_kwargs)
+    return UpstreamRequest(model=body.model, prompts=[prompt | {"task": "tokenize"}], params=params)
+
+
+def read_detokenize(fields: Fields) -> UpstreamRequest:
+    """Return a request without prompts if there are no tokens."""
+    body, params = read_fields(fields, _DetokenizeBody)
+    prompts: list[Prompt] = [{"input_ids": body.tokens, "task": "detokenize"}] if body.tokens else []
+    return UpstreamRequest(model=body.model, prompts=prompts, params=params)
+
+
+def _generate_request(
+    body: _GenerateBody, params: dict[str, object], prompts: list[Prompt], top_logprobs: int | None
+) -> UpstreamRequest:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is set, and stream is not true: set both, or none")
     if len(body.request_id) > MAX_REQUEST_ID_CHARS or not body.request_id.isprintable():
@@ -230,7 +274,7 @@ def _ask(
     options |= {"session_id": body.session_id or None, "prompt_logprobs": body.prompt_logprobs}
     params |= {name: value for name, value in options.items() if value is not None}
     flags = {"return_token_ids": body.return_token_ids, "return_logprobs": top_logprobs is not None}
-    return Ask(
+    return UpstreamRequest(
         model=body.model,
         request_id=body.request_id,
         prompts=prompts,
@@ -240,36 +284,46 @@ def _ask(
         stream=body.stream,
         stream_options=body.stream_options or StreamOptions(),
         top_logprobs=top_logprobs,
-        is_chat=is_chat,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
-        follows_grammar=follows_grammar(params),
+        follows_grammar=_follows_grammar(params),
     )
 
 
+def _most_tokens(body: ChatBody) -> int:
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if older is not None and newer is not None and older != newer:
+        raise InvalidRequest(f"max_tokens is {older}, and max_completion_tokens is {newer}: send one of them")
+    return next((limit for limit in (older, newer) if limit is not None), MOST_TOKENS)
+
+
+def _follows_grammar(params: dict[str, object]) -> bool:
+    """Return whether the whole answer is in a grammar, so that no thoughts precede it."""
+    answer_format = params.get("response_format")
+    is_format = answer_format is not None and answer_format != {"type": "text"}
+    return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
+
+
+def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields) -> Prompt:
+    """Return the prompt of a chat: a list of messages, or an object with messages, tools and template arguments."""
+    messages = [_message(message) for message in messages]
+    parts = {"tools": tools, "chat_template_kwargs": template_kwargs}
+    # Messages come last, so that the text of a later turn begins with that of the turn before: routers hash it.
+    given = {name: part for name, part in parts.items() if part} | {"messages": messages}
+    return {"messages": msgspec.json.encode(given if len(given) > 1 else messages).decode()}
+
+
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Leave out nulls, which clients send back with an answer, and give OpenAI's developer the older name."""
+    """Drop nulls, which clients send back with an answer, and give OpenAI's developer the older name."""
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
 
 
-def conversation(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: dict[str, Any]
-) -> dict[str, object]:
-    """Return the prompt that the backend takes."""
-    messages = [_message(message) for message in messages]
-    parts = {"tools": tools, "chat_template_kwargs": template_kwargs}
-    # Messages come last, so that the text of a later turn begins with that of the turn before: see `routing.py`.
-    given = {name: part for name, part in parts.items() if part} | {"messages": messages}
-    return {"messages": msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()}
-
-
-def _name(tool: dict[str, Any]) -> object:
+def _function_name(tool: dict[str, Any]) -> str:
     function = tool.get("function")  # the backend checks it
-    return function.get("name") if isinstance(function, dict) else None
+    return str(function.get("name") if isinstance(function, dict) else None)
 
 
-def prompts_of(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[dict[str, object]]:
-    """Return the prompts of a field. Raise `InvalidRequest`."""
+def _prompts(name: str, prompt: str | list[str | int | list[int]], limit: int) -> list[Prompt]:
     if isinstance(prompt, str):
         return [{"text_input": prompt}]
     kinds = set(map(type, prompt))

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tidewheel.gateway import openai_errors
+from tidewheel.gateway import errors
 from tidewheel_client.errors import Busy
 
 HEADERS_S = 10.0  # for the headers of a request to arrive
@@ -282,8 +282,8 @@ def _refusal(table: ConnectionTable) -> bytes:
         f"the gateway has {table.most} connections, or {table.most_of_address} of your address, which wait for "
         "answers: try again later"
     )
-    body = openai_errors.body_of(error)
-    headers = openai_errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
-    lines = [f"HTTP/1.1 {openai_errors.status_of(error)} Too Many Requests", f"Content-Length: {len(body)}"]
+    body = errors.openai_body(error)
+    headers = errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
+    lines = [f"HTTP/1.1 {errors.status_of(error)} Too Many Requests", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body

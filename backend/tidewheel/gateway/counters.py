@@ -1,88 +1,92 @@
-"""The gateway's own figures, beside those of its servers, in Prometheus' text format."""
+"""The gateway's own figures, and those of its servers, in Prometheus' text format."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import core as prometheus
 
-from tidewheel.gateway.upstream import Upstream
-from tidewheel.gateway.upstreams import Upstreams
+from tidewheel import metrics
 from tidewheel_client.errors import RequestError, WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Values = Iterable[tuple[Sequence[str], int]]  # by the values of labels
 
 
 class Counters(msgspec.Struct):
-    """Figures of a worker, or of several together."""
+    """Figures of a worker, or of several together. Workers share them as JSON."""
 
-    requests: dict[str, int] = {}  # by labels: path and status
+    requests: dict[str, int] = {}  # by path and status, with a space between
     errors: dict[str, int] = {}  # by tag, or class of an error without one
     num_open: int = 0
     num_hang_ups: int = 0  # requests whose client went away
     num_moved: int = 0  # requests that a server refused and another one got
-    open_upstream: dict[str, int] = {}  # requests that a server works on
+    open_upstream: dict[str, int] = {}  # requests that a server works on, by its authority
 
     def count(self, path: str, status: int) -> None:
-        labels = f'path="{path}",status="{status}"'
-        self.requests[labels] = self.requests.get(labels, 0) + 1
+        key = f"{path} {status}"
+        self.requests[key] = self.requests.get(key, 0) + 1
 
     def count_error(self, error: RequestError) -> None:
         self.errors[error.label] = self.errors.get(error.label, 0) + 1
 
-    def render(self, upstreams: Upstreams) -> str:
-        ready = {_of_upstream(one): int(not one.not_ready) for one in upstreams.each}
-        errors = {f'tag="{label}"': count for label, count in ({WrongKey.tag: 0} | self.errors).items()}
-        families = (
-            ("requests_total", "counter", "answered requests", self.requests),
-            ("errors_total", "counter", "requests that ended with an error", errors),
-            ("open_requests", "gauge", "requests without a whole answer", {"": self.num_open}),
-            ("hang_ups_total", "counter", "requests whose client went away", {"": self.num_hang_ups}),
-            ("moved_total", "counter", "requests that went on to another server", {"": self.num_moved}),
-            ("upstream_ready", "gauge", "1 for a server that takes requests", ready),
-            ("upstream_open_requests", "gauge", "requests that a server works on", self.open_upstream),
-        )
-        return "".join(_family(*family) for family in families)
+    @classmethod
+    def sum_of(cls, each: Iterable[Counters]) -> Counters:
+        total = cls()
+        for one in each:
+            for name in cls.__struct_fields__:
+                old, new = getattr(total, name), getattr(one, name)
+                setattr(total, name, Counter(old) + Counter(new) if isinstance(old, dict) else old + new)
+        return total
 
-    def with_upstreams(self, upstreams: Upstreams) -> Counters:
-        open_upstream = {_of_upstream(one): one.num_open for one in upstreams.each}
-        moved = self.num_moved + upstreams.num_moved
-        return msgspec.structs.replace(self, num_moved=moved, open_upstream=open_upstream)
+    def render(self, upstream_ready: Mapping[str, bool]) -> str:
+        """Return the exposition. `upstream_ready` is by authority."""
+        registry = CollectorRegistry()
+        registry.register(_Collector(self, upstream_ready))
+        return generate_latest(registry).decode()
 
 
-def add(each: Iterable[Counters]) -> Counters:
-    parts = list(each)
-    return Counters(
-        requests=_sum(one.requests for one in parts),
-        errors=_sum(one.errors for one in parts),
-        num_open=sum(one.num_open for one in parts),
-        num_hang_ups=sum(one.num_hang_ups for one in parts),
-        num_moved=sum(one.num_moved for one in parts),
-        open_upstream=_sum(one.open_upstream for one in parts),
+class _Collector:
+    def __init__(self, counters: Counters, ready: Mapping[str, bool]) -> None:
+        self._counters = counters
+        self._ready = ready  # by authority
+
+    def collect(self) -> Iterator[prometheus.Metric]:
+        figures = self._counters
+        requests = [(key.rsplit(" ", 1), count) for key, count in figures.requests.items()]
+        errors = {WrongKey.tag: 0} | figures.errors
+        yield _family(metrics.GATEWAY_REQUESTS, requests, "path", "status")
+        yield _family(metrics.GATEWAY_ERRORS, _labelled_values(errors), "tag")
+        yield _family(metrics.GATEWAY_OPEN, [((), figures.num_open)])
+        yield _family(metrics.GATEWAY_HANG_UPS, [((), figures.num_hang_ups)])
+        yield _family(metrics.GATEWAY_MOVED, [((), figures.num_moved)])
+        yield _family(metrics.UPSTREAM_READY, _labelled_values(self._ready), "upstream")
+        yield _family(metrics.UPSTREAM_OPEN, _labelled_values(figures.open_upstream), "upstream")
+
+
+def _labelled_values(values: Mapping[str, int]) -> Values:
+    return [((label,), value) for label, value in values.items()]
+
+
+def _family(metric: metrics.Metric, values: Values, *labels: str) -> prometheus.Metric:
+    is_counter = metric.kind == "counter"
+    kind = prometheus.CounterMetricFamily if is_counter else prometheus.GaugeMetricFamily
+    family: prometheus.CounterMetricFamily | prometheus.GaugeMetricFamily = kind(
+        metric.name, metric.help, labels=labels
     )
-
-
-def _sum(each: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in each:
-        total.update(one)
-    return dict(total)
-
-
-def _of_upstream(upstream: Upstream) -> str:
-    return f'upstream="{upstream.address.grpc}"'
-
-
-def _family(name: str, kind: str, meaning: str, samples: Mapping[str, int]) -> str:
-    name = f"tidewheel_gateway_{name}"
-    lines = [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-    lines += [f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in samples.items()]
-    return "\n".join([*lines, ""])
+    for label_values, value in values:
+        family.add_metric(label_values, value)
+    return family
 
 
 def merge(texts: Mapping[str, str]) -> str:
-    """Join the figures of several servers: a family once, each sample with the label `upstream`."""
+    """Join the expositions of several servers: a family once, each sample with the label `upstream`.
+
+    Lines are passed on as they are: parsing would rename Triton's counters, which do not end with `_total`.
+    """
     if len(texts) == 1:
         return next(iter(texts.values()))
     families: dict[str, list[str]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tidewheel_client.errors import InvalidRequest
 
@@ -12,46 +12,43 @@ _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "d
 _FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
 _MOST_CHARS = 200  # of names in a message
 
-
-def follows_grammar(params: Mapping[str, object]) -> bool:
-    """Return whether an answer with these parameters is all grammar, without thoughts."""
-    answer_format = params.get("response_format")
-    is_format = answer_format is not None and answer_format != {"type": "text"}
-    return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
+Tools = list[dict[str, Any]]
+ToolChoice = str | dict[str, Any]
 
 
-def check_no_grammar(params: Mapping[str, object]) -> None:
-    """Raise `InvalidRequest` for a grammar beside a forced call, which is one too."""
+class ForcedCall(NamedTuple):
+    """A call that the answer consists of."""
+
+    grammar: dict[str, Any]  # value of `structured_outputs`
+    tools: Tools  # for the prompt; without `strict`, as every call follows its schema
+    names: frozenset[str]  # functions, one of which is called
+    schema_name: str  # for messages; the client sent the schema in parts
+
+
+def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> ForcedCall:
+    """Read a `tool_choice` other than auto and none. Raise `InvalidRequest`, also for another grammar in `params`.
+
+    The call is `{"name": …, "arguments": {…}}`, which `OutputParser` reads, whichever model wrote it.
+    """
     for name in _FIELDS:
-        if _asks(name, params.get(name)):
+        if _is_grammar(name, params.get(name)):
             raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
+    functions = _forced_functions(tools, tool_choice)
+    calls = [_call(name, function.get("parameters") or _NO_PARAMETERS) for name, function in functions.items()]
+    joined = " or ".join(functions)
+    schema_name = f"tools: parameters of {joined if len(joined) <= _MOST_CHARS else 'a function'}"
+    return ForcedCall({"json": {"anyOf": calls}}, _without_strict(tools), frozenset(functions), schema_name)
 
 
-def _asks(name: str, value: object) -> bool:
+def _is_grammar(name: str, value: object) -> bool:
     if name == "guided_json":
         return value is not None  # {} is a schema too
     members = value.values() if isinstance(value, Mapping) else [value]
     return bool(value) and value != {"type": "text"} and any(member is not None for member in members)
 
 
-def call_schema(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the schema of one call of any of these functions. Raise `InvalidRequest`.
-
-    The call is `{"name": …, "arguments": {…}}`, which `spoken` understands, whichever model wrote it.
-    """
-    return {"anyOf": [_call(name, one.get("parameters") or _NO_PARAMETERS) for name, one in functions.items()]}
-
-
-def parameters_name(functions: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return how a message names the schema of a forced call, which the client sent in parts."""
-    names = " or ".join(functions)
-    return f"tools: parameters of {names if len(names) <= _MOST_CHARS else 'a function'}"
-
-
-def forced_functions(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
-    """Return the functions of which one is called: the chosen one, or all for "required". Raise `InvalidRequest`."""
+def _forced_functions(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> dict[str, Mapping[str, Any]]:
+    """Return the chosen function, or all for "required"."""
     functions = [tool.get("function") for tool in tools]
     known = {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
     names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]
@@ -61,18 +58,7 @@ def forced_functions(
     return {name: known[name] for name in names}
 
 
-def without_strict(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools of a forced call, which follows its schema anyway."""
-    return [{**tool, "function": _without_strict(tool.get("function"))} for tool in tools]
-
-
-def _without_strict(function: object) -> object:
-    return (
-        {key: value for key, value in function.items() if key != "strict"} if isinstance(function, dict) else function
-    )
-
-
-def _chosen_name(tool_choice: str | Mapping[str, Any]) -> str:
+def _chosen_name(tool_choice: ToolChoice) -> str:
     match tool_choice:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
@@ -82,10 +68,16 @@ def _chosen_name(tool_choice: str | Mapping[str, Any]) -> str:
     )
 
 
+def _without_strict(tools: Tools) -> Tools:
+    functions = [tool.get("function") for tool in tools]
+    bare = [{k: v for k, v in one.items() if k != "strict"} if isinstance(one, dict) else one for one in functions]
+    return [{**tool, "function": function} for tool, function in zip(tools, bare, strict=True)]
+
+
 def _call(name: str, parameters: object) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
         raise InvalidRequest(f"tools: the parameters of {name} must be a JSON schema, an object")
-    # An id of its own keeps references of the parameters ("#/$defs/…") within them.
+    # The $id keeps references of the parameters ("#/$defs/…") within them.
     arguments = {"$id": f"tool:{name}", **parameters}
     return {
         "type": "object",

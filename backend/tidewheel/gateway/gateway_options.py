@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidewheel.gateway.spoken import Reasoning
+from tidewheel.gateway.output_parser import Reasoning
 from tidewheel.gateway.upstream import Address
 
 MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes

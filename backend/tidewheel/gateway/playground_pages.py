@@ -1,8 +1,7 @@
-"""`/playground`: a page that asks the gateway's own API. It loads nothing from elsewhere, and needs no key itself."""
+"""`/playground`: static files that ask the gateway's own API. They need no key, and load nothing from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,11 +11,10 @@ from aiohttp import web
 from tidewheel.errors import BY_TAG, cause_and_remedy
 
 ROOT, PAGE = "/", "/playground"
-_FOLDER = Path(__file__).with_name("playground")
-_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".json": "application/json"}
-_HEADERS = MappingProxyType(
+FOLDER = Path(__file__).with_name("playground")
+HEADERS = MappingProxyType(
     {
-        # Nothing but what this gateway serves, no script within the page, and no frame around it.
+        # Nothing but this gateway's files, no script within the page, and no frame around it.
         "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
@@ -26,27 +24,28 @@ _HEADERS = MappingProxyType(
 )
 
 
-def routes() -> Iterator[web.RouteDef]:
-    """Yield a route for each file, which is read now, and one from `/` to the page."""
-    yield web.get(ROOT, _to_page)
-    for path in sorted(_FOLDER.iterdir()):
-        url = PAGE if path.name == "index.html" else f"{PAGE}/{path.name}"
-        yield _route(url, path.read_bytes(), _KINDS[path.suffix])
-    remedies = {tag: cause_and_remedy(cls)[1] for tag, cls in BY_TAG.items()}
-    yield _route(f"{PAGE}/errors.json", msgspec.json.encode(remedies), _KINDS[".json"])
+def routes() -> list[web.AbstractRouteDef]:
+    return [
+        web.get(ROOT, _redirect),
+        web.get(PAGE, _page),
+        web.get(f"{PAGE}/errors.json", _remedies),
+        web.static(PAGE, FOLDER),
+    ]
 
 
-def is_open(path: str) -> bool:
-    """Return whether it is the playground's, which everyone may read: with it comes no key and no answer."""
+def is_playground(path: str) -> bool:
+    """Return whether the path is open to everyone. Only static files are there."""
     return path in (ROOT, PAGE) or path.startswith(f"{PAGE}/")
 
 
-async def _to_page(_: web.Request) -> web.Response:
+async def _redirect(_: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": PAGE})
 
 
-def _route(url: str, body: bytes, kind: str) -> web.RouteDef:
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+async def _page(_: web.Request) -> web.FileResponse:
+    return web.FileResponse(FOLDER / "index.html")
 
-    return web.get(url, answer)
+
+async def _remedies(_: web.Request) -> web.Response:
+    remedies = {tag: cause_and_remedy(cls)[1] for tag, cls in BY_TAG.items()}
+    return web.Response(body=msgspec.json.encode(remedies), content_type="application/json", charset="utf-8")

@@ -1,4 +1,4 @@
-"""A server behind the gateway: where it is, whether it is ready, and which models it has."""
+"""A server behind the gateway: its address, readiness, models and requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between two looks at a server
-FRESH_S = 0.1  # age of a look that `/health` may tell, and time that it waits for another
+FRESH_S = 0.1  # age of a look that `/health` may report, and the wait for another
 PROBE_S = 3.0
 DNS = "dns:"
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
@@ -32,7 +32,7 @@ class Address(NamedTuple):
     grpc: str
     metrics: str = ""
     health: str = ""  # of `tidewheel serve`, or of an entry's `health_port`
-    http: str = ""  # of Triton, for requests that are passed on as they are
+    http: str = ""  # of Triton, for proxied requests
     is_name_of_many: bool = False  # the host's addresses are a server each, as those of a headless service are
 
     @classmethod
@@ -51,29 +51,36 @@ class Address(NamedTuple):
         return cls(authority, **authorities, is_name_of_many=text.startswith(DNS))
 
     def at(self, host: str) -> Address:
-        """Return that of one server of many."""
+        """Return the address of one resolved host."""
         host = f"[{host}]" if ":" in host else host
         grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
         return Address(grpc, metrics, health, http)
 
 
-class Passed(NamedTuple):
-    """A request by HTTP that is passed on."""
+class ProxiedRequest(NamedTuple):
+    """A POST for Triton's HTTP port."""
 
-    model_name: str
     path: str
     body: bytes
 
 
+class HealthReply(msgspec.Struct):
+    """Body of `/ready`."""
+
+    ready: bool
+    state: str = ""
+    reason: str = ""
+
+
 class Upstream:
-    """One server."""
+    """One server. Not thread safe."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.num_open = 0  # requests
-        self.not_ready = "it was not asked yet"  # why; empty: it is ready
+        self.not_ready = "it was not asked yet"  # the reason; empty: it is ready
         self.models: frozenset[str] = frozenset()  # as seen last
-        self._foreign: set[str] = set()  # models that are not ours
+        self._foreign: set[str] = set()  # models of other backends
         self._http: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = -FRESH_S
@@ -89,14 +96,29 @@ class Upstream:
         if self._http is not None:
             await self._http.close()
 
+    async def close_when_idle(self) -> None:
+        try:
+            while self.num_open:
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await self.close()
+
+    # --- readiness and models ---------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Look at the server every `LOOK_S` seconds, without an end."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
     async def look(self) -> None:
-        """Note whether it is ready, and its models. Looks at one time are one."""
+        """Update `not_ready` and `models`. Concurrent callers share one look."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
 
     async def look_again(self) -> None:
-        """Look unless it was just done. Do not wait long for a server that hangs: the look goes on."""
+        """Look, unless the last look is fresh. A server that hangs is waited for `FRESH_S`; the look goes on."""
         if time.monotonic() - self._looked_at >= FRESH_S:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_S):
@@ -104,7 +126,7 @@ class Upstream:
 
     async def _look(self) -> None:
         try:
-            reason = await self._reason()
+            reason = await self._find_reason()
             if not reason:
                 self.models = await self._list_models()
             self.not_ready = reason
@@ -114,10 +136,41 @@ class Upstream:
             self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
         self._looked_at = time.monotonic()
 
+    async def _find_reason(self) -> str:
+        """Return the reason for `not_ready`. Triton itself does not notice an engine that is dead or hangs."""
+        if self.address.health:
+            assert self._http is not None
+            async with self._http.get(f"http://{self.address.health}/ready") as answer:
+                reply = msgspec.json.decode(await answer.read(), type=HealthReply)
+                return "" if reply.ready else f"{reply.state}: {reply.reason}"
+        reply = await self._call("ServerReady", pb.ServerReadyRequest())
+        return "" if reply.ready else "Triton is not ready"
+
+    async def _list_models(self) -> frozenset[str]:
+        index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+        names = {model.name for model in index.models}
+        self._foreign &= names
+        for name in names - self.models - self._foreign:
+            if not await self._is_ours(name):
+                self._foreign.add(name)
+        return frozenset(names - self._foreign)
+
+    async def _is_ours(self, model: str) -> bool:
+        """Return whether the model streams and has the gateway's inputs."""
+        config = (await self._call("ModelConfig", pb.ModelConfigRequest(name=model))).config
+        inputs = {tensor.name for tensor in config.input}
+        is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
+        return is_plain and {"messages", "sampling_parameters"} <= inputs
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await self._triton.call(method, request, PROBE_S)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
     async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
-        """Yield the news of each response. Raise `RequestError`. Leaving it early cancels the request."""
-        arrivals = Arrivals()
+        """Yield the new chunks of each response. Raise `RequestError`. Leaving it early cancels the request."""
         responses = self._triton.send(request)
+        arrivals = Arrivals()
         self.num_open += 1
         try:
             while (response := await responses.receive()) is not None:
@@ -129,7 +182,7 @@ class Upstream:
             self.num_open -= 1
             responses.cancel()
 
-    async def generate(self, request: Passed) -> AsyncGenerator[bytes]:
+    async def generate(self, request: ProxiedRequest) -> AsyncGenerator[bytes]:
         """Yield Triton's answer as it comes. Raise `RequestError`. Leaving it early closes the connection."""
         if not self.address.http or self._http is None:
             raise Unsupported(f"the HTTP port of {self.address.grpc} is not known here: name it, with http=PORT")
@@ -139,7 +192,7 @@ class Upstream:
                 f"http://{self.address.http}{request.path}", data=request.body, timeout=_NO_LIMIT, headers=_JSON
             ) as answer:
                 if not answer.ok:
-                    raise from_http(answer.status, _reason(await answer.read()))
+                    raise from_http(answer.status, _error_message(await answer.read()))
                 async for data in answer.content.iter_any():
                     yield data
         except (aiohttp.ClientError, OSError) as error:
@@ -148,7 +201,7 @@ class Upstream:
             self.num_open -= 1
 
     async def metrics(self) -> str:
-        """Return the text of its `/metrics`, empty if it cannot be had."""
+        """Return the text of the server's `/metrics`, empty if it does not answer."""
         if not self.address.metrics or self._http is None:
             return ""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
@@ -156,45 +209,10 @@ class Upstream:
                 return await answer.text() if answer.ok else ""
         return ""
 
-    async def _reason(self) -> str:
-        """Return why it is not ready. Triton knows nothing of an engine that is dead or hangs."""
-        if self.address.health:
-            assert self._http is not None
-            async with self._http.get(f"http://{self.address.health}/ready") as answer:
-                said = await answer.json()
-                return "" if said["ready"] is True else f"{said['state']}: {said['reason']}"
-        answer = await self._ask("ServerReady", pb.ServerReadyRequest())
-        return "" if answer.ready else "Triton is not ready"
 
-    async def _list_models(self) -> frozenset[str]:
-        index = await self._ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
-        names = {model.name for model in index.models}
-        self._foreign &= names
-        for name in names - self.models - self._foreign:
-            if not await self._is_ours(name):
-                self._foreign.add(name)
-        return frozenset(names - self._foreign)
-
-    async def _is_ours(self, model: str) -> bool:
-        """Return whether it streams, and has the inputs that the gateway sends."""
-        config = (await self._ask("ModelConfig", pb.ModelConfigRequest(name=model))).config
-        inputs = {tensor.name for tensor in config.input}
-        is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
-        return is_plain and {"messages", "sampling_parameters"} <= inputs
-
-    async def _ask(self, method: str, request: Any) -> Any:
-        return await self._triton.call(method, request, PROBE_S)
-
-
-def _reason(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """Return the message of Triton's error."""
     try:
         return str(msgspec.json.decode(body)["error"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return ""
-
-
-async def watch(upstream: Upstream) -> None:
-    while True:
-        await upstream.look()
-        await asyncio.sleep(LOOK_S)

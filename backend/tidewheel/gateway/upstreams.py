@@ -1,46 +1,51 @@
-"""Servers behind the gateway, and which one gets a request."""
+"""Servers behind the gateway: the choice of one for an attempt, and the next one after a refusal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from tritonclient.grpc import service_pb2 as pb
-
-from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest
+from tidewheel.fleet.router import RoutedRequest, Router
 from tidewheel.fleet.routers import PrefixAware
-from tidewheel.gateway.course import Course
-from tidewheel.gateway.order import Order
-from tidewheel.gateway.routing import cached_tokens
-from tidewheel.gateway.upstream import LOOK_S, Address, Passed, Upstream, watch
-from tidewheel_client import Chunk
+from tidewheel.gateway.upstream import Address, Upstream
+from tidewheel.gateway.upstream_request import Attempt, R
 from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable
 
-R = TypeVar("R")  # a request as it is sent
-N = TypeVar("N")  # news of its answer
 RESOLVE_S = 2.0  # between two questions for the servers of a name
+AT_ONCE = 64  # prompts of a request that are with servers, so that a long list leaves room for others
+ALIKE_S = 1.0  # for the other prompts, when one has failed
 
 
 class NoServer(ServerUnavailable):
-    """There is none that could be asked."""
+    """No server could be asked."""
+
+
+@dataclass(slots=True)
+class UpstreamLease:
+    """A server, taken by a request until it is answered."""
+
+    upstream: Upstream
+    routed: RoutedRequest[str]
+    num_cached: int | None = None  # of the prompt's tokens, as the server reports
 
 
 class Upstreams:
-    """All servers, looked at as long as the `async with` block lasts.
+    """All servers, watched as long as the `async with` block lasts.
 
-    Those of a name come and go as it says. One that is gone gets no more requests, and ends those that it has.
+    The servers of a name come and go as the name service says. A server that went gets no more requests, and ends
+    those that it has.
     """
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
         self._router: Router[str] = PrefixAware()
-        self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and servers that are gone
-        self.num_moved = 0  # requests that a server refused and another one got
+        self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and close servers that went
+        self.num_moved = 0  # requests that went on to another server
 
     async def __aenter__(self) -> Upstreams:
         for address in self._addresses:
@@ -73,14 +78,14 @@ class Upstreams:
 
     @property
     def not_ready(self) -> str:
-        """Return why no server takes requests; empty if one does."""
+        """The reason why no server takes requests; empty if one does."""
         reasons = [one.not_ready for one in self.each]
         if not reasons:
             return "; ".join(f"{address.grpc} has no address" for address in self._addresses)
         return "" if "" in reasons else "; ".join(reasons)
 
     def model(self, name: str) -> str:
-        """Return the name of the model that is meant. Raise `NotFound` or `ServerUnavailable`."""
+        """Return the name, or the only model for an empty one. Raise `NotFound` or `ServerUnavailable`."""
         models = self.models
         if name in models:
             return name
@@ -90,96 +95,100 @@ class Upstreams:
             raise NotFound(f"model is {name!r}: served {'are' if len(models) > 1 else 'is'} {', '.join(models)}")
         return models[0]
 
-    def stream(
-        self, order: Order[pb.ModelInferRequest], route: RouteRequest, request: pb.ModelInferRequest
-    ) -> AsyncGenerator[list[Chunk]]:
-        """Return the news of each response. See `_deliver`."""
-        return self._deliver(route, Course(order, request, Upstream.stream), cached_tokens)
+    # --- requests ---------------------------------------------------------------------------------------------
 
-    def generate(self, order: Order[Passed], route: RouteRequest, request: Passed) -> AsyncGenerator[bytes]:
-        """Return what Triton answers by HTTP. See `_deliver`."""
-        return self._deliver(route, Course(order, request, Upstream.generate), lambda *_: None)
+    async def deliver_all(self, attempts: Sequence[Attempt[R]]) -> AsyncGenerator[tuple[int, R]]:
+        """Yield `(prompt_index, response)` as they arrive. Raise the first `RequestError`, and end the others."""
+        if len(attempts) == 1:
+            async with contextlib.aclosing(self.deliver(attempts[0])) as responses:
+                async for response in responses:
+                    yield 0, response
+            return
+        turns = asyncio.Semaphore(AT_ONCE)
+        arrived: asyncio.Queue[tuple[int, R] | RequestError | None] = asyncio.Queue(len(attempts))
 
-    async def _deliver(
-        self, route: RouteRequest, course: Course[R, N], cached: Callable[[N, RouteRequest], int | None]
-    ) -> AsyncGenerator[N]:
-        """Yield what the first server sends that does not refuse. Raise `RequestError`.
+        async def read(attempt: Attempt[R]) -> None:
+            try:
+                async with turns, contextlib.aclosing(self.deliver(attempt)) as responses:
+                    async for response in responses:
+                        await arrived.put((attempt.index, response))
+                await arrived.put(None)
+            except RequestError as error:
+                await arrived.put(error)
 
-        What has brought no news goes to another server, in its class and with the time that its deadline leaves.
+        readers = [asyncio.create_task(read(attempt)) for attempt in attempts]
+        try:
+            num_left = len(readers)
+            while num_left:
+                item = await arrived.get()
+                if isinstance(item, RequestError):
+                    # Others may fail alike, and server 2.51 can die if a stream is cancelled as its error is sent.
+                    await asyncio.wait(readers, timeout=ALIKE_S)
+                    raise item
+                if item is None:
+                    num_left -= 1
+                else:
+                    yield item
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
+        """Yield a server's responses. Retry on the next server until one was delivered. Raise `RequestError`.
+
+        A retry keeps the request's class, and has the time that its deadline leaves.
         """
-        refused: list[Upstream] = []
         while True:
             try:
-                async with contextlib.aclosing(self._ask(route, course, cached, refused)) as responses:
-                    async for news in responses:
-                        yield news
+                async with self._lease(attempt) as lease, attempt.sent_to(lease.upstream) as responses:
+                    async for response in responses:
+                        if not attempt.has_delivered:
+                            await self._begin(lease)
+                            attempt.has_delivered = True
+                        if (num_cached := attempt.cached_tokens(response)) is not None:
+                            lease.num_cached = num_cached
+                        yield response
                 return
             except RequestError as error:
-                if not self._moves(course, refused, error):
-                    raise (_cut(error) if course.has_begun else error) from None
+                if attempt.has_delivered:
+                    raise _cut(error) from None
+                if isinstance(error, NoServer) or not error.retryable or not self._may_retry(attempt, error):
+                    raise
             self.num_moved += 1
-            course.move()
-
-    async def _ask(
-        self,
-        route: RouteRequest,
-        course: Course[R, N],
-        cached: Callable[[N, RouteRequest], int | None],
-        refused: list[Upstream],
-    ) -> AsyncGenerator[N]:
-        """Yield what one server sends, which is among the `refused` after an error."""
-        async with self._held(course.order, route, refused) as place:
-            try:
-                async with contextlib.aclosing(course.send(place.upstream)) as responses:
-                    async for news in responses:
-                        if not place.flight.has_started:
-                            await self._begin(place)
-                        if (found := cached(news, route)) is not None:
-                            place.num_cached = found
-                        course.has_begun = True
-                        yield news
-            except RequestError as error:
-                if isinstance(error, ServerUnavailable):
-                    place.upstream.not_ready = str(error)  # until the next look
-                refused.append(place.upstream)
-                raise
-
-    def _moves(self, course: Course[R, N], refused: list[Upstream], error: RequestError) -> bool:
-        """Return whether the request goes to another server after the error."""
-        if isinstance(error, NoServer) or not error.retryable or not course.may_move:
-            return False
-        return self._may_move(course.order.ask.model, refused, error)
+            attempt.encode_again()
 
     @contextlib.asynccontextmanager
-    async def _held(
-        self, order: Order[object], route: RouteRequest, refused: Sequence[Upstream]
-    ) -> AsyncIterator[Place]:
-        """Hold a place at the server for the request. Raise `ServerUnavailable`."""
-        authority = self._router.choose(route, self._unfit(order.ask.model, refused))
+    async def _lease(self, attempt: Attempt[R]) -> AsyncIterator[UpstreamLease]:
+        """Hold the router's choice while the server answers. Raise `ServerUnavailable`."""
+        authority = self._router.choose(attempt.route, self._unfit(attempt))
         if authority is None:
-            raise self._no_server(order.ask.model)
-        place = Place(self._members[authority].upstream, self._router.chosen(route, authority))
+            raise self._no_server(attempt)
+        lease = UpstreamLease(self._members[authority].upstream, self._router.chosen(attempt.route, authority))
         try:
-            yield place
+            yield lease
         finally:
-            self._router.ended(place.flight, place.num_cached)
+            self._router.ended(lease.routed, lease.num_cached)
 
-    async def _begin(self, place: Place) -> None:
-        """Note the first news, before it is passed on. Raise `RequestError` if it must not be."""
-        self._router.started(place.flight)
+    async def _begin(self, lease: UpstreamLease) -> None:
+        """Record the first response, before it is delivered. Raise `RequestError` if it must not be."""
+        self._router.started(lease.routed)
 
-    def _may_move(self, model: str, refused: list[Upstream], error: RequestError) -> bool:  # noqa: ARG002
-        """Return whether another server may take what one has refused with the error."""
-        return len(self._unfit(model, refused)) < len(self._members)
+    def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
+        """Return whether another server may take the request after the error."""
+        return len(self._unfit(attempt)) < len(self._members)
 
-    def _unfit(self, model: str, refused: Sequence[Upstream]) -> set[str]:
-        """Return the servers that cannot take a request."""
-        each = list(self._members.items())  # other threads may ask
+    def _unfit(self, attempt: Attempt[R]) -> set[str]:
+        """Return the authorities of servers that cannot take the request."""
+        model, members = attempt.request.model, list(self._members.items())  # other threads may ask
         return {
-            authority for authority, (one, *_) in each if one.not_ready or model not in one.models or one in refused
+            authority
+            for authority, (one, *_) in members
+            if one.not_ready or model not in one.models or one in attempt.refused
         }
 
-    def _no_server(self, model: str) -> NoServer:
+    def _no_server(self, attempt: Attempt[R]) -> NoServer:
+        model = attempt.request.model
         return NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
     # --- members ----------------------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ class Upstreams:
             await self._resolve(name)
 
     async def _resolve(self, name: Address) -> None:
-        """Take in the servers that a name has now. A name service that fails leaves those that are known."""
+        """Add and remove servers as the name service says. If it fails, the known servers stay."""
         host, _, port = name.grpc.rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
@@ -206,14 +215,14 @@ class Upstreams:
     async def _add(self, address: Address, name: str) -> None:
         upstream = Upstream(address)
         await upstream.open()
-        self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(watch(upstream)))
+        self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(upstream.watch()))
         self._router.join(address.grpc)
 
     def _remove(self, authority: str) -> None:
         member = self._members.pop(authority)
         self._router.leave(authority)
         member.watch.cancel()
-        self._run(_close_when_idle(member.upstream))
+        self._run(member.upstream.close_when_idle())
 
     def _run(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -221,31 +230,14 @@ class Upstreams:
         task.add_done_callback(self._tasks.discard)
 
 
-@dataclass(slots=True)
-class Place:
-    """Place of a request at a server while it is answered."""
-
-    upstream: Upstream
-    flight: RoutedRequest[str]
-    num_cached: int | None = None  # of the prompt's tokens, as the server says
-
-
 class _Member(NamedTuple):
     upstream: Upstream
-    name: str  # that it was found by; empty: it was given itself
+    name: str  # that resolved to the server; empty: the server was given itself
     watch: asyncio.Task[None]
 
 
 def _cut(error: RequestError) -> RequestError:
-    """Return the error of a request that has brought news. It has a tag."""
+    """Return the error of an answer that has begun; it has a tag."""
     if isinstance(error, ServerUnavailable):
         return EngineDead(f"the server was lost while it answered: {error.message}")
     return error
-
-
-async def _close_when_idle(upstream: Upstream) -> None:
-    try:
-        while upstream.num_open:
-            await asyncio.sleep(LOOK_S)
-    finally:
-        await upstream.close()

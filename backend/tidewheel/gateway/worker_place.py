@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from tidewheel.gateway.api_keys import Ledger
 from tidewheel.gateway.counters import Counters
-from tidewheel.gateway.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from functools import partial
 
 import msgspec
 
+from tidewheel.gateway.api_keys import Ledger
 from tidewheel.gateway.gateway_options import StandaloneOptions, announce
-from tidewheel.gateway.ledger import Ledger
 from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.private_dir import run_dir
 from tidewheel.server import ServeError

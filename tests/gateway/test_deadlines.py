@@ -4,43 +4,53 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import grpc
 import pytest
 
 from support.gateway.running_gateway import gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
-from tidewheel.gateway.bodies import Ask
-from tidewheel.gateway.order import GrpcOrder, HttpOrder
+from tidewheel.gateway.triton_proxy import ProxyAttempt
+from tidewheel.gateway.upstream_request import GrpcAttempt, UpstreamRequest
 from tidewheel_client.errors import DeadlineExceeded
 
 
-def order(deadline_ms: object, age_s: float) -> HttpOrder:
+def request(deadline_ms: object, age_s: float) -> UpstreamRequest:
     params = {"priority": 2, "deadline_ms": deadline_ms}
-    return HttpOrder(Ask("demo", [], params), "", {"text_input": "a"}, time.monotonic() - age_s)
+    begun = time.monotonic() - age_s
+    return UpstreamRequest(model="demo", prompts=[{"text_input": "a"}], params=params, begun=begun)
+
+
+def sent(request: UpstreamRequest, num_retries: int) -> dict[str, Any]:
+    """Return the body by HTTP."""
+    attempt = ProxyAttempt(request)
+    for _ in range(num_retries):
+        attempt.encode_again()
+    return dict(json.loads(attempt.message.body))
 
 
 def test_a_deadline_counts_from_the_first_try() -> None:
-    late = order(60_000, age_s=20)
-    assert json.loads(late.encode().body)["deadline_ms"] == 60_000
-    again = json.loads(late.encode_again().body)
+    late = request(60_000, age_s=20)
+    assert sent(late, 0)["deadline_ms"] == 60_000
+    again = sent(late, 1)
     assert 30_000 < again["deadline_ms"] <= 40_000
     assert again["priority"] == 2
     with pytest.raises(DeadlineExceeded, match="deadline_ms is 1000"):
-        order(1000, age_s=2).encode_again()
+        sent(request(1000, age_s=2), 1)
 
 
 @pytest.mark.parametrize("deadline_ms", [None, "soon", True, -1, float("nan")])
 def test_a_deadline_that_the_backend_refuses_is_sent_as_it_is(deadline_ms: object) -> None:
-    late = order(deadline_ms, age_s=20)
+    late = request(deadline_ms, age_s=20)
     assert late.left_ms is None
-    assert late.encode_again() == late.encode()
+    assert sent(late, 1) == sent(late, 0)
 
 
 def test_both_kinds_of_requests_carry_it() -> None:
-    ask = Ask("demo", [], {"deadline_ms": 60_000})
-    again = GrpcOrder(ask, "id", {"text_input": "a"}, time.monotonic() - 20).encode_again()
-    assert 30_000_000 < again.parameters["timeout"].int64_param <= 40_000_000
+    attempt = GrpcAttempt(request(60_000, age_s=20))
+    attempt.encode_again()
+    assert 30_000_000 < attempt.message.parameters["timeout"].int64_param <= 40_000_000
 
 
 def test_what_a_server_has_refused_too_late_is_not_sent_again() -> None:

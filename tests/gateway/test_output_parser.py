@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidewheel.gateway.spoken import Listener, Reasoning, Spoken
+from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning
 
 TOOLS = frozenset({"weather", "time"})
 PARIS = ("weather", {"city": "Paris"})
@@ -41,18 +41,18 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
 }  # fmt: skip
 
 
-def listen(
+def parse(
     pieces: list[str],
     tools: frozenset[str] | None = TOOLS,
     reasoning: Reasoning = "tagged",
     *,
     is_forced: bool = False,
-) -> Spoken:
-    listener = Listener(tools, reasoning, is_forced=is_forced)
-    spoken = Spoken()
+) -> ParsedOutput:
+    parser = OutputParser(tools, reasoning, is_forced=is_forced)
+    output = ParsedOutput()
     for piece in pieces:
-        spoken += listener.push(piece)
-    return spoken + listener.end()
+        output += parser.push(piece)
+    return output + parser.end()
 
 
 def pieces_of(text: str, seed: int) -> list[str]:
@@ -70,16 +70,16 @@ def test_pieces_make_the_same_parts(case: str, seed: int) -> None:
     text, content, reasoning, calls = CASES[case]
     if seed == 1 and len(text) > 1000:
         seed = 0
-    spoken = listen(pieces_of(text, seed))
-    assert (spoken.content, spoken.reasoning) == (content, reasoning)
-    assert [(call.name, json.loads(call.arguments)) for call in spoken.calls] == calls
-    assert len({call.id for call in spoken.calls}) == len(calls)
-    assert all(len(call.id) == 9 and call.id.isalnum() for call in spoken.calls)
+    output = parse(pieces_of(text, seed))
+    assert (output.content, output.reasoning) == (content, reasoning)
+    assert [(call.name, json.loads(call.arguments)) for call in output.calls] == calls
+    assert len({call.id for call in output.calls}) == len(calls)
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in output.calls)
 
 
 def test_without_tools_nothing_is_a_call() -> None:
     for text in (HERMES, '{"name": "time"}', "[TOOL_CALLS][]"):
-        assert listen(list(text), tools=None) == Spoken(text)
+        assert parse(list(text), tools=None) == ParsedOutput(text)
 
 
 @pytest.mark.parametrize(
@@ -100,26 +100,26 @@ def test_without_tools_nothing_is_a_call() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("seed", range(3))
 def test_a_forced_call_that_was_cut_is_what_there_is_of_it(text: str, name: str, arguments: str, seed: int) -> None:
-    spoken = listen(pieces_of(text, seed), is_forced=True)
-    (call,) = spoken.calls
-    assert (call.name, call.arguments, spoken.content) == (name, arguments, "")
+    output = parse(pieces_of(text, seed), is_forced=True)
+    (call,) = output.calls
+    assert (call.name, call.arguments, output.content) == (name, arguments, "")
     assert len(call.id) == 9
 
 
 def test_the_only_function_is_the_one_that_is_called() -> None:
-    (call,) = listen(["{"], frozenset({"weather"}), is_forced=True).calls
+    (call,) = parse(["{"], frozenset({"weather"}), is_forced=True).calls
     assert (call.name, call.arguments) == ("weather", "")
 
 
 def test_where_the_thought_begins() -> None:
-    assert listen(["a</think>b"], reasoning="always") == Spoken("b", "a")
-    assert listen(["<think>a</think>b"], reasoning="off") == Spoken("<think>a</think>b")
-    assert listen(["a</think>b"], reasoning="tagged") == Spoken("a</think>b")
+    assert parse(["a</think>b"], reasoning="always") == ParsedOutput("b", "a")
+    assert parse(["<think>a</think>b"], reasoning="off") == ParsedOutput("<think>a</think>b")
+    assert parse(["a</think>b"], reasoning="tagged") == ParsedOutput("a</think>b")
 
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
-    listener = Listener(TOOLS, "tagged")
-    assert listener.push("Well, <too") == Spoken("Well, ")
-    assert listener.push("th> ") == Spoken("<tooth> ")
-    assert len(listener.push(HERMES).calls) == 1
-    assert Listener(None, "off").push("<tool_call>") == Spoken("<tool_call>")
+    parser = OutputParser(TOOLS, "tagged")
+    assert parser.push("Well, <too") == ParsedOutput("Well, ")
+    assert parser.push("th> ") == ParsedOutput("<tooth> ")
+    assert len(parser.push(HERMES).calls) == 1
+    assert OutputParser(None, "off").push("<tool_call>") == ParsedOutput("<tool_call>")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 import msgspec
+from aiohttp import web
 
 from tidewheel_client import errors
 
@@ -58,7 +59,7 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
     errors.DeadlineExceeded: _Meaning(504, _SERVER, "deadline_exceeded"),
     errors.RequestTimeout: _Meaning(504, _SERVER, "timeout"),
 }
-# Names of the backend, and what a client may have sent instead.
+# Names of the backend, and the fields that a client may have sent instead.
 _NAMES = {
     "text_input": ("prompt", "input"),
     "input_ids": ("prompt", "tokens", "input"),
@@ -74,7 +75,7 @@ def status_of(error: errors.RequestError) -> int:
 
 
 def headers_of(error: errors.RequestError) -> dict[str, str]:
-    """Return what tells a client whether to send the request again, and when."""
+    """Return the headers that say whether, and when, to send the request again."""
     headers = {"x-should-retry": str(error.retryable).lower()}
     if error.retryable:
         retry_ms = error.retry_after_ms or _RETRY_AFTER_MS
@@ -86,10 +87,10 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
     return headers
 
 
-def body_of(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the JSON. `param` is the field, one of the request's or a missing one, with which the message begins.
+def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
+    """Return the JSON. `param` is the field, of the request or missing, with which the message begins.
 
-    `schema_name` stands for the schema of a forced call, which the gateway made.
+    `schema_name` replaces the schema of a forced call, which the gateway made.
     """
     meaning = _meaning(error)
     first = error.message.split(" ", 1)[0].rstrip(":")
@@ -99,8 +100,21 @@ def body_of(error: errors.RequestError, fields: Container[str] = (), schema_name
     name = named.split(":", 1)[0]
     is_known = isinstance(error, FieldMissing) or name.split(".", 1)[0].split("[", 1)[0] in fields
     message = named + error.message.removeprefix(first)
-    said = {"message": message, "type": meaning.type, "param": name if is_known else None, "code": meaning.code}
-    return msgspec.json.encode({"error": said | ({"tag": error.tag} if error.tag else {})})
+    body = {"message": message, "type": meaning.type, "param": name if is_known else None, "code": meaning.code}
+    return msgspec.json.encode({"error": body | ({"tag": error.tag} if error.tag else {})})
+
+
+def triton_body(error: errors.RequestError) -> bytes:
+    return msgspec.json.encode({"error": str(error)})
+
+
+def from_aiohttp(request: web.Request, error: web.HTTPException) -> errors.RequestError:
+    """Return aiohttp's own refusal as an error of the gateway."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return BodyTooLarge(f"the body is larger than {request.client_max_size} bytes (--max-body-mb)")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowed(f"{request.method} {request.path}", error.allowed_methods)
+    return UnknownUrl(f"{request.method} {request.path}: no such path")
 
 
 def _meaning(error: errors.RequestError) -> _Meaning:

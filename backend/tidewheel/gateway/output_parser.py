@@ -1,10 +1,10 @@
-"""Parts of a model's text: what it thinks, what it says, and which tools it calls.
+"""Reasoning, content and calls of tools in a model's text.
 
 Models mark calls in three ways. All are understood, whichever model it is:
 
     Hermes, Qwen   <tool_call>{"name": …, "arguments": {…}}</tool_call>
     Mistral        [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}
-    Llama 3        {"name": …, "parameters": {…}} as the whole text, perhaps behind <|python_tag|>
+    Llama 3        {"name": …, "parameters": {…}} as the whole text, perhaps after <|python_tag|>
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class ToolCall(NamedTuple):
     arguments: str  # JSON
 
 
-class Spoken(NamedTuple):
-    """New parts of a text."""
+class ParsedOutput(NamedTuple):
+    """Parts of a text."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
 
-    def __add__(self, other: Spoken) -> Spoken:  # type: ignore[override]
-        return Spoken(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+    def __add__(self, other: ParsedOutput) -> ParsedOutput:  # type: ignore[override]
+        return ParsedOutput(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
-class Listener:
-    """Splitter of one sequence's text, piece by piece. What may begin a mark is held back."""
+class OutputParser:
+    """Incremental parser of one sequence's text. It holds back what may begin a mark."""
 
     def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
         """`tools` are the names of functions; None: no calls are parsed. `is_forced`: the text is one call."""
@@ -58,112 +58,112 @@ class Listener:
         self._reasoning = reasoning
         self._held = ""
         self._opening = ""  # mark of the call that is being read
-        self._state = self._thinking if reasoning == "always" else self._start
+        self._state = self._in_thought if reasoning == "always" else self._at_start
         if is_forced:
-            self._state = self._calling
+            self._state = self._in_call
 
-    def push(self, text: str) -> Spoken:
+    def push(self, text: str) -> ParsedOutput:
+        """Return the parts that are certain by now."""
         self._held += text
-        spoken = Spoken()
+        output = ParsedOutput()
         while (part := self._state()) is not None:
-            spoken += part
-        return spoken
+            output += part
+        return output
 
-    def end(self) -> Spoken:
-        """Return what was held back."""
+    def end(self) -> ParsedOutput:
+        """Return the rest."""
         held, self._held = self._held, ""
-        if self._state == self._thinking:
-            return Spoken(reasoning=held)
-        if self._state == self._calling:
-            return self._called(held)
-        return Spoken(held)
+        if self._state == self._in_thought:
+            return ParsedOutput(reasoning=held)
+        if self._state == self._in_call:
+            return self._parse_calls(held)
+        return ParsedOutput(held)
 
-    # Each state returns what it found, or None if it needs more text.
+    # Each state returns its part, or None if it needs more text.
 
-    def _start(self) -> Spoken | None:
+    def _at_start(self) -> ParsedOutput | None:
         text = self._held.lstrip()
         if self._reasoning == "tagged" and (not text or _THINK.startswith(text)) and text != _THINK:
             return None
         if self._reasoning == "tagged" and text.startswith(_THINK):
-            self._held, self._state = text.removeprefix(_THINK), self._thinking
+            self._held, self._state = text.removeprefix(_THINK), self._in_thought
         else:
-            self._state = self._opening_words
-        return Spoken()
+            self._state = self._at_content
+        return ParsedOutput()
 
-    def _thinking(self) -> Spoken | None:
+    def _in_thought(self) -> ParsedOutput | None:
         thought, end, rest = self._held.partition(_END_THINK)
         if end:
-            self._held, self._state = rest.lstrip(), self._after_thought
-            return Spoken(reasoning=thought)
-        return self._emit((_END_THINK,), is_thought=True)
+            self._held, self._state = rest, self._after_thought
+            return ParsedOutput(reasoning=thought)
+        text = self._take_certain((_END_THINK,))
+        return ParsedOutput(reasoning=text) if text else None
 
-    def _after_thought(self) -> Spoken | None:
-        self._held = self._held.lstrip()
-        if not self._held:
-            return None
-        self._state = self._opening_words
-        return Spoken()
+    def _after_thought(self) -> ParsedOutput | None:
+        return self._skip_space(self._at_content)
 
-    def _opening_words(self) -> Spoken | None:
+    def _at_content(self) -> ParsedOutput | None:
         """Look for a call without a mark, which is the whole text."""
         text = self._held.lstrip()
         if self._tools is not None and not text:
             return None
-        self._state = self._calling if self._tools and text.startswith("{") else self._speaking
-        return Spoken()
+        self._state = self._in_call if self._tools and text.startswith("{") else self._in_content
+        return ParsedOutput()
 
-    def _speaking(self) -> Spoken | None:
-        if self._tools is None:
-            return self._emit(())
-        found = [(at, mark) for mark in _CLOSINGS if (at := self._held.find(mark)) >= 0]
+    def _in_content(self) -> ParsedOutput | None:
+        marks = () if self._tools is None else tuple(_CLOSINGS)
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
         if not found:
-            return self._emit(tuple(_CLOSINGS))
+            text = self._take_certain(marks)
+            return ParsedOutput(text) if text else None
         at, self._opening = min(found)
-        said, self._held = self._held[:at], self._held[at + len(self._opening) :]
-        self._state = self._calling
-        return Spoken(said)
+        content, self._held = self._held[:at], self._held[at + len(self._opening) :]
+        self._state = self._in_call
+        return ParsedOutput(content)
 
-    def _calling(self) -> Spoken | None:
+    def _in_call(self) -> ParsedOutput | None:
         closing = _CLOSINGS.get(self._opening, "")
         if not closing or closing not in self._held:
             return None
         raw, _, self._held = self._held.partition(closing)
-        self._state = self._between_calls
-        return self._called(raw, closing)
+        self._state = self._after_call
+        return self._parse_calls(raw, closing)
 
-    def _between_calls(self) -> Spoken | None:
-        """Drop the space between calls."""
+    def _after_call(self) -> ParsedOutput | None:
+        return self._skip_space(self._in_content)
+
+    def _skip_space(self, state: Any) -> ParsedOutput | None:
+        """Drop white space, then go on in the state."""
         self._held = self._held.lstrip()
         if not self._held:
             return None
-        self._state = self._speaking
-        return Spoken()
+        self._state = state
+        return ParsedOutput()
 
-    def _emit(self, marks: tuple[str, ...], *, is_thought: bool = False) -> Spoken | None:
-        """Emit all but what may begin a mark."""
+    def _take_certain(self, marks: tuple[str, ...]) -> str:
+        """Take all text but a beginning of a mark at its end."""
         lengths = range(min(len(self._held), max(map(len, marks), default=1) - 1), 0, -1)
         num_held = next((n for n in lengths if any(mark.startswith(self._held[-n:]) for mark in marks)), 0)
-        text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
-        if not text:
-            return None
-        return Spoken(reasoning=text) if is_thought else Spoken(text)
+        num_taken = len(self._held) - num_held
+        text, self._held = self._held[:num_taken], self._held[num_taken:]
+        return text
 
-    def _called(self, raw: str, closing: str = "") -> Spoken:
-        """Return the calls; the text itself if it holds none."""
+    def _parse_calls(self, raw: str, closing: str = "") -> ParsedOutput:
+        """Return the calls; the text itself as content if it is no call."""
         try:
             calls = tuple(_read_calls(raw))
         except (ValueError, RecursionError):
             calls = ()
         if self._is_forced:
             self.was_cut = not calls
-            return Spoken(calls=calls or (_cut_call(raw, self._tools or frozenset()),))
+            return ParsedOutput(calls=calls or (_cut_call(raw, self._tools or frozenset()),))
         if not calls or (not self._opening and any(call.name not in (self._tools or ()) for call in calls)):
-            return Spoken(self._opening + raw + closing)
-        return Spoken(calls=calls)
+            return ParsedOutput(self._opening + raw + closing)
+        return ParsedOutput(calls=calls)
 
 
 def _read_calls(text: str) -> Iterator[ToolCall]:
-    """Raise ValueError unless the text holds calls alone."""
+    """Yield the calls. Raise ValueError if the text holds anything else."""
     position = _skip(text, 0)
     while position < len(text):
         if (named := _NAME.match(text, position)) is not None:

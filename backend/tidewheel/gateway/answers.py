@@ -1,0 +1,296 @@
+"""Answers in OpenAI's shapes, whole and as the events of a stream, and in those of vLLM's tokenizer calls."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import msgspec
+
+from tidewheel.gateway.errors import openai_body
+from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning, ToolCall
+from tidewheel.gateway.upstream_request import R, UpstreamRequest
+from tidewheel_client import Chunk, Completion, TokenLogprob
+from tidewheel_client.errors import InternalError, InvalidRequest, RequestError
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_OPENAI_REASONS = ("stop", "length")
+
+Json = dict[str, Any]
+IndexedChunks = Sequence[tuple[int, Chunk]]  # with the index of the prompt
+Logprobs = Sequence[Mapping[int, TokenLogprob]]  # by token
+
+
+class _Usage:
+    """Tokens of one request."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, int] = {}  # by prompt
+        self._cached: dict[int, int] = {}
+        self._completion = 0
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._prompts[index] = chunk.num_input_tokens or 0
+        self._completion += chunk.num_output_tokens or 0
+        if chunk.perf is not None and chunk.index == 0:  # later sequences find what the first computed
+            self._cached[index] = chunk.perf.num_cached_tokens
+
+    def as_json(self) -> Json:
+        prompt = sum(self._prompts.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion,
+            "total_tokens": prompt + self._completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+@dataclass(slots=True)
+class _ChoiceState:
+    parser: OutputParser
+    text_offset: int = 0  # of the next token, in the joined texts of tokens
+    num_calls: int = 0
+    has_role: bool = False  # the role was sent
+
+
+class StreamWriter(ABC, Generic[R]):
+    """Translator of a stream of responses to the bytes of the answer."""
+
+    headers: Mapping[str, str]
+
+    @abstractmethod
+    def events(self, index: int, response: R) -> bytes:
+        """Return the events of a prompt's response, empty if the text is held back."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the events after the last response."""
+
+    @abstractmethod
+    def error(self, error: RequestError) -> bytes: ...
+
+
+class AnswerWriter(StreamWriter[list[Chunk]]):
+    """Writer of the answer to a chat or a completion."""
+
+    def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
+        self._request = request
+        self._reasoning = reasoning
+        self._usage = _Usage()
+        name, prefix = ("chat.completion", "chatcmpl") if request.is_chat else ("text_completion", "cmpl")
+        if request.stream and request.is_chat:
+            name += ".chunk"
+        created = int(time.time())
+        self._head: Json = {
+            "id": f"{prefix}-{request.request_id}",
+            "object": name,
+            "created": created,
+            "model": request.model,
+        }
+        self.headers = {"x-request-id": request.request_id} | (STREAM_HEADERS if request.stream else {})
+        self._states: dict[int, _ChoiceState] = {}  # by choice
+        self._prompt_logprobs: dict[int, Logprobs] = {}  # by prompt
+
+    def whole(self, chunks: IndexedChunks) -> bytes:
+        choices = []
+        for index in range(len(self._request.prompts)):
+            of_prompt = [chunk for other, chunk in chunks if other == index]
+            choices += [self._choice(index, one) for one in Completion.of_sequences("", of_prompt)]
+        for index, chunk in chunks:
+            self._usage.add(index, chunk)
+        body = {**self._head, "choices": choices, "usage": self._usage.as_json()}
+        return msgspec.json.encode(self._with_prompt_of_chat(body))
+
+    def events(self, index: int, response: list[Chunk]) -> bytes:
+        return b"".join(self._chunk_event(index, chunk) for chunk in response)
+
+    def end(self) -> bytes:
+        if not self._request.stream_options.include_usage:
+            return DONE
+        return _event({**self._head, "choices": [], "usage": self._usage.as_json()}) + DONE
+
+    def error(self, error: RequestError) -> bytes:
+        return b"data: " + openai_body(error) + b"\n\n"
+
+    def _chunk_event(self, index: int, chunk: Chunk) -> bytes:
+        self._usage.add(index, chunk)
+        choice = self._choice(index, chunk)
+        if choice.get("delta") == {} and not any(choice[key] for key in choice.keys() - {"index"}):
+            return b""
+        event = {**self._head, "choices": [choice]}
+        if chunk.prompt_logprobs is not None:
+            event = self._with_prompt_of_chat(event)
+        options = self._request.stream_options
+        if options.include_usage or options.continuous_usage_stats:
+            event["usage"] = self._usage.as_json() if options.continuous_usage_stats else None
+        return _event(event)
+
+    def _choice(self, index: int, part: Chunk | Completion) -> Json:
+        request = self._request
+        number = index * request.n + part.index
+        is_first = number not in self._states
+        if is_first:
+            reasoning = "off" if request.follows_grammar else self._reasoning
+            parser = OutputParser(request.tools, reasoning, is_forced=bool(request.schema_name))
+            self._states[number] = _ChoiceState(parser)
+        state = self._states[number]
+        if part.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = part.prompt_logprobs
+        choice: Json = {"index": number, **self._content(part, state), "logprobs": None}
+        of_prompt = self._prompt_logprobs.get(index, ()) if is_first else ()
+        if part.logprobs is not None and request.top_logprobs is not None:
+            entries = (*of_prompt, *part.logprobs) if request.has_echo else part.logprobs
+            choice["logprobs"] = self._logprobs(entries, state)
+        if of_prompt and request.shows_prompt_logprobs and not request.is_chat:
+            choice["prompt_logprobs"] = _prompt_logprobs(of_prompt)
+        choice |= _finish_reason(part.finish_reason)
+        if choice["finish_reason"] == "stop" and state.num_calls and not state.parser.was_cut:
+            choice["finish_reason"] = "tool_calls"
+        if request.params["return_token_ids"]:
+            choice["token_ids"] = part.token_ids or ()
+        return choice
+
+    def _with_prompt_of_chat(self, body: Json) -> Json:
+        """Add the log-probabilities of a chat's prompt, which stand beside the choices."""
+        if not self._request.is_chat or not self._request.shows_prompt_logprobs:
+            return body
+        return {**body, "prompt_logprobs": _prompt_logprobs(self._prompt_logprobs.get(0, ()))}
+
+    def _content(self, part: Chunk | Completion, state: _ChoiceState) -> Json:
+        if not self._request.is_chat:
+            return {"text": part.text}
+        output = state.parser.push(part.text)
+        if part.finish_reason is not None:
+            output += state.parser.end()
+        fields = self._message_fields(output, state)
+        if not self._request.stream:
+            return {"message": {"role": "assistant", "content": None if output.calls else "", **fields}}
+        if not fields and part.finish_reason is None:
+            return {"delta": {}}
+        role = {} if state.has_role else {"role": "assistant"}
+        state.has_role = True
+        return {"delta": {**role, **fields}}
+
+    def _message_fields(self, output: ParsedOutput, state: _ChoiceState) -> Json:
+        fields: Json = {"content": output.content} if output.content else {}
+        if output.reasoning:
+            fields["reasoning_content"] = output.reasoning
+        first = state.num_calls
+        calls = output.calls[: max(1 - first, 0)] if self._request.has_one_call else output.calls
+        state.num_calls += len(calls)
+        if calls:
+            fields["tool_calls"] = [self._call(one, number) for number, one in enumerate(calls, start=first)]
+        return fields
+
+    def _call(self, call: ToolCall, number: int) -> Json:
+        place = {"index": number} if self._request.stream else {}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {**place, "id": call.id, "type": "function", "function": function}
+
+    def _logprobs(self, entries: Logprobs, state: _ChoiceState) -> Json:
+        count = self._request.top_logprobs or 0
+        if self._request.is_chat:
+            return {"content": [_chat_logprob(entry, count) for entry in entries], "refusal": None}
+        chosen = [_chosen(entry) for entry in entries]
+        offsets = list(itertools.accumulate((len(one.decoded_token) for one in chosen), initial=state.text_offset))
+        state.text_offset = offsets.pop()
+        tops = [
+            {one.decoded_token: _finite(one) for one in entry.values()} if _chosen(entry).rank else None
+            for entry in entries
+        ]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(one) if one.rank else None for one in chosen],
+            "tokens": [one.decoded_token for one in chosen],
+            "top_logprobs": tops if count else None,
+        }
+
+
+def _event(event: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _finish_reason(reason: str | None) -> Json:
+    """Return OpenAI's reason. An answer that a deadline cut has `length`, and `stop_reason` beside it."""
+    if reason is None or reason in _OPENAI_REASONS:
+        return {"finish_reason": reason}
+    return {"finish_reason": "length", "stop_reason": reason}
+
+
+def _prompt_logprobs(entries: Logprobs) -> list[Json | None]:
+    """Return log-probabilities of a prompt as vLLM's server does: null for the first token."""
+    return [
+        {
+            str(token_id): {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token_id, one in entry.items()
+        }
+        if _chosen(entry).rank
+        else None
+        for entry in entries
+    ]
+
+
+def _chosen(entry: Mapping[int, TokenLogprob]) -> TokenLogprob:
+    return next(iter(entry.values()))  # the backend puts it first
+
+
+def _finite(one: TokenLogprob) -> float:
+    return max(one.logprob, _LEAST_LOGPROB)
+
+
+def _chat_logprob(entry: Mapping[int, TokenLogprob], count: int) -> Json:
+    tops = sorted((one for one in entry.values() if one.rank <= count), key=lambda one: one.rank)
+    return {**_token(_chosen(entry)), "top_logprobs": [_token(one) for one in tops[:count]]}
+
+
+def _token(one: TokenLogprob) -> Json:
+    return {"token": one.decoded_token, "logprob": _finite(one), "bytes": list(one.decoded_token.encode())}
+
+
+# --- embeddings and tokens ---------------------------------------------------------------------------------------
+
+
+def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
+    """Raise `InvalidRequest` if the model's vectors have fewer dimensions than requested."""
+    data, num_tokens = [], 0
+    for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
+        if chunk.embedding is None:
+            raise InternalError(f"an input has no embedding: it ended with {chunk.finish_reason!r}")
+        vector = _shortened(chunk.embedding, request.dimensions)
+        value = base64.b64encode(vector.tobytes()).decode() if request.in_base64 else vector.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": value})
+        num_tokens += chunk.num_input_tokens or 0
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return msgspec.json.encode({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+
+def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float]:
+    """Return the first dimensions, scaled to length 1."""
+    if dimensions is None:
+        return array("f", vector)
+    if not 1 <= dimensions <= len(vector):
+        raise InvalidRequest(f"dimensions is {dimensions}: the model's embeddings have {len(vector)}")
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(value * value for value in kept)) or 1.0
+    return array("f", (value / length for value in kept))
+
+
+def tokens_answer(_: UpstreamRequest, chunks: IndexedChunks) -> bytes:
+    return _text(chunks).encode()  # JSON already
+
+
+def text_answer(_: UpstreamRequest, chunks: IndexedChunks) -> bytes:
+    return msgspec.json.encode({"prompt": _text(chunks)})
+
+
+def _text(chunks: IndexedChunks) -> str:
+    return "".join(chunk.text for _, chunk in chunks)

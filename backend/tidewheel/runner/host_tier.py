@@ -130,7 +130,7 @@ class CudaTransferStream:
         self._stream.synchronize()
 
 
-def side_of(device: torch.device) -> TransferStream:
+def transfer_stream(device: torch.device) -> TransferStream:
     return CudaTransferStream(device) if device.type == "cuda" else InlineTransferStream()
 
 
@@ -140,10 +140,10 @@ class BlockTransfers:
     The next batch waits for copies out; this one for copies in, or if it rewrites blocks being copied out.
     """
 
-    def __init__(self, kv: KVTensors, host: HostBlocks | None, side: TransferStream | None = None) -> None:
+    def __init__(self, kv: KVTensors, host: HostBlocks | None, stream: TransferStream | None = None) -> None:
         self._kv = kv
         self._host = host
-        self._side = side or side_of(kv.device)
+        self._transfer_stream = stream or transfer_stream(kv.device)
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
@@ -155,7 +155,7 @@ class BlockTransfers:
 
     def _start(self, batch: ScheduledBatch) -> None:
         if self._is_writing_out:
-            self._side.join()
+            self._transfer_stream.join()
             self._is_writing_out = False
         if len(batch.swap_out_blocks) or len(batch.swap_in_blocks):
             self._swap(batch)
@@ -164,11 +164,11 @@ class BlockTransfers:
     def _swap(self, batch: ScheduledBatch) -> None:
         if self._host is None:
             raise InternalError(f"step {batch.step_id} swaps blocks, and there is no host tier")
-        with self._side.running():
+        with self._transfer_stream.running():
             self._host.write_out(batch.swap_out_blocks, batch.swap_out_slots)
             self._host.read_in(batch.swap_in_slots, batch.swap_in_blocks)
         if len(batch.swap_in_blocks) or _rewrites_swapped_out(batch):
-            self._side.join()
+            self._transfer_stream.join()
         else:
             self._is_writing_out = True
 
@@ -184,10 +184,10 @@ class BlockTransfers:
         return (time.perf_counter() - started) / (2 * count)
 
     def _round_trip(self, host: HostBlocks, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        with self._side.running():
+        with self._transfer_stream.running():
             host.write_out(ids, ids)
             host.read_in(ids, ids)
-        self._side.synchronize()
+        self._transfer_stream.synchronize()
 
 
 def _rewrites_swapped_out(batch: ScheduledBatch) -> bool:

@@ -38,10 +38,12 @@ def plan_step(state: SchedulerState, limits: StepLimits, now: float) -> StepPlan
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
-    short = _plan_prompts(state, plan, chunk_rows, now)
+    blocked = _plan_prompts(state, plan, chunk_rows, now)
     num_grown = len(plan.growing_rows)
     _grow(state, plan)
-    state.short = short and short._replace(num_needed=short.num_needed - num_grown, num_free=state.kv.num_free_blocks)
+    state.blocked = blocked and blocked._replace(
+        num_needed=blocked.num_needed - num_grown, num_free=state.kv.num_free_blocks
+    )
     return plan
 
 
@@ -78,7 +80,7 @@ def _plan_prompts(state: SchedulerState, plan: StepPlan, rows: RowArray, now: fl
     for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
         entering.run(before=key)
         if plan.token_budget < 1:
-            return entering.short
+            return entering.blocked
         row = request.row
         if row < 0:
             continue  # preempted for a CRITICAL request
@@ -88,7 +90,7 @@ def _plan_prompts(state: SchedulerState, plan: StepPlan, rows: RowArray, now: fl
             plan.add_chunk(row, start, end, shared_level(state.policy, request), scores=request.scores_prompt)
     entering.run()
     plan.give_back()
-    return entering.short
+    return entering.blocked
 
 
 class _EntryPlanner:
@@ -99,7 +101,7 @@ class _EntryPlanner:
         self._is_open = True
         self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
         self._growth: GrowthForecast | None = None
-        self.short: BlockedRequest | None = None  # the last one tried
+        self.blocked: BlockedRequest | None = None  # the last one tried
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}
@@ -142,7 +144,7 @@ class _EntryPlanner:
     def _try(self, request: Request) -> EntryOutcome:
         """Admit with blocks for all tokens, so that no prompt under way runs out."""
         state, plan = self._state, self._plan
-        self.short = None
+        self.blocked = None
         if not self._has_turn(request):
             return EntryOutcome.BLOCKED
         if drop_over_quota(state, request, self._now):
@@ -207,7 +209,7 @@ class _EntryPlanner:
             num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         if num_missing > 0:
             num_own = num_free + kv.num_missing_blocks(request.num_tokens, hit)
-            self.short = BlockedRequest(request, num_own, num_free + num_missing, num_free)
+            self.blocked = BlockedRequest(request, num_own, num_free + num_missing, num_free)
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan

@@ -88,7 +88,7 @@ class Scheduler:
         self._now = now
         self._state.kv.sessions.expire(now)
         state, expired = self._state, []
-        for _, _, request in state.timetable.deadlines.pop_due(now):
+        for _, _, request in state.timers.deadlines.pop_due(now):
             reason = FinishReason.DEADLINE
             if request.first_scheduled_time is None:
                 reason = FinishReason.ERROR

@@ -13,7 +13,7 @@ from tidewheel.scheduler.state import SchedulerState
 
 def reclassify_due(state: SchedulerState, now: float) -> None:
     """Apply due lifts and drops, also to followers of a waiting leader."""
-    for time, _, request in state.timetable.lifts.pop_due(now):
+    for time, _, request in state.timers.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
             request.lift_time = None
         elif request.service_class <= Priority.HIGH:
@@ -21,7 +21,7 @@ def reclassify_due(state: SchedulerState, now: float) -> None:
         else:
             state.reclassify(request, request.service_class.lifted(), since=time)
             state.stats.num_aged += 1
-    for _, _, request in state.timetable.soft_deadlines.pop_due(now):
+    for _, _, request in state.timers.soft_deadlines.pop_due(now):
         follows = request.leader is not None and request in request.leader.followers
         if request.service_class < Priority.LOW and not follows:
             state.reclassify(request, request.service_class.dropped(), since=now)

@@ -74,9 +74,9 @@ class SchedulerState:
         self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats
-        self.short: BlockedRequest | None = None  # of the last plan
+        self.blocked: BlockedRequest | None = None  # of the last plan
         self.last_applied = -1
-        self.timetable = RequestTimers(config.ageing_s, ages_all=not self.policy.by_arrival)
+        self.timers = RequestTimers(config.ageing_s, ages_all=not self.policy.by_arrival)
         self._leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
 
@@ -93,13 +93,13 @@ class SchedulerState:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Re-rank all requests; ageing keeps its start time."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
-        since = [self.timetable.ages_since(request) for request in (*queued, *running)]
+        since = [self.timers.ages_since(request) for request in (*queued, *running)]
         self.config, self.policy = config, POLICIES[config.policy]
         self.predictor.prior = float(config.predictor_prior_tokens)
         if self.policy.by_tenant != (self.virtual_counters is not None):
             self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
-        self.timetable = self.timetable.with_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
+        self.timers = self.timers.with_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
         for request in queued:
             if self.policy.by_cache and request.is_new:
                 request.num_cached_tokens = self.kv.prefixes.estimate(request)
@@ -111,7 +111,7 @@ class SchedulerState:
         for request, moment in zip((*queued, *running), since, strict=True):
             if moment is not None or request.row < 0:
                 moment = request.arrival_time if moment is None else moment
-                self.timetable.start_ageing(request, moment, len(self.requests))
+                self.timers.start_ageing(request, moment, len(self.requests))
 
     def wait(self, group: list[Request]) -> None:
         leader = group[0]
@@ -121,11 +121,11 @@ class SchedulerState:
             self._num_added += 1
             self.requests[request.request_id] = request
             self._count_waiting(request, 1)
-            self.timetable.add(request, len(self.requests))
+            self.timers.add(request, len(self.requests))
         if self.policy.by_cache:
             leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
         self.waiting.push(leader)
-        self.timetable.start_ageing(leader, leader.arrival_time, len(self.requests))
+        self.timers.start_ageing(leader, leader.arrival_time, len(self.requests))
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
         """Change the class of a request and its followers, ageing from `since`; None: overdue."""
@@ -142,14 +142,14 @@ class SchedulerState:
         if since is None:
             request.lift_time = None
         else:
-            self.timetable.start_ageing(request, since, len(self.requests))
+            self.timers.start_ageing(request, since, len(self.requests))
 
     def shortage(self) -> BlockShortage | None:
         """Return what the first request in line lacks; None if it lacks no blocks."""
-        short, num_free = self.short, self.kv.num_free_blocks
-        if short is None or next(self.waiting.candidates(with_new=True), None) is not short.request:
+        blocked, num_free = self.blocked, self.kv.num_free_blocks
+        if blocked is None or next(self.waiting.candidates(with_new=True), None) is not blocked.request:
             return None
-        num_needed = short.num_needed if num_free <= short.num_free else short.num_own  # others may have ended
+        num_needed = blocked.num_needed if num_free <= blocked.num_free else blocked.num_own  # others may have ended
         return BlockShortage(num_needed, num_free) if num_free < num_needed else None
 
     def find_hit(self, request: Request) -> PrefixHit:
@@ -193,7 +193,7 @@ class SchedulerState:
         self._leave(row)
         self._count_waiting(request, 1)
         self.waiting.push(request)
-        self.timetable.start_ageing(request, now, len(self.requests))
+        self.timers.start_ageing(request, now, len(self.requests))
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
         """End a request; drop its blocks from the cache unless `keep_cached`."""
@@ -222,10 +222,10 @@ class SchedulerState:
     def _release_followers(self, leader: Request, now: float) -> None:
         self._leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
-        since = self.timetable.ages_since(leader)
+        since = self.timers.ages_since(leader)
         for follower in followers:
             self.waiting.push(follower)
-            self.timetable.start_ageing(follower, now if since is None else since, len(self.requests))
+            self.timers.start_ageing(follower, now if since is None else since, len(self.requests))
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader

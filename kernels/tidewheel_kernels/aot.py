@@ -31,12 +31,11 @@ from tidewheel_kernels.switches import KernelUnavailable, tried
 ARCHITECTURES = (80, 90, 100)
 # CUDA programming guide, "Technical specifications per compute capability", bytes per block.
 MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# The same table.
 SHARED_PER_SM = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 WARPS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
 REGISTERS_PER_SM = 65_536
-SHARED_RESERVED = 1024  # bytes per program
+SHARED_RESERVED = 1024
 
 _POINTER_TYPES = {
     torch.bfloat16: "*bf16",
@@ -62,7 +61,7 @@ class CompileReport:
     arch: int
     num_warps: int
     num_stages: int
-    registers: int  # per thread
+    registers: int
     stack: int  # bytes
     shared: int
     problem: str  # empty: none
@@ -139,7 +138,6 @@ def _compile(case: CompileCase, launch: RecordedLaunch, arch: int) -> CompileRep
 
 
 def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """Return signature, constants and attributes as for a launch."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments.pop(parameter.name)

@@ -22,7 +22,7 @@ class CompileCase:
     name: str
     call: Callable[[], object]
     may_spill: tuple[int, ...] = ()  # architectures that may spill
-    default: bool = True  # in the tests' default run
+    default: bool = True
     least_arch: int = 0
     switches: frozenset[Switch] = frozenset()
 

@@ -52,7 +52,7 @@ class AttentionConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False  # tensor memory accelerator
-    max_registers: int | None = None  # per thread
+    max_registers: int | None = None
 
 
 def next_power_of_2(n: int) -> int:

@@ -84,7 +84,6 @@ class KernelLauncher:
 
 
 def _direct(compiled: Any) -> Direct:
-    """Return a call that does what `CudaLauncher` does, if no memory must be allocated."""
     run, metadata, hooks = compiled.run, compiled.packed_metadata, (None, None, None)
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return lambda place, arguments: run(*place, compiled.function, metadata, *hooks, *arguments)

@@ -18,8 +18,8 @@ from tidewheel.bench.outcome import UNANSWERED, RequestOutcome, Slo
 
 GOAL = 0.9  # share of requests
 RESOLUTION = 1.1  # ratio of the ends of a finished bracket
-HIGHEST_RATE = 400.0  # requests/s of one client
-LOWEST_SHARE = 1 / 16  # of the first rate
+HIGHEST_RATE = 400.0
+LOWEST_SHARE = 1 / 16
 FIRST_LOOK = 20  # requests
 FEWEST_REQUESTS = 60  # of an unclear point; 59 good ones suffice
 

@@ -16,11 +16,11 @@ INK, GRID = "#222222", "#DDDDDD"
 MARKERS = "osD^vPX<>"
 WIDTH = 9.0  # inches, 900 pixels of a page: 10 points are 14 pixels
 _MOST_DECADES = 2.3
-_MOST_ENTRIES = 6  # of a legend, side by side
+_MOST_ENTRIES = 6
 
 
 class ChartImage(NamedTuple):
-    name: str  # without ending
+    name: str
     caption: str
     figure: Figure
 

@@ -31,7 +31,7 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    model: str  # folder of weights
+    model: str
     dtype: str
     settings: dict[str, str] = field(default_factory=dict)  # of all Tidewheel engines
     baselines: Path = Path("model_repository")

@@ -9,7 +9,7 @@ from typing import Any
 from tidewheel.objective import Objective
 
 UNANSWERED = "UNANSWERED"  # the run ended first
-TIMEOUT = "TIMEOUT"  # client's limit
+TIMEOUT = "TIMEOUT"
 UNREADABLE = "UNREADABLE"  # breaks the protocol
 
 _TAG = re.compile(r"\[(TW-[A-Z-]+)")
@@ -50,10 +50,10 @@ class RequestOutcome:
     last_token: float | None = None
     num_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)  # (arrival, tokens)
-    token_ids: list[int] = field(default_factory=list)  # if given
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    ended: float | None = None  # at last token or error
-    error: str = ""  # server's message
+    ended: float | None = None
+    error: str = ""
     code: str = ""
     streamed: bool = True  # False: all tokens at once
     origin: float = 0.0  # perf_counter

@@ -212,7 +212,7 @@ class OpenVinoPipeline:
         if options.get("threads"):
             hints["INFERENCE_NUM_THREADS"] = int(options["threads"])
         self._pipeline = self._genai.ContinuousBatchingPipeline(options["model"], scheduler, "CPU", hints)
-        self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens left
+        self._running: dict[int, tuple[Any, int]] = {}
         self.versions = installed_versions("openvino-genai", "openvino")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:

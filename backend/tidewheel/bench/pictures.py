@@ -23,7 +23,7 @@ from tidewheel.bench.figure_columns import COLUMNS, measured, verdicts
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import BenchTarget
 
-MOST_PANELS = 4  # side by side
+MOST_PANELS = 4
 
 
 class ChartPanel(NamedTuple):

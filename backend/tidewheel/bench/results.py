@@ -123,7 +123,7 @@ class ResultRecorder:
         self.folder = folder
         self.environment = dict(environment)
         self.stages: list[StageResult] = []
-        self.extra: dict[str, Any] = {}  # across stages
+        self.extra: dict[str, Any] = {}
         self._lines = folder / "runs.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self._lines.write_text("", encoding="utf-8")

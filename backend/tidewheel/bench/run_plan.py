@@ -55,7 +55,6 @@ class PlannedStage:
         return self.load_names[self.loads.index(load)] if self.load_names else str(load)
 
     def offered_s(self, load: LoadPattern) -> float | None:
-        """Return seconds of sending; None for a closed loop."""
         return self.seconds if load.rate is not None else None
 
     def summary(self) -> dict[str, Any]:

@@ -56,7 +56,6 @@ class BenchSuite:
 
     @property
     def reference(self) -> BenchTarget:
-        """Return the baseline. Raise `BenchError` without one."""
         baselines = [target for target in self.base.targets if target.kind == "baseline"]
         for target in sorted(baselines, key=lambda target: target.name != "baseline_dynamic"):
             return target

@@ -17,7 +17,7 @@ def number(value: float | None) -> str:
 class TextTable(NamedTuple):
     header: list[str]
     rows: list[list[str]]
-    num_labels: int = 2  # leading columns that name the row
+    num_labels: int = 2
 
     def without_empty(self) -> TextTable:
         kept = [

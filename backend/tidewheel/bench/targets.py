@@ -36,7 +36,7 @@ class BenchTarget:
     kind: str
     settings: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
-    python: str = ""  # of a peer
+    python: str = ""
 
     def summary(self) -> dict[str, Any]:
         settings = {key: without_folders(value) for key, value in self.settings.items()}
@@ -75,7 +75,6 @@ class BenchTarget:
 
 
 def parse_targets(texts: list[str]) -> list[BenchTarget]:
-    """Raise `BenchError` for a wrong target or a repeated name."""
     targets: dict[str, BenchTarget] = {}
     for target in map(parse_target, texts):
         if targets.setdefault(target.name, target) is not target:

@@ -19,7 +19,7 @@ from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import NOBODY, Trace
 
 FIRST_ID = 4  # after special tokens
-_BLOCK = 256  # requests per draw
+_BLOCK = 256
 
 # Mean tokens of ShareGPT conversations: Kwon and others, "Efficient memory management for large language model
 # serving with PagedAttention", SOSP 2023, figure 11. Lognormal with sigma 1 is an assumption.

@@ -27,7 +27,7 @@ class BlockPool:
         self.ref_count: list[int] = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
-        self._keepers: dict[int, int] = {}  # number of keepers
+        self._keepers: dict[int, int] = {}
         # Circular; the sentinel num_blocks precedes the next block to evict.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
@@ -160,7 +160,6 @@ class BlockPool:
         require(hashed == self._blocks, "blocks and their hashes disagree")
 
     def _append(self, block_id: int) -> None:
-        """Link an empty block at the head of the free list, a cached one at its tail."""
         links, back = self._next, self._previous
         if self._hashes[block_id] is None:
             before, after = self.num_blocks, links[self.num_blocks]

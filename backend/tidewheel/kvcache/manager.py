@@ -22,10 +22,9 @@ class FreedBlockCounter:
         self._ref_count = ref_count
         self._tables = tables
         self._kept = frozenset(kept)
-        self._holders: Counter[int] = Counter()  # departing rows per block
+        self._holders: Counter[int] = Counter()
 
     def add(self, row: int) -> int:
-        """Add a departing row; return the blocks it frees."""
         self._holders.update(self._tables[row])
         return self.num_freed(row)
 
@@ -67,12 +66,11 @@ class KVCacheManager:
         self.prefixes = PrefixCache(
             self._pool, self._host, self.sessions.table, block_size, is_enabled=enable_prefix_caching
         )
-        self._tables: dict[int, list[int]] = {}  # blocks in logical order, by row
-        self._num_sealed: dict[int, int] = {}  # leading full and computed blocks, by row
+        self._tables: dict[int, list[int]] = {}  # row → blocks
+        self._num_sealed: dict[int, int] = {}  # row → full, computed blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty, evictable and session blocks."""
         return self._pool.num_free + self._pool.num_kept
 
     @property

@@ -40,7 +40,6 @@ def tail_hash(parent: bytes, tokens: bytes) -> bytes:
 
 
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
-    """Return the most cached blocks that leave a token to compute."""
     return (num_tokens - 1) // block_size
 
 
@@ -105,8 +104,8 @@ class PrefixCache:
         self._host = host
         self._sessions = sessions
         self._block_size = block_size
-        self.computing: dict[bytes, int] = {}  # row by block digest
-        self._announced: dict[int, list[bytes]] = {}  # digests by row
+        self.computing: dict[bytes, int] = {}  # digest → row
+        self._announced: dict[int, list[bytes]] = {}
 
     def find(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that leaves a token to compute. Valid until the cache changes."""

@@ -91,7 +91,6 @@ class SessionStore:
         return session is not None
 
     def _write_out(self, session: KVSession) -> bool:
-        """Queue copies to the host tier, head first; return whether any will be there."""
         blocks = self._pool.lookup_prefix(session.keys)  # wrong content is not found
         keys = session.keys[: len(blocks)]
         if session.tail_tokens and keys == session.keys:

@@ -72,7 +72,7 @@ class SessionTally:
 @dataclass(eq=False, slots=True)
 class _TenantSessions:
     sessions: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)
-    resident: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)  # with blocks
+    resident: OrderedDict[SessionName, KVSession] = field(default_factory=OrderedDict)
     num_blocks: int = 0
 
 
@@ -88,8 +88,8 @@ class SessionTable:
         self._sessions: dict[SessionName, KVSession] = {}
         self._resident: OrderedDict[SessionName, KVSession] = OrderedDict()  # with blocks, least recently used first
         self._tenants: dict[str, _TenantSessions] = {}
-        self._accounts = SessionTally()  # by account
-        self._members: dict[str, SessionTally] = {}  # by account and tenant
+        self._accounts = SessionTally()
+        self._members: dict[str, SessionTally] = {}
         self._expiries = EventHeap[KVSession](lambda event: self.get(*event.subject.name) is event.subject)
 
     def reconfigure(self, limits: SessionLimits) -> list[KVSession]:
@@ -104,7 +104,6 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Return the blocks of the tenant's sessions, shared ones counted twice."""
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:

@@ -29,8 +29,8 @@ class IncomingBlocks(NamedTuple):
     """Content that a new row receives with its first batch."""
 
     keys: tuple[bytes, ...]  # of the full `blocks`
-    slots: list[int]  # to read
-    blocks: list[int]  # to fill
+    slots: list[int]  # read
+    blocks: list[int]
     copy_sources: list[int]  # at most one, copied in part
     copy_targets: list[int]
 
@@ -58,7 +58,7 @@ class TransferQueue:
         self._out_blocks: list[int] = []
         self._out_slots: list[int] = []
         self.arrivals: dict[int, IncomingBlocks] = {}  # by row; sources are pinned
-        self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))  # in flight
+        self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
         """Queue copies until the host tier is full; return the number of leading keys that will be there."""
@@ -73,7 +73,6 @@ class TransferQueue:
         return len(keys)
 
     def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
-        """Protect the sources of incoming blocks, before blocks are taken."""
         self._host.pin(slots)
         self._pool.touch(copy_sources)
 
@@ -84,7 +83,6 @@ class TransferQueue:
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[TransferArrays, dict[int, IncomingBlocks]]:
-        """Assign queued transfers to a step; return them and incoming blocks by row."""
         if not self.arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
         arrivals, self.arrivals = self.arrivals, {}
@@ -141,7 +139,6 @@ class TransferQueue:
         return [block_id for step in self._steps.values() for table in step.tables for block_id in table]
 
     def num_returning_blocks(self) -> int:
-        """Count blocks that only steps in flight hold."""
         held = Counter(self.held_blocks() + self._carried_sources())
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
 

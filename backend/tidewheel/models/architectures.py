@@ -23,8 +23,6 @@ BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeTraits:
-    """Traits of a native architecture that `config.json` omits."""
-
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: `attention_bias`, for output too
     mlp_bias: bool = False  # read from `mlp_bias`
@@ -41,7 +39,7 @@ NATIVE: dict[str, NativeTraits] = {
     "Qwen3ForCausalLM": NativeTraits(qk_norm=True, head_dim=128, sliding_window=4096, windowed_layers="chosen"),
 }
 
-REFUSED: dict[str, tuple[str, ...]] = {  # by cause
+REFUSED: dict[str, tuple[str, ...]] = {
     _ALIBI: ("BloomForCausalLM", "MptForCausalLM"),
     _RECURRENT: (
         "MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "FalconH1ForCausalLM", "RwkvForCausalLM",
@@ -70,7 +68,6 @@ def native_traits(fields: ConfigFields) -> NativeTraits | None:
 
 
 def check_class(cls: Any, name: str) -> None:
-    """Raise `ConfigError` if the class cannot run a packed sequence."""
     if getattr(cls, "_is_stateful", False):
         raise ConfigError(f"{name} is not offered: {_RECURRENT}")
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
@@ -78,7 +75,6 @@ def check_class(cls: Any, name: str) -> None:
 
 
 def check_config(config: Any, name: str) -> None:
-    """Raise `ConfigError` if paged attention cannot honour the configuration."""
     for problem in _problems(config):
         raise ConfigError(f"{name} is not offered: {problem}")
 

@@ -99,7 +99,6 @@ class Weights:
         return tensor
 
     def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
-        """Return a fused layer; `parts`: name after the prefix → output features."""
         weights = self._empty(sum(parts.values()), in_features)
         biases = self._empty(sum(parts.values())) if bias else None
         for kind, fused in (("weight", weights), ("bias", biases)):
@@ -132,7 +131,6 @@ class Attention:
         self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
     def queries(self, x: torch.Tensor, places: TokenLocations, kv: KVLayer) -> torch.Tensor:
-        """Project and rotate; write keys and values into the cache."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
         rope_and_cache(

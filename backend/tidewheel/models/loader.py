@@ -32,7 +32,6 @@ def load_model(
     device: torch.device,
     progress: Progress,
 ) -> LoadedModel:
-    """Raise `ConfigError` with one line."""
     name = architecture(fields)
     traits = native_traits(fields)
     progress(STAGE, 0.0)
@@ -99,7 +98,6 @@ def _load_native(
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:
-    """Raise `ConfigError` for settings of the native decoder."""
     if config.quantization != "none":
         raise ConfigError(
             f"quantization is {config.quantization}: {architecture} runs through transformers, whose weights stay as "

@@ -21,7 +21,7 @@ MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 # Code and pickled weights are never fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
+UNWANTED = ["*/*", "consolidated*"]
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -172,7 +172,6 @@ class FileChunk:
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[FileChunk]:
-    """Return reads of at most `max_bytes` (a multiple of 8), in file order."""
     return [
         FileChunk(file, parts)
         for file in files

@@ -18,8 +18,8 @@ from tidewheel.models.model_folder import one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
-IMPLEMENTATION = "tidewheel"  # name in transformers
-_SLOT = "tidewheel_attention"  # module attribute
+IMPLEMENTATION = "tidewheel"
+_SLOT = "tidewheel_attention"
 NO_INTERFACE = "its attention does not go through transformers' interface"
 NUM_TOKENS = 16
 # Arguments that do not change the attention.
@@ -38,7 +38,7 @@ class AttentionCall(NamedTuple):
     sliding_window: int  # 0: off
     soft_cap: float  # 0: off
     mask: object
-    others: dict[str, object]  # other keyword arguments
+    others: dict[str, object]
 
     @property
     def layer(self) -> int:

@@ -89,7 +89,6 @@ def load_transformers_model(
     progress: Progress,
     dummy_seed: int | None = None,
 ) -> TransformersModel:
-    """Load the model, or fill it with random weights if `dummy_seed`."""
     if dummy_seed is None:
         files = checkpoint_files(folder)  # validates files before the library reads them
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)

@@ -19,7 +19,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STAGE = "weights"
 RANDOM_STD = 0.02
-NUM_NAMED = 3  # in an error message
+NUM_NAMED = 3
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._num_kv_heads, self._num_sms = keys.shape[2], multiprocessors(keys.device)
         self._sender = sender
         self._max_model_len = max_model_len
-        self._of_count: list[DecodeGraph] = []  # by number of rows - 1
+        self._of_count: list[DecodeGraph] = []
         self._unsplit: dict[int, DecodeGraph] = {}
 
     def capture(self, sizes: Sequence[int], tell: Callable[[int], None]) -> list[int]:

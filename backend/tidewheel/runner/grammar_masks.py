@@ -57,7 +57,6 @@ class GrammarState:
             self._avoid(avoided, mask)
 
     def _avoid(self, token_ids: Sequence[int], mask: TokenMask) -> None:
-        """Clear tokens, unless no others are left."""
         kept = mask.words.copy()
         for token_id in token_ids:
             mask.clear(token_id)

@@ -24,7 +24,7 @@ from tidewheel.runner.step_graphs import GraphBytes, GraphSizes
 from tidewheel.sampling import SamplingParams
 
 MOST_ROWS = 4
-LENGTHS = (3, 17, 8, 30)  # prompt tokens
+LENGTHS = (3, 17, 8, 30)
 NUM_DECODES = 2
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

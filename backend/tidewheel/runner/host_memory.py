@@ -166,7 +166,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
-    """Return `mine` and readable claims by process id, without copies that forks inherited."""
     found = defaultdict(list, {mine.pid: [mine]})
     for folder in filter(_is_own, Path("/proc").glob("[0-9]*/fd")):
         for claim in filter(None, map(_read_claim, _entries(folder))):

@@ -79,7 +79,6 @@ class RowTable:
         self._padding = self.padding(max_num_seqs)
 
     def padding(self, size: int, num_tokens: int | None = None) -> HostInputs:
-        """Return `size` padding rows with `num_tokens` tokens (None: one each)."""
         first = self._max_num_seqs * self._width
         num_tokens = size if num_tokens is None else num_tokens
         return HostInputs(

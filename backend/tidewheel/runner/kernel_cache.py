@@ -38,7 +38,6 @@ class CompileLog:
         self._report("compile", 0.0)
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        """Count a kernel; `times` in microseconds."""
         if cache_hit:
             self.num_loaded += 1
         else:

@@ -70,7 +70,6 @@ class CacheSize(NamedTuple):
 
 
 def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) -> int:
-    """Return the bytes that `max_num_seqs` requests of `max_model_len` tokens fill."""
     return config.max_num_seqs * -(-max_model_len // layout.block_size) * layout.block_bytes
 
 
@@ -191,7 +190,6 @@ LEAST_EXPONENT, MOST_EXPONENT = -14, 15
 def with_scales(
     layout: CacheLayout, model: CausalLM, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> CacheLayout:
-    """Return the layout with scales measured on random tokens."""
     count = min(NUM_TOKENS, max_model_len)
     meta = one_sequence(count, layout.block_size, device)
     kv = KVTensors(layout._replace(dtype=dtype), meta.block_tables.shape[1], device)

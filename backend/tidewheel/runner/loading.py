@@ -75,7 +75,7 @@ class StageClock:
 class RunnerParts(NamedTuple):
     model: CausalLM
     layout: CacheLayout
-    info: RunnerInfo  # no blocks yet
+    info: RunnerInfo
     device: torch.device
     stages: StageClock
     compile_log: CompileLog | None
@@ -83,7 +83,6 @@ class RunnerParts(NamedTuple):
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
-    """Resolve device and dtypes, load weights, lay out the cache. Raise `ConfigError`."""
     stages = StageClock(progress)
     device = resolve_device(config)
     check_deterministic(config.deterministic, device)
@@ -188,7 +187,7 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
     budget = config.max_num_batched_tokens
     prompts = prompt_sizes(budget) if isinstance(parts.model, SplitLM) else ()
     decodes, shape = decode_sizes(min(config.max_num_seqs, budget)), parts.model.shape
-    if config.deterministic:  # nothing is split
+    if config.deterministic:
         return GraphSizes(decodes, prompts)
     unsplit = unsplit_sizes(decodes, shape.num_kv_heads, parts.info.max_model_len, parts.device)
     return GraphSizes(decodes, prompts, unsplit)

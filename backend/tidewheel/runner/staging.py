@@ -15,11 +15,11 @@ GroupName = Literal[
     "inputs", "draw", "allowed", "bias", "words", "penalties", "logprob_rows", "mask_rows",
     "prompt", "pooling", "changes",
 ]  # fmt: skip
-Groups = Mapping[GroupName, Group | None]  # in memory order
+Groups = Mapping[GroupName, Group | None]
 TypedViews = dict[np.dtype[Any], torch.Tensor]
 
 ALIGNMENT = 16  # bytes
-NUM_SLOTS = 3  # pinned buffers
+NUM_SLOTS = 3
 DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,

@@ -17,8 +17,6 @@ STAGE = "graphs"
 
 
 class GraphSizes(NamedTuple):
-    """Sizes to capture, ascending."""
-
     decodes: Sequence[int] = ()  # rows
     prompts: Sequence[int] = ()  # tokens
     unsplit: Sequence[int] = ()  # rows, without splits

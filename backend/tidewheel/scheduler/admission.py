@@ -21,7 +21,6 @@ _SMOOTHING = 0.1
 
 
 def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limit: int) -> None:
-    """Raise `InvalidRequest` unless prompt and output fit into `limit`."""
     if num_prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: give at least one token")
     if max_tokens < 1:

@@ -57,10 +57,10 @@ class CircuitBreaker:
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
         self._errors = LoadSignal("error rate", "", error_rate)
-        self._queue_times = [LoadSignal("queue time", " s", queue_time_s) for _ in Priority]  # by level
+        self._queue_times = [LoadSignal("queue time", " s", queue_time_s) for _ in Priority]
         self.state = BreakerState.CLOSED
         self.level = 0
-        self.num_shed = [0] * len(Priority)  # by class
+        self.num_shed = [0] * len(Priority)
         self._period = PERIOD_S
         self._until = 0.0  # end of the period
         self._num_probes = 0

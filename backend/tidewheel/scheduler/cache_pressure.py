@@ -71,7 +71,6 @@ def _comes_after(state: SchedulerState, row: int, request: Request) -> bool:
 
 
 def _most_freed(state: SchedulerState, rows: list[int]) -> int:
-    """Return an upper bound."""
     columns, kv = state.columns, state.kv
     stays = columns.running.copy()
     stays[rows] = False
@@ -81,7 +80,6 @@ def _most_freed(state: SchedulerState, rows: list[int]) -> int:
 
 
 def protected_row(columns: RowColumns) -> int:
-    """Return the oldest row of the best class, which is never preempted."""
     rows = columns.running.nonzero()[0]
     order = np.lexsort((columns.sequences[rows], columns.arrival_times[rows], columns.classes[rows]))
     return int(rows[order[0]])
@@ -168,7 +166,6 @@ def _num_returning_blocks(state: SchedulerState) -> int:
 
 
 def _num_growing_next(columns: RowColumns) -> int:
-    """Return an upper bound."""
     starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
     return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))
 

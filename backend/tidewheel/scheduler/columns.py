@@ -60,7 +60,7 @@ class RowColumns:
         self.num_inflight_tokens = _int32(num_rows)
         self.num_inflight_samples = _int32(num_rows)
         self.num_slots = _int32(num_rows)
-        self.num_grown_blocks = _int32(num_rows)  # since entry
+        self.num_grown_blocks = _int32(num_rows)
         self.last_token_times: npt.NDArray[np.float64] = np.full(num_rows, NEVER)
         self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)
         self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # number of requests that left
@@ -69,14 +69,14 @@ class RowColumns:
         self.arrival_times: npt.NDArray[np.float64] = np.zeros(num_rows)
         self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.num_preemptions = _int32(num_rows)
-        self.num_entered_tokens = _int32(num_rows)  # at entry
-        self.num_shared_slots = _int32(num_rows)  # at entry
+        self.num_entered_tokens = _int32(num_rows)
+        self.num_shared_slots = _int32(num_rows)
         self.tenant_ids = _int32(num_rows)
         self.tenants = TenantIds(num_rows)
         self.num_recent = _int32(num_rows)
         self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)
         self._requests = np.full(num_rows, None, dtype=object)
-        self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # memo of `requests`
+        self._last_rows: RowArray = np.empty(0, dtype=np.intp)
         self._last_requests: list[Request] = []
         self._free_rows = list(range(num_rows))  # heap: low rows keep tables compact
         self._left_rows: list[int] = []
@@ -183,7 +183,6 @@ class RowColumns:
         return bool(start < self.num_entered_tokens[row])
 
     def are_ending(self) -> BoolArray:
-        """Return the rows whose token in flight is their last."""
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:

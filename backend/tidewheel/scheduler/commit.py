@@ -19,7 +19,7 @@ class InFlightStep(NamedTuple):
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] at scheduling
     scheduled_at: float  # seconds
-    started: list[Request]  # for the first time
+    started: list[Request]
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
@@ -93,7 +93,6 @@ def _keep_prompt_logprobs(
     live: BoolArray,
     found: Mapping[int, list[TopLogprobs]],
 ) -> None:
-    """Add new entries: a preempted prompt is computed again."""
     for index, entries in found.items():
         if live[index]:
             kept = columns.request(int(rows[index])).prompt_logprobs

@@ -21,16 +21,16 @@ BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
 
 _GAIN = 0.2
-_AIM = 0.97  # of the target
-_DEAD_BAND = 0.03  # around the aim
+_AIM = 0.97
+_DEAD_BAND = 0.03
 _MAX_CHANGE = 0.25  # of the logarithm, per step
 _LIMITED = 0.9  # of the budget; emptier steps never raise it
-_LATENCY_LOW = 0.9  # of the target
+_LATENCY_LOW = 0.9
 _MEMORY_S = 30.0  # time constant of peak use
 _NO_USE = 1e-6
 _MOST_LOWERED = 0.75  # of the running requests
 _SMOOTHING = 0.2
-_BUSY_SECONDS = 1.0  # time constant
+_BUSY_SECONDS = 1.0
 
 
 class AppliedStep(NamedTuple):
@@ -83,7 +83,7 @@ class SeqsGovernor:
         self.target_s = target_latency_s
         self._most = max_num_seqs
         self._latency: float | None = None
-        self._usage_each = 0.0  # peak fraction of blocks, fading
+        self._usage_each = 0.0
         self._decided_at = -math.inf
 
     def observe(self, step: AppliedStep) -> None:

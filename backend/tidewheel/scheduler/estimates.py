@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 QUANTILE = 0.5  # least mean absolute error
 MAX_CELLS = 2048
-MIN_SEEN = 8.0  # outputs before a cell counts
+MIN_SEEN = 8.0
 NUM_KNOWN = 200  # outputs after which running requests are ignored
 
 _FORGET = 0.99  # per output
@@ -56,7 +56,6 @@ class LengthHistogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Return the length that a fraction > 0 does not exceed."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
@@ -73,7 +72,7 @@ class OutputPredictor:
         self._max_cells = max_cells
         self.prior = float(prior_tokens)
         self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict()
-        self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}  # by bucket
+        self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}
         self.num_observed = 0
         self.mean_abs_error = 0.0  # tokens, over about 100 outputs
 
@@ -142,8 +141,8 @@ class StepTime:
         self._weight = 0.0
         self._mean_tokens = 0.0
         self._mean_seconds = 0.0
-        self._var = 0.0  # weighted sum of squared deviations
-        self._cov = 0.0  # same, tokens · seconds
+        self._var = 0.0
+        self._cov = 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -192,8 +191,8 @@ class ServiceEstimate:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._last: float | None = None  # end of the last step, under backlog
         self._seen_at = 0.0
-        self._tokens = 0.0  # started under backlog, faded
-        self._seconds = 0.0  # of backlog, faded
+        self._tokens = 0.0
+        self._seconds = 0.0
 
     def observe_step(self, now: float, num_started_tokens: int, num_waiting: int) -> None:
         elapsed = 0.0 if self._last is None else max(now - self._last, 0.0)

@@ -101,7 +101,7 @@ class _EntryPlanner:
         self._is_open = True
         self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
         self._growth: GrowthForecast | None = None
-        self.blocked: BlockedRequest | None = None  # the last one tried
+        self.blocked: BlockedRequest | None = None
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}
@@ -130,7 +130,6 @@ class _EntryPlanner:
         return next(waiting, None)
 
     def _num_cached_tokens(self, request: Request) -> int:
-        """Return 0 if the step's digests are used up."""
         count = self._cached.get(request.request_id)
         if count is None:
             kv = self._state.kv

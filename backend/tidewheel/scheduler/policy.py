@@ -58,7 +58,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:
-    """Return the sort key; overdue requests precede their class."""
     key = policy.key(request)
     if is_overdue and len(key) > 1:
         key = (key[0], -math.inf)

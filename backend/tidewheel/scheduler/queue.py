@@ -67,8 +67,8 @@ class WaitingSet:
         self._best_class = best_class  # of a tenant
         self._lanes: dict[str, TenantQueues] = {}
         self._ages = SortedQueue()  # new requests by class and arrival
-        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens
-        self._num_new: dict[str, int] = {}  # by tenant
+        self._new_tokens = dict.fromkeys(Priority, 0)
+        self._num_new: dict[str, int] = {}
         self._crowds: list[tuple[float, str]] = []  # (new requests / weight, tenant), ascending
         self.num_new = 0  # bounded by admission
 
@@ -191,7 +191,6 @@ class WaitingSet:
         gone: list[Request],
         weight: Callable[[str], float],
     ) -> Iterator[Request]:
-        """Yield kinds 2 and 3 of `displaceable`, after `gone`."""
         tenant, best = newcomer.tenant, self._best_class(newcomer.tenant)
         counts = {victim.tenant: self._num_new[victim.tenant] for victim in gone}
         for victim in gone:

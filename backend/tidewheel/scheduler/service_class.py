@@ -12,7 +12,6 @@ from tidewheel.scheduler.state import SchedulerState
 
 
 def reclassify_due(state: SchedulerState, now: float) -> None:
-    """Apply due lifts and drops, also to followers of a waiting leader."""
     for time, _, request in state.timers.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
             request.lift_time = None

@@ -18,7 +18,7 @@ from tidewheel.stats import BlockShortage
 
 class BlockedRequest(NamedTuple):
     request: Request
-    num_own: int  # free blocks for its tokens
+    num_own: int
     num_needed: int  # with expected growth of running requests
     num_free: int  # after the plan
 
@@ -74,10 +74,10 @@ class SchedulerState:
         self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats
-        self.blocked: BlockedRequest | None = None  # of the last plan
+        self.blocked: BlockedRequest | None = None
         self.last_applied = -1
         self.timers = RequestTimers(config.ageing_s, ages_all=not self.policy.by_arrival)
-        self._leaders: dict[str, Request] = {}  # running, with followers
+        self._leaders: dict[str, Request] = {}
         self._num_added = 0
 
     @property
@@ -128,7 +128,6 @@ class SchedulerState:
         self.timers.start_ageing(leader, leader.arrival_time, len(self.requests))
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
-        """Change the class of a request and its followers, ageing from `since`; None: overdue."""
         is_overdue = since is None
         if request.state is RequestState.RUNNING:
             request.service_class = service_class
@@ -196,7 +195,6 @@ class SchedulerState:
         self.timers.start_ageing(request, now, len(self.requests))
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
-        """End a request; drop its blocks from the cache unless `keep_cached`."""
         if request.state is RequestState.RUNNING:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row

@@ -44,11 +44,11 @@ class StepPlan:
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.token_budget = limits.token_budget  # left
-        self.num_joined = 0  # with followers
-        self.started: list[Request] = []  # for the first time
+        self.num_joined = 0
+        self.started: list[Request] = []
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
-        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decode rows that need a block
-        self.num_sitting_out = 0  # decode rows without a block
+        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)
+        self.num_sitting_out = 0
         self.is_scarce = False  # only CRITICAL requests enter
         self._decode_starts = _ids([])
         self._chunks: list[StepChunk] = []
@@ -91,7 +91,6 @@ class StepPlan:
         return self._cut is None or level <= self._cut.level
 
     def is_short(self, num_missing: int) -> bool:
-        """Return whether a request with so few missing tokens may share a split budget."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank, *, scores: bool = False) -> None:
@@ -105,7 +104,7 @@ class StepPlan:
             level = level if self._cut is None else min(level, self._cut.level)
             self._cut = SplitChunk(len(self._chunks), end - start, level, most)
         if scores:
-            self._num_scores_left -= min(end - start, most)  # the rest of a split chunk may be given back
+            self._num_scores_left -= min(end - start, most)
         self._chunks.append(StepChunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
 

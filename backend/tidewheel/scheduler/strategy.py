@@ -31,7 +31,7 @@ class StrategyConfig:
     name: str = "continuous"
     batch_size: int = 256  # static
     batch_timeout_s: float = 0.050  # static
-    target_latency_s: float = 1.0  # dynamic, hybrid
+    target_latency_s: float = 1.0
     hybrid_threshold: int = 8
     hybrid_backlog: int = 256
 

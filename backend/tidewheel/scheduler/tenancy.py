@@ -50,7 +50,7 @@ class TokenBucket:
         self._filled_at = max(now, self._filled_at)
 
 
-_Buckets = dict[str, TokenBucket]  # by limit
+_Buckets = dict[str, TokenBucket]
 
 
 class TenantTable:
@@ -239,7 +239,6 @@ class VirtualCounters:
         return self._heap[0][2] if self._heap else None
 
     def _refresh(self) -> None:
-        """Bring the least active counter to the top of the heap; raise the floor to it."""
         heap = self._heap
         while heap:
             counter, order, tenant = heap[0]

@@ -114,7 +114,6 @@ def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
 
 
 def _segments(tokens: FloatArray, knots: tuple[int, ...]) -> list[FloatArray]:
-    """Split `tokens` at the knots; with slopes of 0 or more the time never falls."""
     edges = (0.0, *knots, np.inf)
     return [np.clip(tokens - low, 0.0, high - low) for low, high in pairwise(edges)]
 
@@ -165,7 +164,6 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
 def _step_inside(
     matrix: FloatArray, target: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> FloatArray:
-    """Solve for the free terms, fixing negative ones at 0 in turn."""
     while True:
         candidate = np.zeros_like(solution)
         candidate[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]

@@ -32,7 +32,7 @@ class CoarseRequest:
     arrival_time: float
     num_prompt_tokens: int
     output_token_ids: range  # as long as the output
-    num_left: int  # prompt tokens to compute
+    num_left: int
     finish_reason: FinishReason | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -57,7 +57,7 @@ class CoarseLaunch(NamedTuple):
     chunks: list[CoarseChunk]
     num_steps: int
     first_seconds: float  # of the first step
-    growth_seconds: float  # added by each step
+    growth_seconds: float
 
     def seconds(self, num_steps: int) -> float:
         return self.first_seconds * num_steps + self.growth_seconds * (num_steps * (num_steps - 1) / 2)
@@ -97,8 +97,8 @@ class CoarseReplica:
         self._prefilling: deque[CoarseRequest] = deque()
         self._decoding: list[tuple[int, int, CoarseRequest]] = []  # heap of (step of the last token, number, request)
         self._step = 0
-        self._kv_tokens = 0  # of decoding requests
-        self._reserved = 0  # tokens of the cache
+        self._kv_tokens = 0
+        self._reserved = 0
         self._launch: CoarseLaunch | None = None
         self._reported = (0.0, 0)
 

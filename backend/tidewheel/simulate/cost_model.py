@@ -45,7 +45,7 @@ class CostModel:
     seconds_per_new_row: float = 0.0
     turn_overhead_s: float = 0.0
     turn_seconds_per_row: float = 0.0
-    fit: dict[str, float] = field(default_factory=dict)  # from `calibration.fit`
+    fit: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for fault in self._faults():
@@ -131,7 +131,6 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Load a saved model. Raise `ConfigError` naming file and fault."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
             if record.pop("schema", None) != SCHEMA:

@@ -20,14 +20,12 @@ class SimulatedReplica(Protocol):
     num_tokens: int
     busy_seconds: float
 
-    def submit(self, now: float, index: int) -> float | None:
-        """Queue a request of the trace; return the time of the next turn, if it has changed."""
+    def submit(self, now: float, index: int) -> float | None: ...
 
     def turn(self, now: float) -> float | None:
         """Return the time of the next turn; None: wait for a request."""
 
-    def report(self, now: float) -> ReplicaReport:
-        """Return the load, with the token rate since the last report."""
+    def report(self, now: float) -> ReplicaReport: ...
 
 
 class ScalingPlan(NamedTuple):
@@ -57,11 +55,11 @@ class SimulatedFleet:
     ) -> None:
         self.replicas: list[SimulatedReplica] = []
         self.stays: list[ReplicaLifetime] = []
-        self.changes: list[tuple[float, int]] = []  # (time, paid replicas)
+        self.changes: list[tuple[float, int]] = []
         self._make_replica = make_replica
         self._router = router
         self._plan = plan
-        self._starting: deque[tuple[float, int]] = deque()  # (ready at, number)
+        self._starting: deque[tuple[float, int]] = deque()
         self._ready: dict[int, None] = {}
         self._draining: set[int] = set()
         self._unfinished: Counter[int] = Counter()

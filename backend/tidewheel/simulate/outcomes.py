@@ -45,7 +45,7 @@ class SimulatedRequest(Protocol):
     def num_preemptions(self) -> int: ...
 
 
-Told = Callable[[int, SimulatedRequest], None]  # (replica number, request)
+Told = Callable[[int, SimulatedRequest], None]
 
 
 class SimulationOutcomes:
@@ -112,7 +112,6 @@ class SimulationOutcomes:
 
 
 def throughput(outcomes: SimulationOutcomes) -> float:
-    """Return requests/s in the middle of a run. Raise `ConfigError` if too few finished."""
     rate = steady_rate(outcomes)
     if rate is None:
         count = int(outcomes.finished.sum())
@@ -181,7 +180,6 @@ def summarise(outcomes: SimulationOutcomes) -> Figures:
 
 
 def served_tokens(outcomes: SimulationOutcomes) -> dict[str, float]:
-    """Return tokens by tenant of requests finished by the last arrival."""
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
     tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)

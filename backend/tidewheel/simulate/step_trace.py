@@ -82,7 +82,7 @@ class TracingPlayer(EventPlayer):
         self.events: list[Event] = []
         self._tracks: dict[str, _RequestTrack] = {}
         self._num_tracks = 0
-        self._steps: deque[_TracedStep] = deque()  # in flight
+        self._steps: deque[_TracedStep] = deque()
         self._applied_until: float | None = None  # since when answers are sent; None: sent
         self._last_tokens = 0.0
         self._now = 0.0

@@ -92,7 +92,6 @@ def takes(call: PromptCall) -> bool:
 
 
 def objection_here(call: PromptCall) -> str | None:
-    """Return the objection in this environment, or None."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return objection(call, version, architecture(call.device), importlib.util.find_spec(LIBRARY) is not None)
 

@@ -20,8 +20,6 @@ BLOCK_SEQS, BLOCK_OTHERS = 128, 32
 
 
 class SplitPlan(NamedTuple):
-    """Work of decodes; split sequences come first."""
-
     programs: torch.Tensor  # [num_seqs + extra, 4] int32: sequence, first tile, end, its splits or 0
     merges: torch.Tensor  # [extra, 4] int32: sequence, its first program, its splits (below 2: none)
 

@@ -58,7 +58,7 @@ def invariant_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # grid: [cdiv(num_rows, BLOCK_M) * cdiv(out_features, BLOCK_N), 1 or NUM_SPLITS] Programs of the same weights are
+    # grid: [cdiv(num_rows, BLOCK_M) * cdiv(out_features, BLOCK_N), 1 or NUM_SPLITS]; programs of the same weights are
     # neighbours.
     num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
     row = tl.program_id(0) % num_row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -42,8 +42,6 @@ class NativeUnavailable(RuntimeError):
 
 
 class NativeKernel:
-    """C function; its source describes the arguments."""
-
     def __init__(self, name: str, *types: Any) -> None:
         self._name = name
         self._types = types

@@ -4,7 +4,7 @@ import torch
 
 from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, apply_penalties_reference
 
-MAX_COUNTS = 1 << 20  # at once
+MAX_COUNTS = 1 << 20
 
 
 def apply_penalties_cpu(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTensors) -> None:

@@ -66,7 +66,7 @@ class CapacityBracket(NamedTuple):
         return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
     def over(self, other: CapacityBracket) -> tuple[Estimate, bool]:
-        """Return the ratio, from worst to best ends, and whether it is a lower bound."""
+        """Return the ratio to another capacity, with its worst and best case, and whether it is a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
         if math.isinf(other.high) or not (self.low or other.low):
@@ -137,7 +137,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
-        """Return the verdict `seen` by the point's watch, else that of all outcomes."""
+        """Record a point and return its verdict: `seen` by its watch, else that of all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]

@@ -55,8 +55,8 @@ class LoadDriver:
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation], is_settled: Callable[[], bool] | None = None) -> None:
-        """Start each conversation at its time, whatever is answered. After `load`, once `is_settled`, cancel the rest
-        if the transport can.
+        """Start each conversation at its time, whatever is answered. When `load` is sent and `is_settled`, cancel the
+        rest if the transport can.
         """
         self._progress.start = time.perf_counter()
         started = []

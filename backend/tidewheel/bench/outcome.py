@@ -86,7 +86,7 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time between tokens; None below two, or at once."""
+        """Mean time between tokens; None with fewer than two, or for an unstreamed answer."""
         if not self.streamed or self.first_token is None or self.last_token is None or self.num_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.num_tokens - 1)

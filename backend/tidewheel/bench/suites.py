@@ -164,7 +164,7 @@ class BenchSuite:
 
 
 def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
-    """Return the median TPOT, an unstreamed answer taken to need `ttft` first. Raise `BenchError`."""
+    """Return the median TPOT; an unstreamed answer is taken to need `ttft` first. Raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes

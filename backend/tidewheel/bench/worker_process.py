@@ -85,7 +85,7 @@ class WorkerProcess:
                     pipe.close()
 
     def _read(self, limit_s: float | None) -> bytes | None:
-        """Return output, empty at its end; None after the limit."""
+        """Return output, empty at the end of the stream; None after the limit."""
         assert self._process.stdout is not None
         try:
             ready, _, _ = select.select([self._process.stdout], [], [], limit_s)

@@ -93,9 +93,7 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token, computed in the leader's row; no hit while that row waits for
-        transfers.
-        """
+        """Return the prompt but its last token as a hit in the leader's row, which must have computed it."""
         if leader_row in self._transfers.arrivals:
             return NO_HIT
         num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
@@ -105,7 +103,7 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return the free blocks that lack if `keep_free` stay free, and a cached tail is copied."""
+        """Return the free blocks that are lacking if `keep_free` stay free and a cached tail is copied."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)

@@ -40,7 +40,7 @@ class CausalLM(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Return whether `forward` never waits for the device."""
+        """Return whether `forward` is known never to wait for the device."""
         ...
 
     def forward(

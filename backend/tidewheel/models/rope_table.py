@@ -26,7 +26,7 @@ class RopeConfig:
 
     @property
     def extended_context(self) -> int:
-        """Positions after scaling, or 0."""
+        """Positions after scaling, or 0 without it."""
         return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
 
 

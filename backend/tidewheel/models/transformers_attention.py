@@ -138,7 +138,7 @@ class AttentionProbe(PagedAttention):
 
 
 def _expected_window(config: Any, layer: int) -> int | None:
-    """Return 0 for no window, None if unknown."""
+    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:

@@ -68,7 +68,7 @@ class GraphPool(Protocol):
         """Run `function`, then capture it."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias that later captures may overwrite."""
+        """Return an alias whose memory later captures may overwrite."""
 
 
 class CudaGraphPool:
@@ -104,7 +104,7 @@ class CudaGraphPool:
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Alias as integers: the CUDA array interface has no bfloat16."""
+        """Return an alias of integers, viewed in its dtype: the CUDA array interface has no bfloat16."""
         integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
 

@@ -1,4 +1,6 @@
-"""Grammars over a model's tokens, by llguidance. An extra token ends an answer, as end tokens differ by request."""
+"""Grammars over a model's tokens, by llguidance. An extra token ends every answer, because end tokens differ by
+request.
+"""
 
 from __future__ import annotations
 

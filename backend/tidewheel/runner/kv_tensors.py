@@ -74,7 +74,7 @@ def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) ->
 
 
 def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
-    """Return `kv_cache_memory_mb`, else half of `spare` (None: unknown), at most max(`most_bytes`, 512 MiB)."""
+    """Return the budget: `kv_cache_memory_mb`, else half of `spare`, at most max(`most_bytes`, 512 MiB)."""
     setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
     megabytes = config.kv_cache_memory_mb
     if megabytes is not None:
@@ -98,10 +98,10 @@ def decide_size(
     *,
     may_shorten: bool = False,
 ) -> CacheSize:
-    """Return the blocks, all that `budget` holds unless `num_blocks`, and the context they allow.
+    """Return the number of blocks (`num_blocks`, or all that `budget` holds) and the context that they allow.
 
-    Raise `ConfigError` if the cache exceeds free host memory, or holds less than `max_model_len`, unless
-    `may_shorten`.
+    Raise `ConfigError` if the cache exceeds free host memory, or holds no request of `max_model_len` tokens;
+    `may_shorten` lowers `max_model_len` instead.
     """
     needed = -(-max_model_len // layout.block_size)
     least: float | None = needed
@@ -164,7 +164,7 @@ class KVTensors:
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def largest(self) -> torch.Tensor:
-        """Return magnitudes [num_layers, 2, num_kv_heads]."""
+        """Return the largest magnitudes [num_layers, 2, num_kv_heads]."""
         return self._tensor.abs().amax(dim=(2, 3, 5))
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:

@@ -50,7 +50,7 @@ class StepGraphs:
         self.prompts = PromptGraphs(pool, model, rows, kv_layers, sender) if isinstance(model, SplitLM) else None
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Capture with padding rows, the largest first, as smaller graphs reuse its memory."""
+        """Capture graphs with padding rows, the largest first: smaller graphs reuse their memory."""
         num_decodes, num_prompts, num_unsplit = map(len, sizes)
         num_graphs = num_decodes + num_prompts + num_unsplit
 

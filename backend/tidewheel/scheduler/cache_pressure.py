@@ -194,7 +194,7 @@ class GrowthForecast:
         self._of_rows = np.zeros((2, len(AHEAD)))
 
     def num_missing_slots(self, request: Request, hit: PrefixHit, *, keep_free: int) -> float:
-        """Return the missing slots, or 0 and count the request."""
+        """Return the missing slots; 0 admits the request into the forecast."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         left = request.max_tokens - request.num_output_tokens

@@ -15,7 +15,7 @@ _PREEMPTION_MODES = typing.get_args(PreemptionMode)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulingSettings):
-    """Raise `ConfigError` with name and value."""
+    """Scheduler settings. Raise `ConfigError` with name and value."""
 
     max_model_len: int
     max_inflight_steps: int = 1  # 2 overlaps host and device

@@ -171,11 +171,13 @@ class StepTime:
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict a step; without a slope the mean, 0 before any."""
+        """Predict the seconds of a step: the mean without a slope, 0 before any step."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
     def longest_seconds(self, num_chunk_tokens: int) -> float | None:
-        """Predict an upper bound: without a slope, a token takes a step. None before any step."""
+        """Predict the longest seconds: as `seconds`, or in proportion to tokens without a slope. None before any
+        step.
+        """
         if not self._num_steps:
             return None
         if self.seconds_per_token > 0.0:

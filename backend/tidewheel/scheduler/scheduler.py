@@ -180,7 +180,7 @@ class Scheduler:
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:
-        """Return seconds by current class, of requests that never started."""
+        """Return the seconds that the oldest new request of each current class has waited."""
         oldest = (self._state.waiting.oldest(service_class) for service_class in Priority)
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 

@@ -144,7 +144,7 @@ class SchedulerState:
             self.timers.start_ageing(request, since, len(self.requests))
 
     def shortage(self) -> BlockShortage | None:
-        """Return what the first request in line lacks; None if it lacks no blocks."""
+        """Return the block shortage of the first request in line; None if it lacks no blocks."""
         blocked, num_free = self.blocked, self.kv.num_free_blocks
         if blocked is None or next(self.waiting.candidates(with_new=True), None) is not blocked.request:
             return None

@@ -45,7 +45,7 @@ class TokenBucket:
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take the cost, into debt if needed; a negative one refills."""
+        """Take the cost, into debt if needed; a negative cost refills."""
         self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
@@ -92,7 +92,7 @@ class TenantTable:
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Take or return the difference between use and reservation; no use before the start."""
+        """Take or return the difference between use and reservation; a request that never started used nothing."""
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)

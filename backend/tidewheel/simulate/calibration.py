@@ -48,7 +48,7 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
 
 
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
-    """Return the steps of a recording. With two in flight, no turn is timed."""
+    """Return the steps of a recording. With two steps in flight, turns between steps are unknown."""
     steps: list[MeasuredStep] = []
     in_flight: deque[ScheduleEvent] = deque()
     last_end: float | None = None

@@ -188,7 +188,7 @@ class Simulator:
         scaling: ScalingPlan | None = None,
         coarse: CoarseLimits | None = None,
     ) -> None:
-        """Use `max_tokens` for every request (None: the trace's longest output), and `num_replicas` at first."""
+        """Give every request `max_tokens` (None: the trace's longest output); start with `num_replicas`."""
         self._trace = trace
         self._requests = TraceRequests(
             trace,

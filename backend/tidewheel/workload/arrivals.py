@@ -25,7 +25,7 @@ def poisson_until(seconds: float, rate: float, rng: random.Random) -> list[float
 
 
 def bursty_arrivals(count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 4.0) -> FloatArray:
-    """Return gamma distributed gaps of `burstiness` times Poisson's variance."""
+    """Return arrivals with gamma distributed gaps, whose variance is `burstiness` times Poisson's."""
     _check_rate(rate)
     if not 0.1 <= burstiness <= 1000:
         raise ConfigError(f"burstiness is {burstiness:g}: it must be 0.1 to 1000")

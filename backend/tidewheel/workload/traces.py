@@ -136,7 +136,7 @@ _STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 
 
 class TokenContents:
-    """Token ids above 0, as views of one random pool: prompts take no memory, turns of a session read on."""
+    """Token ids above 0, as views of one random pool: prompts take no memory, turns of a session share an offset."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

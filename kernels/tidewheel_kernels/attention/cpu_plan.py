@@ -97,7 +97,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> QueryPieces:
 
 
 def grouped(pieces: QueryPieces, max_keys: int) -> Iterator[QueryPieces]:
-    """Yield parts with little padding, at most `max_keys` padded keys unless a single piece."""
+    """Yield groups with little padding, each of one piece or of at most `max_keys` padded keys."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()

@@ -40,7 +40,7 @@ _descriptors = WeakIdKeyDictionary()
 
 @triton.jit
 def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return the owner of `tile`: sequence i's start at ``start_i // BLOCK_Q + i``, without a prefix sum."""
+    """Return the sequence of `tile`: tiles of sequence i start at ``start_i // BLOCK_Q + i``."""
     left = 0
     right = num_seqs
     while left < right:

@@ -60,7 +60,9 @@ def _places(
     BLOCK_SEQS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
 ):
-    """Return (rank, place, num_programs): earlier sequences and programs by falling length, and the total."""
+    """Return (rank, place, num_programs): sequences and programs before each sequence, by falling length, and the
+    total.
+    """
     rank = tl.zeros([BLOCK_SEQS], dtype=tl.int32)
     place = tl.zeros([BLOCK_SEQS], dtype=tl.int32)
     num_programs = 0

@@ -60,7 +60,7 @@ class _Thresholds(NamedTuple):
 
 
 def _temperature_weights(values: torch.Tensor, max_logit: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return `temperature_weights`, without those that vanish beside the maximum.
+    """Return `temperature_weights`, with 0 for weights that vanish beside the maximum.
 
     Torch takes four times as long for an exponential of -inf.
     """

@@ -162,7 +162,7 @@ def _draw_kept(
 def draw_from_row(
     row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
 ):
-    """Return a token that passes the filters, whose logits are at least `bound`."""
+    """Draw a token that passes the filters; its logit is at least `bound`."""
     threshold = bound
     if top_k < vocabulary:
         threshold = _search_row(

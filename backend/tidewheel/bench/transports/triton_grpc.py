@@ -25,7 +25,7 @@ _OPTIONS = (
 
 
 class TritonGrpcTransport:
-    """gRPC transport; `with_ids` asks for token ids, for later turns."""
+    """Transport over gRPC; `with_ids` asks for token ids, which later turns need."""
 
     can_cancel = True
 

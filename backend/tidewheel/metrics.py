@@ -14,11 +14,9 @@ class Metric(NamedTuple):
     owner: Owner  # of the figures that it is made from
     kind: Kind
     name: str
-    unit: str
     help: str
-    source: str | Mapping[str, str] = (
-        ""  # field of the owner's figures, or a field by value of `label`; empty: computed
-    )
+    source: str | Mapping[str, str] = ""  # field of the figures, or fields by value of `label`; empty: computed
+    unit: str = "requests"
     label: str = ""  # beside the model's labels; `class`: a series for each QoS class
 
 
@@ -34,204 +32,186 @@ _triton_gauge = partial(Metric, "triton", "gauge")
 _triton_counter = partial(Metric, "triton", "counter")
 
 # Gauges of the engine: fields of `stats.EngineStats`.
-RUNNING = _gauge("vllm:num_requests_running", "requests", "Requests in the running set", "num_running")
-WAITING = _gauge("vllm:num_requests_waiting", "requests", "Requests that wait to be scheduled", "num_waiting")
-KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "share", "KV cache in use; 1 is all of it", "kv_usage")
-OLD_KV_USAGE = _gauge("vllm:gpu_cache_usage_perc", "share", "The same, by its older name", "kv_usage")
+RUNNING = _gauge("vllm:num_requests_running", "Requests in the running set", "num_running")
+WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled", "num_waiting")
+KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", "kv_usage", "share")
+OLD_KV_USAGE = _gauge("vllm:gpu_cache_usage_perc", "The same, by its older name", "kv_usage", "share")
 WAITING_TOKENS = _gauge(
-    "tidewheel_waiting_tokens", "tokens", "Prompt tokens of waiting requests", "num_waiting_tokens"
+    "tidewheel_waiting_tokens", "Prompt tokens of waiting requests", "num_waiting_tokens", "tokens"
 )
 WAITING_BY_CLASS = _gauge(
-    "tidewheel_requests_waiting", "requests", "Waiting requests of one QoS class", "waiting_by_class", "class"
+    "tidewheel_requests_waiting", "Waiting requests of one QoS class", "waiting_by_class", label="class"
 )
 LONGEST_WAIT = _gauge(
-    "tidewheel_wait_max_seconds", "seconds", "Longest wait of a request that started", "max_wait_by_class", "class"
+    "tidewheel_wait_max_seconds", "Longest wait of a request that started", "max_wait_by_class", "seconds", "class"
 )
 OLDEST_WAIT = _gauge(
-    "tidewheel_wait_oldest_seconds", "seconds", "Age of the oldest waiting request", "oldest_wait_by_class", "class"
+    "tidewheel_wait_oldest_seconds", "Age of the oldest waiting request", "oldest_wait_by_class", "seconds", "class"
 )
 BLOCKS_CACHED = _gauge(
-    "tidewheel_kv_blocks_cached", "blocks", "Free blocks with content to reuse", "num_cached_blocks"
+    "tidewheel_kv_blocks_cached", "Free blocks with content to reuse", "num_cached_blocks", "blocks"
 )
 FRAGMENTATION = _gauge(
-    "tidewheel_kv_fragmentation", "share", "Share of the slots in taken blocks without a token", "kv_fragmentation"
+    "tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", "kv_fragmentation", "share"
 )
-SLOTS_WASTED = _gauge("tidewheel_kv_slots_wasted", "slots", "Slots after the last token of a row", "num_wasted_slots")
-HOST_BLOCKS = _gauge("tidewheel_kv_host_blocks", "blocks", "Blocks of the host tier", "num_host_blocks")
+SLOTS_WASTED = _gauge("tidewheel_kv_slots_wasted", "Slots after the last token of a row", "num_wasted_slots", "slots")
+HOST_BLOCKS = _gauge("tidewheel_kv_host_blocks", "Blocks of the host tier", "num_host_blocks", "blocks")
 HOST_BLOCKS_FREE = _gauge(
-    "tidewheel_kv_host_blocks_free", "blocks", "Empty or evictable host blocks", "num_free_host_blocks"
+    "tidewheel_kv_host_blocks_free", "Empty or evictable host blocks", "num_free_host_blocks", "blocks"
 )
-SESSIONS = _gauge("tidewheel_sessions", "sessions", "Sessions that are kept", "num_sessions")
-SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "blocks", "Blocks that sessions alone hold", "num_session_blocks")
-BUSY = _gauge("tidewheel_engine_busy_fraction", "share", "Step time over wall time", "busy_fraction")
-TOKEN_BUDGET = _gauge("tidewheel_token_budget", "tokens", "Tokens that a step may compute now", "token_budget")
-MAX_NUM_SEQS = _gauge("tidewheel_max_num_seqs", "requests", "Requests that may run now", "max_num_seqs")
-BREAKER = _gauge("tidewheel_breaker_state", "state", "0 closed, 1 half open, 2 open", "breaker_number")
+SESSIONS = _gauge("tidewheel_sessions", "Sessions that are kept", "num_sessions", "sessions")
+SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "Blocks that sessions alone hold", "num_session_blocks", "blocks")
+BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "busy_fraction", "share")
+TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget", "tokens")
+MAX_NUM_SEQS = _gauge("tidewheel_max_num_seqs", "Requests that may run now", "max_num_seqs")
+BREAKER = _gauge("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", "breaker_number", "state")
 PREDICTION_ERROR = _gauge(
-    "tidewheel_prediction_error_tokens", "tokens", "Smoothed error of predicted lengths", "prediction_error"
+    "tidewheel_prediction_error_tokens", "Smoothed error of predicted lengths", "prediction_error", "tokens"
 )
 # Triton makes load headers of this one.
-CACHE_BLOCKS = _gauge("nv_trt_llm_kv_cache_block_metrics", "blocks", "KV cache blocks", label="kv_cache_block_type")
-CACHE_CONFIG = _gauge("vllm:cache_config_info", "", "1; its labels are the size of the KV cache")
-ENGINE_READY = _gauge("tidewheel_engine_ready", "", "1 if the engine takes requests, 0 if it does not")
+CACHE_BLOCKS = _gauge(
+    "nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", unit="blocks", label="kv_cache_block_type"
+)
+CACHE_CONFIG = _gauge("vllm:cache_config_info", "1; its labels are the size of the KV cache", unit="")
+ENGINE_READY = _gauge("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not", unit="")
 
 # Counters of the engine.
 PREFIX_QUERIES = _counter(
-    "vllm:prefix_cache_queries_total", "tokens", "Prompt tokens looked up", "num_prefix_queries"
+    "vllm:prefix_cache_queries_total", "Prompt tokens looked up", "num_prefix_queries", "tokens"
 )
-PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "tokens", "Prompt tokens found", "num_prefix_hits")
-PREEMPTIONS = _counter("vllm:num_preemptions_total", "requests", "Preemptions", "num_preemptions")
+PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found", "num_prefix_hits", "tokens")
+PREEMPTIONS = _counter("vllm:num_preemptions_total", "Preemptions", "num_preemptions")
 SWAP_PREEMPTIONS = _counter(
-    "tidewheel_swap_preemptions_total", "requests", "Preemptions into the host tier", "num_swap_preemptions"
+    "tidewheel_swap_preemptions_total", "Preemptions into the host tier", "num_swap_preemptions"
 )
-STEPS = _counter("tidewheel_steps_total", "steps", "Steps", "num_steps")
-STEP_SECONDS = _counter("tidewheel_step_seconds_total", "seconds", "Time in steps", "step_seconds")
-SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "tokens", "Tokens computed", "num_scheduled_tokens")
-STARTED = _counter(
-    "tidewheel_requests_started_total", "requests", "Requests that started", "started_by_class", "class"
-)
+STEPS = _counter("tidewheel_steps_total", "Steps", "num_steps", "steps")
+STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds", "seconds")
+SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens", "tokens")
+STARTED = _counter("tidewheel_requests_started_total", "Requests that started", "started_by_class", label="class")
 EVICTED = _counter(
-    "tidewheel_requests_evicted_total", "requests", "Requests displaced by newcomers", "evicted_by_class", "class"
+    "tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class", label="class"
 )
 SHED = _counter(
-    "tidewheel_requests_shed_total", "requests", "Requests refused by the breaker", "num_shed_by_class", "class"
+    "tidewheel_requests_shed_total", "Requests refused by the breaker", "num_shed_by_class", label="class"
 )
-RATE_LIMITED = _counter(
-    "tidewheel_requests_rate_limited_total", "requests", "Requests over a tenant's rates", "num_rate_limited"
-)
-EXPIRED = _counter("tidewheel_requests_expired_total", "requests", "Requests whose deadline passed", "num_expired")
-HOPELESS = _counter(
-    "tidewheel_requests_hopeless_total", "requests", "Requests whose deadline could not be met", "num_hopeless"
-)
-AGED = _counter("tidewheel_requests_aged_total", "lifts", "Lifts of waiting requests by one class", "num_aged")
+RATE_LIMITED = _counter("tidewheel_requests_rate_limited_total", "Requests over a tenant's rates", "num_rate_limited")
+EXPIRED = _counter("tidewheel_requests_expired_total", "Requests whose deadline passed", "num_expired")
+HOPELESS = _counter("tidewheel_requests_hopeless_total", "Requests whose deadline could not be met", "num_hopeless")
+AGED = _counter("tidewheel_requests_aged_total", "Lifts of waiting requests by one class", "num_aged", "lifts")
 DOWNGRADED = _counter(
-    "tidewheel_requests_downgraded_total", "requests", "Requests that dropped a class",
-    {"quota": "num_downgraded_quota", "deadline": "num_downgraded_deadline"}, "reason",
-)  # fmt: skip
-PREDICTIONS = _counter(
-    "tidewheel_predictions_total", "requests", "Ended requests with a predicted length", "num_predictions"
+    "tidewheel_requests_downgraded_total",
+    "Requests that dropped a class",
+    {"quota": "num_downgraded_quota", "deadline": "num_downgraded_deadline"},
+    label="reason",
 )
+PREDICTIONS = _counter("tidewheel_predictions_total", "Ended requests with a predicted length", "num_predictions")
 BLOCKS_SWAPPED = _counter(
-    "tidewheel_kv_blocks_swapped_total", "blocks", "Blocks copied between device and host tier",
-    {"out": "num_swapped_out", "in": "num_swapped_in"}, "direction",
-)  # fmt: skip
+    "tidewheel_kv_blocks_swapped_total",
+    "Blocks copied between device and host tier",
+    {"out": "num_swapped_out", "in": "num_swapped_in"},
+    "blocks",
+    "direction",
+)
 QUERIED_TOKENS = _counter(
     "tidewheel_kv_queried_tokens_total",
-    "tokens",
     "Tokens of requests that entered the running set",
     "num_hit_queries",
+    "tokens",
 )
 HIT_TOKENS = _counter(
-    "tidewheel_kv_hit_tokens_total", "tokens",
+    "tidewheel_kv_hit_tokens_total",
     "Tokens of requests that entered the running set and were found in the cache",
-    {"device": "num_device_hits", "host": "num_host_hits"}, "tier",
-)  # fmt: skip
-SESSION_HITS = _counter(
-    "tidewheel_session_hit_tokens_total", "tokens", "Tokens found in a session", "num_session_hits"
+    {"device": "num_device_hits", "host": "num_host_hits"},
+    "tokens",
+    "tier",
 )
-ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "engines", "Engines that took the place of a lost one")
-STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "tokens", "Tokens of a step")
+SESSION_HITS = _counter(
+    "tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits", "tokens"
+)
+ENGINE_RESTARTS = _counter(
+    "tidewheel_engine_restarts_total", "Engines that took the place of a lost one", unit="engines"
+)
+STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", unit="tokens")
 
 # Counters of a tenant: fields of `stats.TenantFigures`.
-TENANT_REQUESTS = _tenant(
-    "tidewheel_tenant_requests_total", "requests", "Requests, refused ones included", "num_requests"
-)
+TENANT_REQUESTS = _tenant("tidewheel_tenant_requests_total", "Requests, refused ones included", "num_requests")
 TENANT_REJECTED = _tenant(
-    "tidewheel_tenant_requests_rejected_total", "requests", "Requests refused or late before start", "num_rejected"
+    "tidewheel_tenant_requests_rejected_total", "Requests refused or late before start", "num_rejected"
 )
-TENANT_STARTED = _tenant(
-    "tidewheel_tenant_requests_started_total", "requests", "Requests that started", "num_started"
-)
+TENANT_STARTED = _tenant("tidewheel_tenant_requests_started_total", "Requests that started", "num_started")
 TENANT_QUEUE_SECONDS = _tenant(
-    "tidewheel_tenant_queue_seconds_total", "seconds", "Time from arrival to start", "queue_seconds"
+    "tidewheel_tenant_queue_seconds_total", "Time from arrival to start", "queue_seconds", "seconds"
 )
 TENANT_PROMPT_TOKENS = _tenant(
-    "tidewheel_tenant_prompt_tokens_total", "tokens", "Prompt tokens of ended requests", "num_prompt_tokens"
+    "tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens", "tokens"
 )
 TENANT_GENERATION_TOKENS = _tenant(
-    "tidewheel_tenant_generation_tokens_total", "tokens", "Generated tokens of ended requests", "num_output_tokens"
+    "tidewheel_tenant_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens", "tokens"
 )
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
-RECEIVED = _requests("tidewheel_requests_received_total", "requests", "Requests", "num_received")
-FINISHED = _requests("vllm:request_success_total", "requests", "Finished requests", "finished", "finished_reason")
+RECEIVED = _requests("tidewheel_requests_received_total", "Requests", "num_received")
+FINISHED = _requests("vllm:request_success_total", "Finished requests", "finished", label="finished_reason")
 REJECTED = _requests(
-    "tidewheel_requests_rejected_total",
-    "requests",
-    "Requests refused before anything was computed",
-    "rejected",
-    "tag",
+    "tidewheel_requests_rejected_total", "Requests refused before anything was computed", "rejected", label="tag"
 )
-FAILED = _requests(
-    "tidewheel_requests_failed_total", "requests", "Accepted requests that an error ended", "failed", "tag"
-)
+FAILED = _requests("tidewheel_requests_failed_total", "Accepted requests that an error ended", "failed", label="tag")
 ANSWERED = _requests(
-    "tidewheel_requests_answered_total",
-    "requests",
-    "Requests answered in full, of one QoS class",
-    "answered",
-    "class",
+    "tidewheel_requests_answered_total", "Requests answered in full, of one QoS class", "answered", label="class"
 )
 IN_TIME = _requests(
-    "tidewheel_requests_in_time_total", "requests", "Of these, requests within the objective: goodput", "in_time",
-    "class",
-)  # fmt: skip
-PROMPT_TOKENS = _requests("vllm:prompt_tokens_total", "tokens", "Prompt tokens", "num_prompt_tokens")
-GENERATION_TOKENS = _requests("vllm:generation_tokens_total", "tokens", "Generated tokens", "num_generation_tokens")
+    "tidewheel_requests_in_time_total", "Of these, requests within the objective: goodput", "in_time", label="class"
+)
+PROMPT_TOKENS = _requests("vllm:prompt_tokens_total", "Prompt tokens", "num_prompt_tokens", "tokens")
+GENERATION_TOKENS = _requests("vllm:generation_tokens_total", "Generated tokens", "num_generation_tokens", "tokens")
 TIME_TO_FIRST_TOKEN = _histogram(
-    "vllm:time_to_first_token_seconds", "seconds", "Arrival to first token", "time_to_first_token"
+    "vllm:time_to_first_token_seconds", "Arrival to first token", "time_to_first_token", "seconds"
 )
-E2E_LATENCY = _histogram("vllm:e2e_request_latency_seconds", "seconds", "Arrival to last token", "e2e_latency")
-QUEUE_TIME = _histogram("vllm:request_queue_time_seconds", "seconds", "Arrival to first step", "queue_time")
+E2E_LATENCY = _histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", "e2e_latency", "seconds")
+QUEUE_TIME = _histogram("vllm:request_queue_time_seconds", "Arrival to first step", "queue_time", "seconds")
 INFERENCE_TIME = _histogram(
-    "vllm:request_inference_time_seconds", "seconds", "First step to last token", "inference_time"
+    "vllm:request_inference_time_seconds", "First step to last token", "inference_time", "seconds"
 )
-PREFILL_TIME = _histogram("vllm:request_prefill_time_seconds", "seconds", "First step to first token", "prefill_time")
-DECODE_TIME = _histogram("vllm:request_decode_time_seconds", "seconds", "First to last token", "decode_time")
+PREFILL_TIME = _histogram("vllm:request_prefill_time_seconds", "First step to first token", "prefill_time", "seconds")
+DECODE_TIME = _histogram("vllm:request_decode_time_seconds", "First to last token", "decode_time", "seconds")
 REQUEST_PROMPT_TOKENS = _histogram(
-    "vllm:request_prompt_tokens", "tokens", "Prompt tokens of a request", "prompt_tokens"
+    "vllm:request_prompt_tokens", "Prompt tokens of a request", "prompt_tokens", "tokens"
 )
 REQUEST_GENERATION_TOKENS = _histogram(
-    "vllm:request_generation_tokens", "tokens", "Generated tokens of a sequence", "output_tokens"
+    "vllm:request_generation_tokens", "Generated tokens of a sequence", "output_tokens", "tokens"
 )
-REQUEST_SEQUENCES = _histogram("vllm:request_params_n", "sequences", "Sequences of a request", "num_sequences")
-REFUSAL_TIME = _histogram("tidewheel_refusal_seconds", "seconds", "Arrival to refusal", "refusal_time")
+REQUEST_SEQUENCES = _histogram("vllm:request_params_n", "Sequences of a request", "num_sequences", "sequences")
+REFUSAL_TIME = _histogram("tidewheel_refusal_seconds", "Arrival to refusal", "refusal_time", "seconds")
 INTER_TOKEN_LATENCY = _histogram(
-    "vllm:inter_token_latency_seconds", "seconds", "Token to token", "inter_token_latency"
+    "vllm:inter_token_latency_seconds", "Token to token", "inter_token_latency", "seconds"
 )
 OLD_INTER_TOKEN_LATENCY = _histogram(
-    "vllm:time_per_output_token_seconds", "seconds", "Token to token, older name", "inter_token_latency"
+    "vllm:time_per_output_token_seconds", "Token to token, older name", "inter_token_latency", "seconds"
 )
 
 # The gateway's own figures.
-GATEWAY_REQUESTS = _gateway_counter(
-    "tidewheel_gateway_requests_total", "requests", "answered requests", label="path and status"
-)
-GATEWAY_ERRORS = _gateway_counter(
-    "tidewheel_gateway_errors_total", "requests", "requests that ended with an error", label="tag"
-)
-GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests", "requests without a whole answer")
-GATEWAY_HANG_UPS = _gateway_counter("tidewheel_gateway_hang_ups_total", "requests", "requests whose client went away")
-GATEWAY_MOVED = _gateway_counter(
-    "tidewheel_gateway_moved_total", "requests", "requests that went on to another server"
-)
+GATEWAY_REQUESTS = _gateway_counter("tidewheel_gateway_requests_total", "answered requests", label="path and status")
+GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests that ended with an error", label="tag")
+GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests without a whole answer")
+GATEWAY_HANG_UPS = _gateway_counter("tidewheel_gateway_hang_ups_total", "requests whose client went away")
+GATEWAY_MOVED = _gateway_counter("tidewheel_gateway_moved_total", "requests that went on to another server")
 UPSTREAM_READY = _gateway_gauge(
-    "tidewheel_gateway_upstream_ready", "", "1 for a server that takes requests", label="upstream"
+    "tidewheel_gateway_upstream_ready", "1 for a server that takes requests", unit="", label="upstream"
 )
 UPSTREAM_OPEN = _gateway_gauge(
-    "tidewheel_gateway_upstream_open_requests", "requests", "requests that a server works on", label="upstream"
+    "tidewheel_gateway_upstream_open_requests", "requests that a server works on", label="upstream"
 )
 
 # The port of /ready and /live.
-SERVER_READY = _health_gauge("tidewheel_ready", "", "1 if /ready says 200, else 0")
-SERVER_LIVE = _health_gauge("tidewheel_live", "", "1 if /live says 200, else 0")
+SERVER_READY = _health_gauge("tidewheel_ready", "1 if /ready says 200, else 0", unit="")
+SERVER_LIVE = _health_gauge("tidewheel_live", "1 if /live says 200, else 0", unit="")
 
 # Triton's own, as far as they are read here.
-TRITON_GPU_USE = _triton_gauge("nv_gpu_utilization", "share", "Use of a GPU")
-TRITON_CPU_USE = _triton_gauge("nv_cpu_utilization", "share", "Use of the CPU")
-TRITON_INFERENCES = _triton_counter("nv_inference_count", "requests", "Inferences")
-TRITON_EXECUTIONS = _triton_counter("nv_inference_exec_count", "batches", "Executed batches")
-TRITON_QUEUE_TIME = _triton_counter("nv_inference_queue_duration_us", "microseconds", "Time in Triton's queue")
+TRITON_GPU_USE = _triton_gauge("nv_gpu_utilization", "Use of a GPU", unit="share")
+TRITON_CPU_USE = _triton_gauge("nv_cpu_utilization", "Use of the CPU", unit="share")
+TRITON_INFERENCES = _triton_counter("nv_inference_count", "Inferences")
+TRITON_EXECUTIONS = _triton_counter("nv_inference_exec_count", "Executed batches", unit="batches")
+TRITON_QUEUE_TIME = _triton_counter("nv_inference_queue_duration_us", "Time in Triton's queue", unit="microseconds")
 
 TABLE: tuple[Metric, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Metric))
 

@@ -20,9 +20,9 @@ from tidewheel.metrics import Metric
 from tidewheel.stats import Histogram
 
 LABELS = {"model_name": "demo"}
-COUNTER = Metric("engine", "counter", "c", "", "d", label="tag")
-GAUGE = Metric("engine", "gauge", "g", "", "d")
-HISTOGRAM = Metric("engine", "histogram", "h", "", "d")
+COUNTER = Metric("engine", "counter", "c", "d", label="tag")
+GAUGE = Metric("engine", "gauge", "g", "d")
+HISTOGRAM = Metric("engine", "histogram", "h", "d")
 value = MetricFamily.value
 
 

@@ -317,7 +317,6 @@ Series = tuple[Callable[[Any], float], Any, Labels]
 
 
 def _series(table: Sequence[Metric]) -> list[Series]:
-    """Return reader, family and labels of each series."""
     found: list[Series] = []
     for metric in table:
         family, source = make_family(metric), metric.source

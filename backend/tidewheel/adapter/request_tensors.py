@@ -81,7 +81,6 @@ def _task(inputs: Mapping[str, Any]) -> Task:
 
 
 def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
-    """Return the lower of both limits, 0 for none."""
     if max_request_s is None:
         return timeout_us
     limit_us = math.ceil(max_request_s * 1e6)

@@ -173,7 +173,6 @@ def _logprob_arrays(response: Response, response_format: ResponseFormat) -> Arra
 
 
 def _as_ensemble(arrays: Arrays) -> Arrays:
-    """Give the tensors the ensemble's types and, except for the text, its batch dimension."""
     if "kv_cache_reused_blocks" in arrays:
         reused, new = arrays["kv_cache_reused_blocks"], arrays["kv_cache_alloc_new_blocks"]
         none = np.zeros_like(new)

@@ -134,7 +134,6 @@ def _check_entry(entry: Entry, report: CheckReport, needs: dict[str, tuple[Engin
 
 
 def _without_config(repository: Path) -> Iterator[Finding]:
-    """Find folders without `config.pbtxt` and version, with which Triton does not start."""
     for folder in sorted(repository.iterdir()):
         is_entry = not folder.is_dir() or (folder / CONFIG_NAME).is_file() or versions(folder)
         if not is_entry and not folder.name.startswith("."):

@@ -150,7 +150,6 @@ def _with_edits(entry: Entry, edits: Sequence[Edit]) -> Entry:
 
 
 def _removal(entry: Entry, field: Field) -> list[Edit]:
-    """Cut a field, or an element of a list of messages, with its line if that is all on it."""
     text, is_element = entry.text, bool(field.list_end and field.fields)
     start = field.start if is_element else field.name_start
     end = field.end if is_element else field.list_end or field.end
@@ -204,7 +203,6 @@ def _steps(entry: Entry) -> set[str]:
 
 
 def _value(entry: Entry, name: str, default: str = "") -> str:
-    """Return a parameter; the default if it is empty or an unfilled template."""
     value = entry.parameters.get(name, "").strip()
     return default if not value or value.startswith("${") else value
 
@@ -267,7 +265,6 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
 
 
 def _translate(value: str, rule: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """Return settings and note by a rule of `trtllm_parameters.toml`. Raise `ValueError`."""
     if "usual" in rule:
         is_usual = value.lower() == rule["usual"]
         return ({}, "") if is_usual else (rule.get("otherwise", {}), rule.get("note", ""))

@@ -49,8 +49,6 @@ _BEHIND_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
 
 
 class ModelPlan(NamedTuple):
-    """Model of a `config.json`."""
-
     max_model_len: int
     vocab_size: int
     native: Decoder | None  # on no device
@@ -243,7 +241,6 @@ def _check_host_memory(needs: MemoryNeeds) -> None:
 
 
 def _cache_of_a_request(plan: ModelPlan, layout: CacheLayout) -> str:
-    """Return bytes in words, for a `layout` of one-token blocks."""
     shape, token = layout.shape, layout.block_bytes
     return (
         f"2 x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} x {layout.dtype.itemsize} "

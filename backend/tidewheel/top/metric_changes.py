@@ -61,12 +61,11 @@ class PageChange(NamedTuple):
         return self.after.seconds - self.before.seconds
 
     def growth(self, metric: Metric, **labels: str) -> float | None:
-        """Return a counter's growth, None without it. A smaller counter has begun anew."""
         now = self.after.total(metric, **labels)
         if now is None:
             return None
         then = self.before.total(metric, **labels) or 0.0
-        return now - then if now >= then else now
+        return now - then if now >= then else now  # it has begun anew
 
     def rate(self, metric: Metric, **labels: str) -> float | None:
         """Return the growth per second; None without the counter or a second page."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from tidewheel.engine.folder import label_of, model_label
 from tidewheel.engine.messages import MAX_LISTED, RequestRow
 from tidewheel.engine.operating import cancel_request, list_requests
@@ -182,21 +184,11 @@ def _change(pages: deque[MetricsPage], page: MetricsPage) -> PageChange:
 
 def _line(engine: str, pid: int, row: RequestRow) -> RequestLine:
     since_first = 0.0 if row.first_token_s is None else row.age_s - row.first_token_s
-    return RequestLine(
-        engine=engine,
-        engine_pid=pid,
-        number=row.number,
-        request_id=row.request_id,
-        priority=Priority(row.priority).name.lower(),
-        tenant=row.tenant,
-        state=row.state,
-        age_s=row.age_s,
-        waited_s=row.waited_s,
-        first_token_s=row.first_token_s,
-        tokens_rate=(row.num_output_tokens - 1) / since_first if row.num_output_tokens > 1 and since_first else None,
-        num_prompt_tokens=row.num_prompt_tokens,
-        num_output_tokens=row.num_output_tokens,
-        max_tokens=row.max_tokens,
-        num_cached_tokens=row.num_cached_tokens,
-        num_preemptions=row.num_preemptions,
-    )
+    has_rate = row.num_output_tokens > 1 and since_first
+    others = {
+        "engine": engine,
+        "engine_pid": pid,
+        "priority": Priority(row.priority).name.lower(),
+        "tokens_rate": (row.num_output_tokens - 1) / since_first if has_rate else None,
+    }
+    return msgspec.convert({**msgspec.structs.asdict(row), **others}, RequestLine)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.cli.doctor import as_table
-from tidewheel.server.machine import (
+from tidewheel.cli.machine_checks import (
     DiskSpace,
     Gpu,
     Judgement,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tidewheel.version import __version__
 
 if TYPE_CHECKING:
-    from tidewheel.server.machine import Judgement
+    from tidewheel.cli.machine_checks import Judgement
 
 JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
 _WIDTH = 110
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.server.machine import Machine, describe_device, find_server, judge
+    from tidewheel.cli.machine_checks import Machine, describe_device, find_server, judge
 
     machine = Machine(server=find_server(args.tritonserver))
     findings = judge(machine)

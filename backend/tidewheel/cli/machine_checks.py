@@ -211,23 +211,30 @@ class Judgement(NamedTuple):
     advice: str = ""
 
 
+CheckResult = tuple[Verdict, str] | tuple[Verdict, str, str]  # verdict, what was seen, advice
+
+
 def judge(machine: Machine) -> list[Judgement]:
-    return [check(machine) for check in CHECKS]
+    return [_judge(subject, *check(machine)) for subject, check in CHECKS.items()]
 
 
-def check_system(machine: Machine) -> Judgement:
+def _judge(subject: str, verdict: Verdict, seen: str, advice: str = "") -> Judgement:
+    return Judgement(subject, verdict, seen, "" if verdict == "ok" else advice)
+
+
+def _check_system(machine: Machine) -> CheckResult:
     seen = f"{machine.system} on {machine.processor}, Python {machine.python}"
     version = tuple(int(part) for part in machine.python.split(".")[:2])
     if machine.system != "Linux":
-        return Judgement("system", "error", seen, "use Linux, or a container with it")
+        return "error", seen, "use Linux, or a container with it"
     if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
-        return Judgement("system", "error", seen, f"use Python {_dotted(OLDEST_PYTHON)} to {_dotted(NEWEST_PYTHON)}")
+        return "error", seen, f"use Python {_dotted(OLDEST_PYTHON)} to {_dotted(NEWEST_PYTHON)}"
     if machine.processor != "x86_64":
-        return Judgement("system", "warning", seen, "use x86_64: nothing was tried on other processors")
-    return Judgement("system", "ok", seen)
+        return "warning", seen, "use x86_64: nothing was tried on other processors"
+    return "ok", seen
 
 
-def check_packages(machine: Machine) -> Judgement:
+def _check_packages(machine: Machine) -> CheckResult:
     unfit = [
         f"{one.requirement} (found: {one.installed or 'none'})"
         for one in machine.packages
@@ -235,133 +242,120 @@ def check_packages(machine: Machine) -> Judgement:
     ]
     if not machine.packages:
         advice = "install tidewheel with pip, so that versions can be compared"
-        return Judgement("packages", "warning", "tidewheel is not installed as a package", advice)
+        return "warning", "tidewheel is not installed as a package", advice
     if unfit:
-        return Judgement("packages", "error", f"needs {'; '.join(unfit)}", "install these versions with pip")
-    return Judgement("packages", "ok", f"{len(machine.packages)} in the versions that are needed")
+        return "error", f"needs {'; '.join(unfit)}", "install these versions with pip"
+    return "ok", f"{len(machine.packages)} in the versions that are needed"
 
 
-def check_server(machine: Machine) -> Judgement:
-    return _judge_part("tritonserver", machine.server, "error")
-
-
-def check_gpu(machine: Machine) -> Judgement:
+def _check_gpu(machine: Machine) -> CheckResult:
     torch, driver = machine.torch, machine.driver
     if torch is None:
-        return Judgement("gpu", "error", "torch cannot be imported", "install torch again")
+        return "error", "torch cannot be imported", "install torch again"
     if torch.gpus:
-        return _judge_gpus(torch.gpus)
+        return _check_gpus(torch.gpus)
     if torch.cuda and not driver:
-        return Judgement(
-            "gpu",
-            "warning",
-            f"torch {torch.version} is built for CUDA {torch.cuda}, and there is no NVIDIA driver; {_ON_CPU}",
-            "install NVIDIA's driver, or start the container with --gpus all; for a machine without a GPU, torch's "
-            "build for CPUs is smaller",
-        )
+        seen = f"torch {torch.version} is built for CUDA {torch.cuda}, and there is no NVIDIA driver"
+        advice = "install NVIDIA's driver, or start the container with --gpus all; for a machine without a GPU, "
+        return "warning", f"{seen}; {_ON_CPU}", f"{advice}torch's build for CPUs is smaller"
     if torch.cuda:
-        seen = f"driver {driver}: {torch.obstacle}; {_ON_CPU}"
-        return Judgement("gpu", "warning", seen, f"install a driver for CUDA {torch.cuda}, and look at nvidia-smi")
+        advice = f"install a driver for CUDA {torch.cuda}, and look at nvidia-smi"
+        return "warning", f"driver {driver}: {torch.obstacle}; {_ON_CPU}", advice
     if driver:
         seen = f"driver {driver}, and torch {torch.version} is built without CUDA; {_ON_CPU}"
-        return Judgement("gpu", "warning", seen, "install the build of torch with CUDA (docs/install.md)")
-    return Judgement("gpu", "ok", f"none, and torch {torch.version} for CPUs")
+        return "warning", seen, "install the build of torch with CUDA (docs/install.md)"
+    return "ok", f"none, and torch {torch.version} for CPUs"
 
 
-def _judge_gpus(gpus: tuple[Gpu, ...]) -> Judgement:
+def _check_gpus(gpus: tuple[Gpu, ...]) -> CheckResult:
     seen = "; ".join(f"{one.name}, {_dotted(one.capability)}, {one.total_bytes / GIB:.0f} GiB" for one in gpus)
     if gpus[0].capability < LEAST_CAPABILITY:
         least = f"compute capability {_dotted(LEAST_CAPABILITY)}"
-        return Judgement("gpu", "error", seen, f"use a GPU of at least {least}, or set device to cpu")
-    return Judgement("gpu", "ok", seen)
+        return "error", seen, f"use a GPU of at least {least}, or set device to cpu"
+    return "ok", seen
 
 
-def check_compiler(machine: Machine) -> Judgement:
+def _check_compiler(machine: Machine) -> CheckResult:
     has_gpu = machine.torch is not None and bool(machine.torch.gpus)
-    verdict: Verdict = "error" if has_gpu else "warning"
     if has_gpu and machine.compiler.found and not machine.has_python_headers:
         seen = f"{machine.compiler.found}, and no Python.h, which triton-lang needs on a GPU"
-        return Judgement("compiler", "error", seen, "install Python's headers (Debian: python3-dev)")
-    return _judge_part("compiler", machine.compiler, verdict)
+        return "error", seen, "install Python's headers (Debian: python3-dev)"
+    return _check_part(machine.compiler, "error" if has_gpu else "warning")
 
 
-def check_shared_memory(machine: Machine) -> Judgement:
-    space, subject = machine.shared_memory, "shared memory"
+def _check_shared_memory(machine: Machine) -> CheckResult:
+    space = machine.shared_memory
     if space is None or not space.is_writable:
         seen = f"{SHARED_MEMORY} {'is missing' if space is None else 'is not writable'}"
-        return Judgement(subject, "error", seen, "mount it: Triton passes requests through it")
+        return "error", seen, "mount it: Triton passes requests through it"
     seen = f"{shown_bytes(space.free_bytes)} of {shown_bytes(space.total_bytes)} free in {SHARED_MEMORY}"
-    if space.free_bytes >= GOOD_SHM_BYTES:
-        return Judgement(subject, "ok", seen)
-    verdict: Verdict = "error" if space.free_bytes < LEAST_SHM_BYTES else "warning"
     advice = "remove what ended programs left there, or enlarge it (docker run --shm-size=1g)"
-    return Judgement(subject, verdict, seen, advice)
+    return _check_bytes(space.free_bytes, LEAST_SHM_BYTES, GOOD_SHM_BYTES), seen, advice
 
 
-def check_memory(machine: Machine) -> Judgement:
+def _check_memory(machine: Machine) -> CheckResult:
     available = machine.memory_bytes
     if available is None:
-        return Judgement("memory", "warning", "not known", "look at it yourself: /proc/meminfo cannot be read")
-    seen = f"{shown_bytes(available)} available"
-    if available >= GOOD_MEMORY_BYTES:
-        return Judgement("memory", "ok", seen)
-    verdict: Verdict = "error" if available < LEAST_MEMORY_BYTES else "warning"
-    return Judgement("memory", verdict, seen, f"have {shown_bytes(GOOD_MEMORY_BYTES)} free beside the model")
-
-
-def check_cores(machine: Machine) -> Judgement:
-    limit = machine.core_limit
-    seen = f"{machine.num_cores}" + (f", of which the container may use {limit:g}" if limit is not None else "")
-    if min(machine.num_cores, limit or machine.num_cores) < GOOD_NUM_CORES:
-        return Judgement("cores", "warning", seen, "allow two: the engine and the server take turns on one")
-    return Judgement("cores", "ok", seen)
-
-
-def check_descriptors(machine: Machine) -> Judgement:
-    if machine.num_descriptors >= GOOD_DESCRIPTORS:
-        return Judgement("open files", "ok", f"{machine.num_descriptors} at most")
-    seen = f"{machine.num_descriptors} at most, one for each connection; further clients wait without an answer"
-    return Judgement(
-        "open files", "warning", seen, f"allow {GOOD_DESCRIPTORS} (ulimit -Hn, docker run --ulimit nofile)"
+        return "warning", "not known", "look at it yourself: /proc/meminfo cannot be read"
+    verdict = _check_bytes(available, LEAST_MEMORY_BYTES, GOOD_MEMORY_BYTES)
+    return (
+        verdict,
+        f"{shown_bytes(available)} available",
+        f"have {shown_bytes(GOOD_MEMORY_BYTES)} free beside the model",
     )
 
 
-def check_ports(machine: Machine) -> Judgement:
+def _check_bytes(found: int, least: int, good: int) -> Verdict:
+    return "ok" if found >= good else "warning" if found >= least else "error"
+
+
+def _check_cores(machine: Machine) -> CheckResult:
+    limit = machine.core_limit
+    seen = f"{machine.num_cores}" + (f", of which the container may use {limit:g}" if limit is not None else "")
+    if min(machine.num_cores, limit or machine.num_cores) < GOOD_NUM_CORES:
+        return "warning", seen, "allow two: the engine and the server take turns on one"
+    return "ok", seen
+
+
+def _check_descriptors(machine: Machine) -> CheckResult:
+    seen = f"{machine.num_descriptors} at most"
+    if machine.num_descriptors >= GOOD_DESCRIPTORS:
+        return "ok", seen
+    advice = f"allow {GOOD_DESCRIPTORS} (ulimit -Hn, docker run --ulimit nofile)"
+    return "warning", f"{seen}, one for each connection; further clients wait without an answer", advice
+
+
+def _check_ports(machine: Machine) -> CheckResult:
     if not machine.used_ports:
-        return Judgement("ports", "ok", "8000, 8001, 8002 and 8003 are free")
-    seen = f"in use: {', '.join(map(str, machine.used_ports))}"
+        return "ok", "8000, 8001, 8002 and 8003 are free"
     advice = "choose others with --http-port, --grpc-port, --metrics-port and --health-port (0 takes a free one)"
-    return Judgement("ports", "warning", seen, advice)
+    return "warning", f"in use: {', '.join(map(str, machine.used_ports))}", advice
 
 
-def check_run_dir(machine: Machine) -> Judgement:
-    return _judge_part("run directory", machine.run_dir, "error", "set TIDEWHEEL_RUN_DIR to another")
+def _check_part(part: TriedPart, verdict: Verdict, advice: str = "") -> CheckResult:
+    if not part.obstacle:
+        return "ok", part.found
+    seen, _, remedy = part.obstacle.partition(": ")
+    return verdict, seen, remedy or advice
 
 
-CHECKS: tuple[Callable[[Machine], Judgement], ...] = (
-    check_system,
-    check_packages,
-    check_server,
-    check_gpu,
-    check_compiler,
-    check_shared_memory,
-    check_memory,
-    check_cores,
-    check_descriptors,
-    check_ports,
-    check_run_dir,
-)
+CHECKS: dict[str, Callable[[Machine], CheckResult]] = {
+    "system": _check_system,
+    "packages": _check_packages,
+    "tritonserver": lambda machine: _check_part(machine.server, "error"),
+    "gpu": _check_gpu,
+    "compiler": _check_compiler,
+    "shared memory": _check_shared_memory,
+    "memory": _check_memory,
+    "cores": _check_cores,
+    "open files": _check_descriptors,
+    "ports": _check_ports,
+    "run directory": lambda machine: _check_part(machine.run_dir, "error", "set TIDEWHEEL_RUN_DIR to another"),
+}
 
 
 def describe_device(torch: TorchBuild | None) -> str:
     return torch.gpus[0].name if torch is not None and torch.gpus else "the CPU"
-
-
-def _judge_part(subject: str, part: TriedPart, verdict: Verdict, advice: str = "") -> Judgement:
-    if not part.obstacle:
-        return Judgement(subject, "ok", part.found)
-    seen, _, remedy = part.obstacle.partition(": ")
-    return Judgement(subject, verdict, seen, remedy or advice)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

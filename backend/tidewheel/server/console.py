@@ -29,7 +29,7 @@ _STEPS = 1000
 OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
 _PROMPT = "A tuple is"
-FIRST_LINE_S = 5.0  # until the first line without a terminal; each later one takes twice as long
+FIRST_LINE_S = 5.0  # until the first line without a terminal; later gaps double
 _TICK_S = 0.5
 
 

@@ -58,7 +58,7 @@ class Endpoints:
         with contextlib.suppress(OSError):
             connection.connect((address, self.http))
             connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: tidewheel\r\n\r\n")
-            connection.recv(1)  # Triton counts a connection that it has accepted
+            connection.recv(1)  # so that Triton counts it
         return connection
 
     def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:

@@ -11,11 +11,11 @@ from tidewheel.adapter.stub_process import front_ends
 from tidewheel.settings import shown_bytes
 from tidewheel_process.restarts import RestartPolicy
 
-MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on
+MAX_SHARED_BYTES = 128 << 20  # of a front end's tensors
 GIVE_BACK_S = 60.0  # at least, between two replacements
 KEPT_S = 3600.0  # the same, while Triton keeps a replaced front end
 
-Load = Callable[[str], None]  # has a model loaded again; raises OSError if that fails
+Load = Callable[[str], None]  # loads a model again, or raises OSError
 
 
 class StubId(NamedTuple):

@@ -45,7 +45,7 @@ _MODELS_API: Literal["model-repository"] = "model-repository"
 _OWN_CONTROL = ("--model-control", "--model-repo", "--model-store", "--load-model", "--repository-poll")
 FORCED_EXIT = 130  # a shell's code for Ctrl-C
 _GATEWAY_START_S = 30.0
-_GATEWAY_DRAIN_S = 1.0  # for the last bytes of answers: the server has drained before
+_GATEWAY_DRAIN_S = 1.0  # for the last bytes of answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ServeOptions:
     """Options, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
-    models: tuple[str, ...] = ()  # entries to serve, or to load first with `explicit`; empty: all
+    models: tuple[str, ...] = ()  # entries to serve (`explicit`: to load first); empty: all
     model: str | None = None  # folder or Hugging Face id
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
@@ -160,8 +160,8 @@ class _Plan(NamedTuple):
     command: Sequence[str]
     environment: Mapping[str, str]
     endpoints: Endpoints
-    engines: Mapping[str, Path]  # model name → folder of the engine that serves
-    load: Load | None  # loads one model again, where that is possible
+    engines: Mapping[str, Path]  # folders by model name
+    load: Load | None  # loads a model again; None: impossible
 
 
 def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:

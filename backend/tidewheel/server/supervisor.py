@@ -36,12 +36,12 @@ from tidewheel_process.restarts import DeathCount
 
 POLL_S = 0.1
 LOOK_S = 0.5  # between two looks at all processes
-REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died while it loaded within 2 s
+REAP_GRACE_S = 2.5  # Triton reaps stubs that it ends at once, others while it loads within 2 s
 DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
-FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
-MISSED_S = 60.0  # clients of a dead front end have gone by then
-SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
+FINAL_ANSWERS_S = 3.0  # for answers to cut-off requests
+MISSED_S = 60.0  # until clients of a dead front end have gone
+SETTLE_S = 2.0  # for Triton's last answers and unloads
 ENGINE_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 
@@ -52,7 +52,7 @@ class SupervisorParts:
     environment: Mapping[str, str]
     signals: StopSignals
     log: ServerLog
-    guard: Guard  # is not ended with the other processes
+    guard: Guard  # outlives the other processes
     work: WorkDir
     note: Callable[[str], None]
     on_line: Callable[[LogLine, State], None]
@@ -67,17 +67,17 @@ class Supervisor:
     def __init__(self, parts: SupervisorParts) -> None:
         self.readiness = Readiness("starting", "the server is starting")
         self.spared: Callable[[], set[int]] = set  # process ids that outlive a restart
-        self.on_restart: Callable[[str], None] | None = None  # takes the reason, before all but the engines end
+        self.on_restart: Callable[[str], None] | None = None  # takes the reason of a restart
         self._parts = parts
         self._log = parts.log
         self._deaths = DeathCount()
         self._served_since = 0.0
         self._reloads = PendingReloads(parts.note)
         self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, parts.work.shm_prefix), parts.note)
-        self._unloaded: deque[str] = deque()  # models that are not to be loaded again
+        self._unloaded: deque[str] = deque()  # models without reloads
         self._stubs = StubWatch()
         self._next_look = 0.0
-        self._missed = ("", 0.0)  # death with clients that still wait, and until when it matters
+        self._missed = ("", 0.0)  # death with waiting clients, and its end
         self._selector = selectors.DefaultSelector()
         self._selector.register(parts.signals, selectors.EVENT_READ, parts.signals.clear)
         adopt_orphans()
@@ -109,7 +109,7 @@ class Supervisor:
                 raise LoadError(self._log.failure.model, self._log.failure.reason)
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._server.exit}): {self._log.last_words()}")
-            # Triton waits for ever for a stub that dies before its model is asked.
+            # Triton waits for ever for a stub that dies early.
             if self._must_look() and (dead := self._stubs.look(self._server.pid)) is not None:
                 raise ServeError(f"a front end died while the server started (stub process {dead[0].pid})")
         self._served_since = time.monotonic()
@@ -121,7 +121,7 @@ class Supervisor:
         is_over: Callable[[], bool],
         load: Load | None = None,
         *,
-        may_give_back: bool = False,  # while `load` keeps the old front end until the new one serves
+        may_give_back: bool = False,  # if `load` keeps the old front end meanwhile
     ) -> None:
         """Return when asked to stop or `is_over()`. Raise `ServeError` after a death that ends all."""
         while not self.stop_requested and not is_over():
@@ -172,7 +172,7 @@ class Supervisor:
         end = time.monotonic() + limit_s
         idle = _drain_engines(folders)
         has_others = idle is None or _has_other_backends(endpoints)
-        # An open connection keeps Triton from unloading models, which clients would read as an unknown model.
+        # An open connection keeps Triton from unloading models, which clients would then read as unknown.
         with endpoints.connect() if idle is not None else contextlib.nullcontext():
             self._server.terminate()
             while idle is False and time.monotonic() < end and not self.was_forced:
@@ -183,7 +183,7 @@ class Supervisor:
             for folder in folders:
                 stop_engine(folder, FINAL_ANSWERS_S)
         if not self._wait_server(max(end - time.monotonic(), SETTLE_S) if has_others else SETTLE_S):
-            # Triton waits for every idle connection, and stubs would wait for a server that is gone.
+            # Triton waits for idle connections, and stubs for a server that is gone.
             stubs = process_tree.children(self._server.pid)
             self._server.kill()
             process_tree.signal_all(stubs, SIGKILL)
@@ -310,11 +310,11 @@ class Supervisor:
 
 class StubWatch:
     def __init__(self) -> None:
-        self.num_open = 0  # requests at living front ends
-        self.serving: dict[StubId, str] = {}  # living front ends and their models
+        self.num_open = 0  # requests of living front ends
+        self.serving: dict[StubId, str] = {}  # models of living front ends
         self.paused: list[str] = []  # models
-        self.replaced: set[StubId] = set()  # ended stubs whose model is loaded again
-        self._unreaped: dict[StubId, float] = {}  # ended stubs, and when they were seen first
+        self.replaced: set[StubId] = set()  # ended stubs with a reload
+        self._unreaped: dict[StubId, float] = {}  # ended stubs and the time of the first look
         self._handles: dict[StubId, ProcessHandle] = {}  # of living stubs
 
     @property

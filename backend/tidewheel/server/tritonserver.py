@@ -30,8 +30,8 @@ _LINKED_PYTHON = re.compile(rb"libpython(3\.\d+)m?\.so")
 SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
-MANY_DESCRIPTORS = 1 << 14  # open files; more than clients are expected to take
-GOOD_DESCRIPTORS = 1024  # Triton takes 65 with two models, and one for each connection
+MANY_DESCRIPTORS = 1 << 14  # open files, enough for all clients
+GOOD_DESCRIPTORS = 1024  # Triton takes 65 with two models, and one a connection
 EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
 ControlMode = Literal["none", "explicit", "poll"]
@@ -258,7 +258,7 @@ def _supported(flags: frozenset[str], opened: Collection[ClosedApi]) -> list[str
         "--allow-sagemaker": "false",
         "--allow-vertex-ai": "false",
         "--grpc-max-response-pool-size": str(MAX_QUEUED_RESPONSES),
-        "--grpc-infer-allocation-pool-size": "0",  # each of the pool would keep the memory of its largest request
+        "--grpc-infer-allocation-pool-size": "0",  # each would keep the memory of its largest request
     }
     if closed:
         wanted |= dict.fromkeys(("--http-restricted-api", "--grpc-restricted-protocol"), restriction)

@@ -21,14 +21,14 @@ from tidewheel_process import process_tree
 from tidewheel_process.guard import Guard, guard
 from tidewheel_process.locked_folder import is_free, is_left_over, is_own, new_folder, try_lock
 
-CLUSTER = "cluster"  # folder of a cluster, below whose `run` its servers have theirs
+CLUSTER = "cluster"  # folder of a cluster, whose `run` holds its servers' folders
 ENDPOINTS = "endpoints.json"
 _PREFIX = "serve-"
 _SHM_PREFIX = "tidewheel_"
-_OWNER = "owner"  # lies beside a server's shared memory and is locked while it lives, wherever its folder is
+_OWNER = "owner"  # lock file beside a server's shared memory, held while the server lives
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
-ENVIRONMENTS = Path("/tmp")  # noqa: S108 - where each Triton makes a folder `python_env_*`, which a killed one leaves
+ENVIRONMENTS = Path("/tmp")  # noqa: S108 - where each Triton makes a folder `python_env_*`
 _endpoints_decoder = msgspec.json.Decoder(Endpoints)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidewheel.gateway.counters import Counters, merge
-from tidewheel.gateway.worker_place import WorkerPlace
+from tidewheel.gateway.workers import GatewayWorker
 from tidewheel_client.errors import KvCacheFull, ServerUnavailable, WrongKey
 
 TEXT = """\
@@ -20,7 +20,7 @@ g 3e+06
 
 
 def test_figures_of_workers(tmp_path: Path) -> None:
-    first, second = (WorkerPlace(tmp_path, index, 2) for index in range(2))
+    first, second = (GatewayWorker(tmp_path, index, 2) for index in range(2))
     assert not first.is_listening()
     counters = Counters(num_open=2, num_hang_ups=3, open_upstream={"u": 1})
     counters.count("/v1/completions", 200)
@@ -41,11 +41,11 @@ def test_figures_of_workers(tmp_path: Path) -> None:
         'tidewheel_gateway_upstream_open_requests{upstream="u"} 2.0',
     ):
         assert f"{line}\n" in text
-    again = WorkerPlace(tmp_path, 0, 2).before()
+    again = GatewayWorker(tmp_path, 0, 2).before()
     assert (again.num_open, again.num_hang_ups, again.requests) == (0, 3, counters.requests)
     (tmp_path / "0.json").write_text("{")
     assert second.others() == [Counters()]
-    WorkerPlace(tmp_path / "gone", 0, 2).publish(counters)
+    GatewayWorker(tmp_path / "gone", 0, 2).publish(counters)
 
 
 def test_one_server_is_passed_on() -> None:

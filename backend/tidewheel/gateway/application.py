@@ -22,7 +22,7 @@ from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
 from tidewheel.gateway.upstream_request import Attempt, GrpcAttempt, R, UpstreamRequest
 from tidewheel.gateway.upstreams import Upstreams
-from tidewheel.gateway.worker_place import WorkerPlace
+from tidewheel.gateway.workers import GatewayWorker
 from tidewheel_client import Chunk
 from tidewheel_client.errors import (
     InternalError,
@@ -69,14 +69,14 @@ class Gateway:
         upstreams: Upstreams,
         keys: ApiKeys,
         options: GatewayOptions = GatewayOptions(),  # noqa: B008 - frozen
-        place: WorkerPlace | None = None,
+        worker: GatewayWorker | None = None,
     ) -> None:
         self._upstreams = upstreams
         self._keys = keys
         self._options = options
         self._open_paths = (*_OPEN_PATHS, "/metrics") if options.open_metrics else _OPEN_PATHS
-        self._place = place or WorkerPlace()
-        self._counters = self._place.before()
+        self._worker = worker or GatewayWorker()
+        self._counters = self._worker.before()
         self._num_wrong_reported = self._num_wrong_keys
         self._started = int(time.time())
         self._large = asyncio.Lock()
@@ -225,7 +225,7 @@ class Gateway:
 
     def publish(self) -> None:
         """Report this worker's figures to the others."""
-        self._place.publish(self._figures())
+        self._worker.publish(self._figures())
 
     def _figures(self) -> Counters:
         num_moved = self._counters.num_moved + self._upstreams.num_moved  # by former processes, and by this one
@@ -237,7 +237,7 @@ class Gateway:
         texts = await asyncio.gather(*(one.metrics() for one in each))
         of_servers = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
         self.publish()  # counts that were reported once are never taken back
-        figures = Counters.sum_of([self._figures(), *self._place.others()])
+        figures = Counters.sum_of([self._figures(), *self._worker.others()])
         ready = {one.address.grpc: not one.not_ready for one in self._upstreams.each}
         text = of_servers + figures.render(ready)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})

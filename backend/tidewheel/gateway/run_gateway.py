@@ -1,6 +1,6 @@
 """Run the gateway until it is asked to stop.
 
-python -m tidewheel.gateway.run_gateway OPTIONS PLACE      one of several workers, with both as JSON
+python -m tidewheel.gateway.run_gateway OPTIONS WORKER      one of several workers, with both as JSON
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
 from tidewheel.gateway.gateway_options import GatewayOptions, StandaloneOptions, announce
 from tidewheel.gateway.upstreams import Upstreams
-from tidewheel.gateway.worker_place import WorkerPlace
-from tidewheel.gateway.workers import serve_workers
+from tidewheel.gateway.workers import GatewayWorker, serve_workers
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 from tidewheel_process.current_process import raise_descriptor_limit
@@ -40,17 +39,17 @@ def serve_gateway(options: StandaloneOptions) -> int:
     if options.workers > 1:
         ApiKeys(options.key_file)  # its errors are told once
         return serve_workers(options)
-    return serve_alone(options, WorkerPlace())
+    return serve_alone(options, GatewayWorker())
 
 
-def serve_alone(options: StandaloneOptions, place: WorkerPlace) -> int:
+def serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
     """Serve in this process. Raise `ServeError` or `ConfigError` if it cannot start."""
     protect_texts()
     log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
-    keys = ApiKeys(options.key_file, place.ledger())
-    gateway = Gateway(Upstreams(options.upstreams), keys, options, place)
-    asyncio.run(_serve(gateway, options, shares_port=place.folder is not None))
+    keys = ApiKeys(options.key_file, worker.ledger())
+    gateway = Gateway(Upstreams(options.upstreams), keys, options, worker)
+    asyncio.run(_serve(gateway, options, shares_port=worker.folder is not None))
     return 0
 
 
@@ -102,9 +101,9 @@ async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> 
 
 
 def _run_worker() -> int:
-    options, place = _decode(sys.argv[1], StandaloneOptions), _decode(sys.argv[2], WorkerPlace)
+    options, worker = _decode(sys.argv[1], StandaloneOptions), _decode(sys.argv[2], GatewayWorker)
     try:
-        return serve_alone(options, place)
+        return serve_alone(options, worker)
     except ServeError as error:
         print(f"tidewheel: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -10,13 +10,15 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from tidewheel.gateway.api_keys import Ledger
+from tidewheel.gateway.counters import Counters
 from tidewheel.gateway.gateway_options import StandaloneOptions, announce
-from tidewheel.gateway.worker_place import WorkerPlace
 from tidewheel.private_dir import run_dir
 from tidewheel.server import ServeError
 from tidewheel_process.child import Child
@@ -30,6 +32,48 @@ _PREFIX = "gateway-"
 _MODULE = "tidewheel.gateway.run_gateway"
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayWorker:
+    """One worker, and the folder that all share: use of keys, and each one's counters. A single worker has none."""
+
+    folder: Path | None = None
+    index: int = 0
+    num_workers: int = 1
+
+    def ledger(self) -> Ledger:
+        return Ledger() if self.folder is None else Ledger(self.folder / "ledger", self.index)
+
+    def is_listening(self) -> bool:
+        return self.folder is None or self._path(self.index).exists()
+
+    def publish(self, counters: Counters) -> None:
+        """Write this worker's counters. A full disk leaves older ones."""
+        if self.folder is None:
+            return
+        path = self._path(self.index)
+        with contextlib.suppress(OSError):
+            path.with_suffix(".new").write_bytes(msgspec.json.encode(counters))
+            path.with_suffix(".new").replace(path)
+
+    def before(self) -> Counters:
+        """Return the counters of a dead worker of this index: counters never go back."""
+        counters = self._read(self.index)
+        return msgspec.structs.replace(counters, num_open=0, open_upstream={})
+
+    def others(self) -> list[Counters]:
+        return [self._read(index) for index in range(self.num_workers) if index != self.index]
+
+    def _read(self, index: int) -> Counters:
+        if self.folder is not None:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                return msgspec.json.decode(self._path(index).read_bytes(), type=Counters)
+        return Counters()
+
+    def _path(self, index: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{index}.json"
+
+
 def serve_workers(options: StandaloneOptions) -> int:
     """Return the exit code. Raise `ServeError` if a worker cannot start, or `CrashLoop`."""
     remove_left_over(base := run_dir(), _PREFIX)
@@ -40,19 +84,19 @@ def serve_workers(options: StandaloneOptions) -> int:
     ):
         Ledger.create(folder / "ledger")
         options = msgspec.structs.replace(options, port=port)
-        places = [WorkerPlace(folder, index, options.workers) for index in range(options.workers)]
-        with _running(options, places, signals) as workers:
-            _wait_listening(workers, places, signals)
+        workers = [GatewayWorker(folder, index, options.workers) for index in range(options.workers)]
+        with _running(options, workers, signals) as children:
+            _wait_listening(children, workers, signals)
             announce(options.host, port)
             while not signals.count:
-                for worker in workers:
-                    worker.watch()
+                for child in children:
+                    child.watch()
                 signals.wait(_LOOK_S)
     return 0
 
 
-def _start(options: StandaloneOptions, place: WorkerPlace) -> Child:
-    arguments = [msgspec.json.encode(one, enc_hook=str).decode() for one in (options, place)]
+def _start(options: StandaloneOptions, worker: GatewayWorker) -> Child:
+    arguments = [msgspec.json.encode(one, enc_hook=str).decode() for one in (options, worker)]
     return Child([sys.executable, "-P", "-m", _MODULE, *arguments], ends_with_parent=True)
 
 
@@ -62,31 +106,33 @@ def _note(line: str) -> None:
 
 @contextlib.contextmanager
 def _running(
-    options: StandaloneOptions, places: Sequence[WorkerPlace], signals: StopSignals
+    options: StandaloneOptions, workers: Sequence[GatewayWorker], signals: StopSignals
 ) -> Iterator[Sequence[RestartedChild]]:
     """Run the workers, which drain at the end of the block; another signal ends the wait for open requests."""
-    workers = [
-        RestartedChild(f"worker {place.index} of the gateway", partial(_start, options, place), _note)
-        for place in places
+    children = [
+        RestartedChild(f"worker {worker.index} of the gateway", partial(_start, options, worker), _note)
+        for worker in workers
     ]
     try:
-        yield workers
+        yield children
         num_asked = -1
-        while not all(worker.child.has_ended for worker in workers):
+        while not all(restarted.child.has_ended for restarted in children):
             if signals.count > num_asked:
                 num_asked = signals.count
-                for worker in workers:
-                    worker.child.terminate()
+                for restarted in children:
+                    restarted.child.terminate()
             signals.wait(_LOOK_S)
     finally:
-        for worker in workers:
-            worker.child.kill()
+        for restarted in children:
+            restarted.child.kill()
 
 
-def _wait_listening(workers: Sequence[RestartedChild], places: Sequence[WorkerPlace], signals: StopSignals) -> None:
+def _wait_listening(
+    children: Sequence[RestartedChild], workers: Sequence[GatewayWorker], signals: StopSignals
+) -> None:
     limit = time.monotonic() + _START_S
-    while not signals.count and not all(place.is_listening() for place in places):
-        if any(worker.child.has_ended for worker in workers) or time.monotonic() > limit:
+    while not signals.count and not all(worker.is_listening() for worker in workers):
+        if any(restarted.child.has_ended for restarted in children) or time.monotonic() > limit:
             raise ServeError("a worker of the gateway could not start: its error is above")
         signals.wait(_LOOK_S)
 

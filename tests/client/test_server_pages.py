@@ -11,6 +11,7 @@ import pytest
 import tidewheel_client as tc
 from tidewheel.health_endpoint import READY, HealthEndpoint, Readiness
 from tidewheel_client import AsyncClient, Client, Figures, Health
+from tidewheel_client.server_pages import verifies
 
 TEXT = """\
 # HELP vllm:num_requests_running Requests in the running set
@@ -34,6 +35,11 @@ def page() -> Iterator[Page]:
     endpoint = HealthEndpoint("127.0.0.1", 0, lambda: READY)
     yield Page(endpoint)
     endpoint.close()
+
+
+@pytest.mark.parametrize(("url", "wanted"), [("http://a/", False), ("https://a/", True), ("HTTPS://a/", True)])
+def test_certificates_are_checked_wherever_there_are_any(url: str, wanted: bool) -> None:
+    assert verifies(url) is wanted
 
 
 def test_names_are_those_of_the_page() -> None:

@@ -24,7 +24,7 @@ from tidewheel_process import process_tree
 CPUS_OF_A_REPLICA = 0.1  # so that all fit on few cores
 _RUN_DIR = "TIDEWHEEL_RUN_DIR"
 _UPSTREAM = re.compile(r'tidewheel_gateway_upstream_ready\{upstream="([^"]+)"\}')
-_REPLICA, _GATEWAY, _HEAD = "ray::ServeReplica:tidewheel:replica", "ray::ServeReplica:tidewheel:gateway", ".head"
+_REPLICA, _GATEWAY = "ray::ServeReplica:tidewheel:replica", "ray::ServeReplica:tidewheel:gateway"
 
 
 class RayServers:
@@ -61,8 +61,7 @@ class RayServers:
         return kill_tree(self._actors(_REPLICA)[-1].pid, alone=alone)
 
     def pids(self) -> Mapping[str, list[int]]:
-        heads = [one for one in self._ours() if any(part.endswith(_HEAD) for part in process_tree.arguments(one.pid))]
-        everything = {one.pid for head in heads for one in (head, *process_tree.descendants(head.pid))}
+        everything = {one.pid for one in self._ours()}
         actors = self._actors(_REPLICA)
         replicas = {one.pid for actor in actors for one in process_tree.descendants(actor.pid)}
         gateway = {one.pid for one in self._actors(_GATEWAY)}

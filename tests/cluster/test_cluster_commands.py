@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.triton.serving import REPOSITORY, wait_for
+from support.triton.serving import REPOSITORY
 from tidewheel.cli.cluster import _show
 from tidewheel.cli.main import main
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_place import ClusterPlace
-from tidewheel.cluster.ray_watch import RayWatch
+from tidewheel.cluster.cluster_settings import ClusterSettings
+from tidewheel.cluster.control import ClusterStatus
+from tidewheel.cluster.local_ray import ClusterFolder
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
 from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
 from tidewheel.server.model_control import MAX_LINE, ControlSocket, ask
 from tidewheel.server.workdir import work_dir
-from tidewheel_process.process_tree import children, name
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
 
@@ -31,7 +29,7 @@ UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Ray is there
-    monkeypatch.setattr(ClusterPlace, "check_path", lambda place: None)  # of pytest, whose folders have long names
+    monkeypatch.setattr(ClusterFolder, "check_path", lambda folder: None)  # of pytest, whose folders have long names
     return tmp_path / "run"
 
 
@@ -75,69 +73,72 @@ def test_no_cluster(run_dir: Path, capsys: pytest.CaptureFixture[str], arguments
 
 
 def test_down_removes_what_a_killed_one_left(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ClusterPlace.here()
-    place.root.mkdir(parents=True)
-    (place.root / "lock").touch()
-    place.token.write_text("secret")
+    folder = ClusterFolder.here()
+    folder.root.mkdir(parents=True)
+    (folder.root / "lock").touch()
+    folder.token.write_text("secret")
     assert main(("cluster", "down")) == 0
     assert list(run_dir.iterdir()) == []
 
 
 def test_a_cluster_that_ended_says_why_until_down(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir.mkdir()
-    ClusterPlace.here().last_words.write_text("Ray's raylet died")
+    folder = ClusterFolder.here()
+    logs = folder.ray / "session_2026-11-26_02-45-17_199565_27048" / "logs"
+    logs.mkdir(parents=True)
+    (folder.root / "lock").touch()
+    (logs / "ray_process_exit.log").write_text(
+        "2026-11-26 02:45:23,441 ERROR scripts.py:100 -- Some Ray subprocesses exited unexpectedly:\n"
+        "  raylet [exit code=-9 (signal 9)]\n"
+    )
     for arguments in (["status"], ["scale", "2"]):
-        assert line_of(capsys, "cluster", *arguments) == "no cluster of yours is up: Ray's raylet died"
+        line = line_of(capsys, "cluster", *arguments)
+        assert line.startswith("no cluster of yours is up: Ray's raylet died (-9 (signal 9))")
     assert main(("cluster", "down")) == 0
     assert list(run_dir.iterdir()) == []
 
 
-def test_another_start_forgets_why_the_last_one_ended(run_dir: Path) -> None:
+def test_a_start_that_was_killed_is_in_the_way_of_no_other(run_dir: Path) -> None:
+    """Its Ray may run for ever, with the lock and without an application."""
     run_dir.mkdir(mode=0o700)
-    place = ClusterPlace.here()
-    place.last_words.write_text("Ray's raylet died")
-    with place.held():
-        assert place.why_it_ended() == ""
+    folder = ClusterFolder.here()
+    with folder.made() as lock, os.fdopen(os.dup(lock), "rb"):
+        assert not folder.is_abandoned, "its command lives"
+        (folder.root / "starting").unlink()
+        assert folder.is_abandoned
+        folder.check_free()
+        folder.write_settings(ClusterSettings(model="a/b", port=1234))
+        assert folder.settings.port == 1234
+        assert not folder.is_abandoned
+        with pytest.raises(ClusterError, match="a cluster of yours is up"):
+            folder.check_free()
 
 
-def test_deaths_of_ray_are_seen(tmp_path: Path) -> None:
-    def start(name: str) -> subprocess.Popen[bytes]:
-        (tmp_path / name).symlink_to(shutil.which("sleep") or "")
-        return subprocess.Popen([tmp_path / name, "600"])
-
-    with start("gcs_server") as store, start("raylet") as raylet:
-        try:
-            wait_for(lambda: {"gcs_server", "raylet"} <= {name(one) for one in children(os.getpid())}, 10, "both")
-            watch = RayWatch()
-            assert (watch.look(), watch.has_died) == (False, False)
-            watch.check()
-            store.kill()
-            wait_for(watch.look, 10, "a death")
-            assert (watch.look(), watch.has_died, watch.has_ended_all) == (False, True, False)
-            with pytest.raises(ClusterError, match="gcs_server died: nothing is started again"):
-                watch.check()
-            raylet.kill()
-            wait_for(watch.look, 10, "another death")
-            assert watch.has_ended_all
-            assert watch.reason.startswith("Ray's raylet died")
-        finally:
-            store.kill()
-            raylet.kill()
+def test_ray_is_asked_to_be_closed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a token, and nothing of another cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    run_dir.mkdir(mode=0o700)
+    folder = ClusterFolder.here()
+    with folder.made():
+        variables = {name: value for name, value in folder.environment().items() if name.startswith("RAY_")}
+        assert "RAY_ADDRESS" not in variables
+        assert (variables["RAY_AUTH_MODE"], variables["RAY_AUTH_TOKEN_PATH"]) == ("token", str(folder.token))
+        assert folder.token.stat().st_mode & 0o777 == 0o600
+        assert len(folder.token.read_text()) == 64
 
 
-def test_one_process_holds_a_place(run_dir: Path) -> None:
-    place = ClusterPlace.here()
-    with place.held():
-        assert place.is_up()
-        with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterPlace(place.root).held():
+def test_one_process_holds_a_folder(run_dir: Path) -> None:
+    folder = ClusterFolder.here()
+    with folder.made():
+        assert folder.is_up
+        with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterFolder(folder.root).made():
             pass
-    assert not place.is_up()
+    assert not folder.is_up
 
 
 def test_a_long_path_is_refused() -> None:
     with pytest.raises(ClusterError, match="by 17 bytes"):
-        ClusterPlace(Path("/" + "a" * 51)).check_path()
-    ClusterPlace(Path("/" + "a" * (LONGEST_RUN_DIR - 1), "cluster")).check_path()
+        ClusterFolder(Path("/" + "a" * 51)).check_path()
+    ClusterFolder(Path("/" + "a" * (LONGEST_RUN_DIR - 1), "cluster")).check_path()
 
 
 def test_no_socket_of_a_cluster_has_a_longer_path_than_is_checked(
@@ -145,14 +146,14 @@ def test_no_socket_of_a_cluster_has_a_longer_path_than_is_checked(
 ) -> None:
     """Names of the longest kind: those of a replica's server, and of a model."""
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(short_path))
-    place = ClusterPlace.here()
-    with place.held(), work_dir() as work:
+    cluster = ClusterFolder.here()
+    with cluster.made(), work_dir(cluster.run) as work:
         folder = engine_dir(work.repository, "m" * 200) / settings_digest({})
         room = MAX_SOCKET_PATH - len(str(folder / SOCKET))
-    place = ClusterPlace(Path(f"{place.root}{'x' * room}"))
-    place.check_path()
+    cluster = ClusterFolder(Path(f"{cluster.root}{'x' * room}"))
+    cluster.check_path()
     with pytest.raises(ClusterError, match="by 1 bytes"):
-        ClusterPlace(Path(f"{place.root}x")).check_path()
+        ClusterFolder(Path(f"{cluster.root}x")).check_path()
 
 
 def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
@@ -180,9 +181,7 @@ def test_status_says_what_each_replica_has_to_do(capsys: pytest.CaptureFixture[s
     busy = {"running": 3.0, "waiting": 2.0, "kv_use": 0.126, "queue_s_critical": 0.25, "queue_s_low": 7.0}
     busy |= {"is_ready": 0.0, "age_s": 90_000.0, "restarts": 2.0}
     replicas = {"h:2": busy, "h:1": new, "h:3": {}}
-    _show(
-        {"state": "RUNNING", "wanted": "3", "replicas": {"RUNNING": 3}, "message": "", "port": 8, "figures": replicas}
-    )
+    _show(ClusterStatus("RUNNING", "", "3", {"RUNNING": 3}, 8, replicas))
     assert capsys.readouterr().out.splitlines() == [
         "running: 3 replicas wanted, 3 running",
         "OpenAI API at port 8",

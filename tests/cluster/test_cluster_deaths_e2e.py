@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,17 +32,20 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_a_killed_head_leaves_nothing(folder: Path) -> None:
+def test_a_killed_ray_is_told_and_in_the_way_of_no_other(folder: Path) -> None:
     with up(folder, *ONE) as cluster:
         cluster.wait_ready(1)
         below = cluster.processes()
         ports = cluster.listening()
         (store,) = cluster.processes("gcs_server")
-        (head,) = store.parents()[:1]
-        head.kill()
+        (ray,) = store.parents()[:1]
+        ray.kill()
         wait_for(lambda: all(map(has_ended, below)), 60, "end of all")
-        wait_for(lambda: list(folder.iterdir()) == [], 60, "removal of all files")
         assert not set(ports) & {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
+        assert "no cluster of yours is up: Ray has ended" in cluster.command("status").stderr
+        with up(folder, *ONE) as another:
+            assert another.chat("A tuple is", max_tokens=4).ok
+    assert list(folder.iterdir()) == []
 
 
 def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
@@ -56,7 +60,7 @@ def test_a_killed_gateway_comes_back_on_its_port(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["raylet/raylet", "gcs_server"])
 def test_a_cluster_without_ray_says_so_and_leaves_nothing(folder: Path, name: str) -> None:
-    """Nothing starts the raylet or the store of state again. Replicas and gateway end with the raylet."""
+    """Nothing starts the raylet or the store of state again: Ray ends, and replicas and gateway with it."""
     with up(folder, *ONE) as cluster, ThreadPoolExecutor(1) as pool:
         cluster.wait_ready(1)
         ports = cluster.listening()
@@ -70,16 +74,26 @@ def test_a_cluster_without_ray_says_so_and_leaves_nothing(folder: Path, name: st
         told = cluster.command("scale", "2")
         assert (told.returncode, len(told.stderr.splitlines())) == (2, 1), told.stderr
         end = future.result()
-        if name == "gcs_server":
-            assert end.is_done, end
-            assert cluster.chat("A tuple is", max_tokens=4).ok, "the gateway and its replica live"
-        else:
-            assert end.is_done or end.errors or end.is_broken, end
+        assert end.is_done or end.errors or end.is_broken, end
         done = cluster.command("down")
         assert done.returncode == 0, done.stderr
         assert cluster.processes() == []
         assert list(folder.iterdir()) == []
         assert not set(ports) & {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_a_start_that_is_ended(folder: Path, number: signal.Signals) -> None:
+    cluster = RunningCluster(folder)
+    with cluster.begin("up", "--openai-port", "0", *ONE) as begun:
+        wait_for(lambda: bool(cluster.processes("raylet/raylet")), 60, "Ray")
+        begun.send_signal(number)
+        assert begun.wait(60) == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGINT:
+        assert cluster.processes() == []
+        assert list(folder.iterdir()) == []
+    with up(folder, *ONE) as another:
+        assert another.chat("A tuple is", max_tokens=4).ok
 
 
 def test_the_controller_is_started_again(folder: Path) -> None:

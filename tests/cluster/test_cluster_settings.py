@@ -10,8 +10,7 @@ import yaml
 
 from support.triton.serving import ROOT
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings, serve_options
-from tidewheel.cluster.entry_devices import gpus_of
+from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.errors import ConfigError
 
 
@@ -30,6 +29,7 @@ from tidewheel.errors import ConfigError
         ({"model": "a/b", "scaling_settings": {"queue_limit_s": 3}}, "scaling_settings has 'queue_limit_s'"),
         ({"model": "a/b", "scaling_settings": {"cool_down_s": "x"}}, "scaling_settings"),
         ({"model": "a/b", "replica": 2}, "replica"),
+        ({"model": "a/b", "port": 8080}, "port"),
         ({"model": "a/b", "replicas": "two"}, "replicas"),
         ({"model": "a/b", "replica_host": "0.0.0.0"}, "replica_host"),
     ],
@@ -44,7 +44,7 @@ def test_wrong_ones_are_refused(arguments: dict[str, Any], words: str) -> None:
 def test_the_application_for_ray_has_right_ones() -> None:
     application = yaml.safe_load((ROOT / "deploy" / "ray" / "app.yaml").read_text())["applications"][0]
     settings = read_settings(application["args"])
-    assert (settings.replicas, settings.replica_host) == (2, "node")
+    assert (settings.replicas, settings.replica_host, settings.port) == (2, "node", 8080)
     module, _, name = application["import_path"].partition(":")
     source = ROOT / "backend" / Path(*module.split(".")).with_suffix(".py")
     assert f"def {name}(" in source.read_text()
@@ -52,8 +52,8 @@ def test_the_application_for_ray_has_right_ones() -> None:
 
 def test_options_of_the_server() -> None:
     repository = ClusterSettings(model_repository="/m", models=["a", "b"], serve_arguments=["--no-restart"])
-    assert serve_options(repository) == ["--model-repository", "/m", "--models", "a,b", "--no-restart"]
-    assert serve_options(ClusterSettings(model="a/b")) == ["--model", "a/b"]
+    assert repository.serve_options == ["--model-repository", "/m", "--models", "a,b", "--no-restart"]
+    assert ClusterSettings(model="a/b").serve_options == ["--model", "a/b"]
 
 
 def write_entry(repository: Path, name: str, *parameters: str) -> None:
@@ -71,7 +71,7 @@ def test_gpus_are_what_the_entries_need(tmp_path: Path) -> None:
 
     def gpus(*models: str, has_gpus: bool, **fields: Any) -> float:
         settings = ClusterSettings(model_repository=str(tmp_path), models=list(models), **fields)
-        return gpus_of(settings, has_gpus=has_gpus)
+        return settings.gpus(has_gpus=has_gpus)
 
     assert gpus("any", has_gpus=False) == 0
     assert gpus("any", has_gpus=True) == 1
@@ -82,4 +82,4 @@ def test_gpus_are_what_the_entries_need(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names 'none'"):
         gpus("none", has_gpus=True)
     named = ClusterSettings(model="a/b", serve_arguments=["--set", "device=cpu"])
-    assert gpus_of(named, has_gpus=True) == 0
+    assert named.gpus(has_gpus=True) == 0

@@ -1,14 +1,11 @@
-"""The gateway in front of replicas, with a Ray that only keeps slots."""
+"""The gateway in front of replicas, with a Ray that only keeps calls waiting."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
-import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import TimeoutError as FutureTimeout
 from types import SimpleNamespace
 
 import pytest
@@ -17,45 +14,51 @@ from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.cluster import replica_upstreams
-from tidewheel.cluster.replica_board import ReplicaBoard
-from tidewheel.cluster.replica_upstreams import ReplicaUpstreams
+from tidewheel.cluster.cluster_settings import ClusterSettings
+from tidewheel.cluster.replica_upstreams import (
+    REPORT_AGE_S,
+    KnownReplica,
+    ReplicaFeed,
+    ReplicaUpstreams,
+    RequestCount,
+    feed_of,
+)
+from tidewheel.gateway.upstream import Address
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'tidewheel[ray]'")
 PATIENCE_S = 60.0
-ALONE = "a"
+SETTINGS = ClusterSettings(model="a/b", replicas=0, max_replicas=4, patience_s=PATIENCE_S)
+
+
+class Call:
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
 
 
 class Ray:
     """Handle of replicas, as far as the gateway uses it."""
 
-    def __init__(self, board: ReplicaBoard) -> None:
-        self._board = board
-        self.asked: list[int | str] = []
-        self.kept: list[str] = []  # slots, by replica
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.wait_for_start = SimpleNamespace(remote=self._call)
 
-    @asynccontextmanager
-    async def choose_replica(self, asked: int | str) -> AsyncIterator[SimpleNamespace]:
-        self.asked.append(asked)
-        while (replica := self._board.place(asked)) is None:
-            await asyncio.sleep(0.01)
-        self.kept.append(replica)
-        try:
-            yield SimpleNamespace(replica_id=replica)
-        finally:
-            self.kept.remove(replica)
+    def _call(self) -> Call:
+        self.calls.append(Call())
+        return self.calls[-1]
 
 
 class Fleet:
     """Replicas that come and go, behind a gateway."""
 
     def __init__(self) -> None:
-        self.board = ReplicaBoard("prefix-aware")
-        self.ray = Ray(self.board)
-        self.upstreams = ReplicaUpstreams(self.ray, self.board, PATIENCE_S, may_be_empty=True)
-        self.upstreams._slots._linger_s = 1e6  # what goes does so for another reason
+        self.feed = ReplicaFeed()
+        self.ray = Ray()
+        self.upstreams = ReplicaUpstreams(self.ray, self.feed, SETTINGS)
 
     def set(self, **tritons: FakeTriton) -> None:
-        self.board.update({name: {"grpc": f"127.0.0.1:{one.port}"} for name, one in tritons.items()})
+        self.feed.publish({name: KnownReplica(Address(f"127.0.0.1:{one.port}"), {}) for name, one in tritons.items()})
 
     @property
     def num_ready(self) -> int:
@@ -79,21 +82,7 @@ def tritons() -> Iterator[tuple[FakeTriton, FakeTriton]]:
         yield one, other
 
 
-def test_requests_of_a_replica_ask_ray_once(
-    fleet: Fleet, gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
-) -> None:
-    fleet.set(a=tritons[0])
-    wait_for(lambda: fleet.num_ready == 1, 30, "the replica")
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: gateway.complete(), range(8)))
-    assert [one.status_code for one in answers] == [200] * 8, [one.text for one in answers]
-    assert fleet.ray.asked == [ALONE]
-    assert fleet.ray.kept == [ALONE]
-    fleet.set()
-    wait_for(lambda: fleet.ray.kept == [], 30, "its slot, which nothing uses")
-
-
-def test_a_replica_that_goes_is_kept_for_its_last_request(
+def test_a_replica_that_goes_ends_its_last_request(
     fleet: Fleet, gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
 ) -> None:
     release = threading.Event()
@@ -110,16 +99,15 @@ def test_a_replica_that_goes_is_kept_for_its_last_request(
     with ThreadPoolExecutor(1) as pool:
         try:
             answer = pool.submit(gateway.complete, stream=True)
-            wait_for(lambda: fleet.ray.kept == [ALONE], 30, "its slot")
+            wait_for(lambda: len(old.asked) == 1, 30, "its request")
             fleet.set(b=new)
             wait_for(lambda: fleet.num_ready == 1 and len(fleet.upstreams.each) == 1, 30, "the other replica")
             assert gateway.complete().ok
-            assert len(new.asked) == 1, "none goes where a slot alone is left"
-            assert ALONE in fleet.ray.kept
+            assert len(new.asked) == 1, "none goes to a replica that goes"
         finally:
             release.set()
         assert answer.result().text.endswith("data: [DONE]\n\n")
-    wait_for(lambda: ALONE not in fleet.ray.kept, 30, "its slot given back")
+    assert fleet.ray.calls == []
 
 
 def test_a_request_waits_for_the_first_replica(
@@ -128,9 +116,10 @@ def test_a_request_waits_for_the_first_replica(
     assert gateway.get("/health").ok, "having no replica is nothing wrong"
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(gateway.complete)
-        wait_for(lambda: len(fleet.ray.asked) == 1, 30, "Ray, which counts it")
+        wait_for(lambda: len(fleet.ray.calls) == 1, 30, "Ray, which counts it")
         fleet.set(a=tritons[0])
         assert answer.result().ok
+    assert fleet.ray.calls[0].is_cancelled
 
 
 def test_no_more_wait_than_the_limit(
@@ -142,13 +131,12 @@ def test_no_more_wait_than_the_limit(
     monkeypatch.setattr(replica_upstreams, "MAX_HELD", 2)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(gateway.complete) for _ in range(2)]
-        wait_for(lambda: len(fleet.ray.asked) == 2, 30, "two that wait")
+        wait_for(lambda: len(fleet.ray.calls) == 2, 30, "two that wait")
         refused = gateway.complete()
         assert refused.status_code == 429
         assert "2 requests wait for one already" in refused.json()["error"]["message"]
         fleet.set(a=tritons[0])
         assert all(answer.result().ok for answer in answers)
-    assert all(isinstance(one, int) for one in itertools.islice(fleet.ray.asked, 2))
 
 
 def test_a_request_waits_while_the_only_replica_has_no_models(
@@ -160,6 +148,42 @@ def test_a_request_waits_while_the_only_replica_has_no_models(
     wait_for(lambda: fleet.num_ready == 1, 30, "the replica")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(gateway.complete)
-        wait_for(lambda: len(fleet.ray.asked) == 1 or answer.done(), 30, "Ray, which counts it")
+        with pytest.raises(FutureTimeout):
+            answer.result(1)
         tritons[0].models = ("demo",)
         assert answer.result().ok, answer.result().text
+
+
+def test_loads_that_replicas_report_count(
+    fleet: Fleet, gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    """A replica that others send requests to gets none, as long as another one has fewer."""
+    busy, idle = tritons
+    fleet.set(a=busy, b=idle)
+    wait_for(lambda: fleet.num_ready == 2, 30, "both replicas")
+    address = Address(f"127.0.0.1:{busy.port}")
+    fleet.feed.publish({**fleet.feed.replicas, "a": KnownReplica(address, {"running": 5.0, "waiting": 4.0})})
+    loads = fleet.upstreams._router.loads  # type: ignore[attr-defined]
+    wait_for(lambda: loads.open_of(address.grpc) == 9, 30, "the report")
+    for _ in range(3):
+        assert gateway.complete().ok
+    assert (len(busy.asked), len(idle.asked)) == (0, 3)
+    fleet.feed.drop("b")
+    wait_for(lambda: len(fleet.upstreams.each) == 1, 30, "the end of the idle one")
+    assert gateway.complete().ok
+    assert len(busy.asked) == 1
+
+
+def test_own_requests_are_not_those_of_others_once_they_end() -> None:
+    """A report is some seconds old: it counts requests that have ended meanwhile."""
+    count = RequestCount(0.0)
+    count.change(4, 0.0)
+    count.change(-4, 1.0)
+    assert count.most(REPORT_AGE_S - 1) == 4
+    assert count.most(REPORT_AGE_S + 1) == 4
+    assert count.most(3 * REPORT_AGE_S) == 0
+
+
+def test_a_feed_is_found_by_its_name() -> None:
+    assert feed_of("one") is feed_of("one")
+    assert feed_of("other") is not feed_of("one")

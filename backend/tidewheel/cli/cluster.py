@@ -6,7 +6,7 @@ import argparse
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tidewheel.cli.gateway import MAX_BODY_MB, add_shared_options
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
@@ -14,6 +14,8 @@ from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from tidewheel.cluster.cluster_settings import ClusterSettings
+    from tidewheel.cluster.control import ClusterStatus
+    from tidewheel.cluster.local_ray import ClusterFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,18 +108,18 @@ def _add_waiting(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cluster import control
-    from tidewheel.cluster.cluster_place import ClusterPlace
+    from tidewheel.cluster.local_ray import ClusterFolder
 
-    place = ClusterPlace.here()
+    folder = ClusterFolder.here()
     match args.action:
         case "up":
-            print(_where(args, _up(args)))
+            print(_where(args, _up(args), folder))
         case "status":
-            _show(control.status(place))
+            _show(control.status(folder))
         case "scale":
-            _show(control.scale(place, args.replicas))
+            _show(control.scale(folder, args.replicas))
         case "down":
-            control.down(place)
+            control.down(folder)
             print("the cluster is down")
     return 0
 
@@ -138,14 +140,13 @@ def _up(args: argparse.Namespace) -> int:
         return control.up(_settings(args), note)
 
 
-def _where(args: argparse.Namespace, port: int) -> str:
+def _where(args: argparse.Namespace, port: int, folder: ClusterFolder) -> str:
     """Return lines with the cluster's URLs and the commands that watch it."""
-    from tidewheel.cluster.cluster_place import ClusterPlace
     from tidewheel.server.console import top_command
-    from tidewheel.server.workdir import WorkDir, running_servers
+    from tidewheel.server.workdir import running_servers
 
     url = f"http://{args.host}:{port}"
-    servers = running_servers(WorkDir(ClusterPlace.here().root).run)
+    servers = running_servers(folder.run)
     lines = [f"OpenAI API at {url}/v1"] + [f"playground at {url}/playground"] * args.playground
     tops = [f"{top_command(one)} --gateway-url {url}/metrics" for _, one in servers]
     return "\n".join([*lines, *(f"Watch it: {top}" for top in tops), "tidewheel cluster status | scale N | down"])
@@ -172,7 +173,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         replica_gpus=args.replica_gpus,
         serve_arguments=args.serve_arg,
         host=args.host,
-        openai_port=args.openai_port,
+        port=args.openai_port,
         api_keys="" if args.api_keys is None else str(args.api_keys.resolve()),
         reasoning=args.reasoning or "tagged",
         max_body_mb=args.max_body_mb or MAX_BODY_MB,
@@ -200,13 +201,13 @@ def _setting(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is no setting: write KEY=NUMBER") from None
 
 
-def _show(status: dict[str, Any]) -> None:
-    states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(status["replicas"].items()) if count)
-    print(f"{status['state'].lower()}: {status['wanted']} replicas wanted, {states or 'none yet'}")
-    if status["message"]:
-        print(status["message"])
-    print(f"OpenAI API at port {status['port']}")
-    for authority, figures in sorted(status["figures"].items()):
+def _show(status: ClusterStatus) -> None:
+    states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(status.replicas.items()) if count)
+    print(f"{status.state.lower()}: {status.wanted} replicas wanted, {states or 'none yet'}")
+    if status.message:
+        print(status.message)
+    print(f"OpenAI API at port {status.port}")
+    for authority, figures in sorted(status.figures.items()):
         print(f"  {authority}: {_condition(figures)}" if figures else f"  {authority}: it has told nothing yet")
 
 
@@ -217,7 +218,7 @@ def _condition(figures: dict[str, float]) -> str:
 
 
 def _load(figures: dict[str, float]) -> str:
-    from tidewheel.cluster.replica_figures import queue_s
+    from tidewheel.cluster.ray_scaling import queue_s
 
     waits = [f"{priority.name} for {age:.1f} s" for priority, age in queue_s(figures).items() if age]
     oldest = f" (the oldest {', '.join(waits)})" if waits else ""

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # of characters that the locale lacks
-    args = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -62,17 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands. `only`: the command whose options are needed (None: all)."""
     parser = argparse.ArgumentParser(
         prog="tidewheel", description="Serve large language models from NVIDIA Triton Inference Server."
     )
     parser.add_argument("--version", action="version", version=f"tidewheel {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
-        module = import_module(f"tidewheel.cli.{_MODULES.get(name, name)}")
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, command=name)
+        if only in (None, name):
+            module = import_module(f"tidewheel.cli.{_MODULES.get(name, name)}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run, command=name)
     return parser
 
 

@@ -2,56 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.ray_scaling import RayScaling
+from tidewheel.entries.entry import UnreadableConfig, read_entry
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ScalingSettings
+from tidewheel.fleet.scaling_policies import check_scaling
+from tidewheel.gateway.gateway_options import GatewayOptions
+from tidewheel.server import repository
 
 MAX_REPLICAS = 1024
 DAY_S = 86_400
-# Bounds are those of the cluster, and limits by class are no number.
+# The cluster gives the bounds, and a limit by class is not a number.
 _POLICY_SETTINGS = [
     field.name
     for field in fields(ScalingSettings)
     if field.name not in ("min_replicas", "max_replicas", "queue_limit_s")
 ]
+_RANGES = (
+    ("replicas", 0, MAX_REPLICAS),
+    ("max_replicas", 0, MAX_REPLICAS),
+    ("replica_cpus", 0, 1024),
+    ("replica_gpus", 0, 64),
+    ("port", 0, 65535),
+    ("max_body_mb", 1, 1024),
+    ("patience_s", 0, DAY_S),
+    ("stream_limit_s", 1, DAY_S),
+    ("drain_s", 0, DAY_S),
+)
 
 
-class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # What each replica serves; paths are those of the machines that replicas run on.
+class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the gateway, and of the replicas behind it. Paths are those of the machines that run replicas."""
+
+    port: int = msgspec.field(default=8080, name="openai_port")
+    router: str = "prefix-aware"
+    patience_s: float = 30.0  # that a request without output waits for a replica
     model_repository: str = ""  # a Triton model repository
-    models: list[str] = []  # entries of it; empty: all
+    models: list[str] = msgspec.field(default_factory=list)  # entries of the repository; empty: all
     model: str = ""  # in place of a repository: a folder in Hugging Face's format, or an id
-    replicas: int = 1  # the least, where there may be more; 0: none while nothing is asked
+    replicas: int = 1  # with `max_replicas`: the fewest; 0: none while there are no requests
     max_replicas: int = 0  # above `replicas`: as many as `scaling` wants. 0: always `replicas`
     scaling: str = "reactive"
-    scaling_settings: dict[str, float] = {}  # some fields of `ScalingSettings`
+    scaling_settings: dict[str, float] = msgspec.field(default_factory=dict)  # some fields of `ScalingSettings`
     replica_cpus: float = 1.0
     replica_gpus: float | None = None  # null: 1 if the entry's device is cuda, or auto on a cluster with GPUs
-    replica_host: Literal["loopback", "node"] = "loopback"  # where it listens; node: at the node's address
-    serve_arguments: list[str] = []  # more options of `tidewheel serve`
-    # The gateway.
-    host: str = "127.0.0.1"
-    openai_port: int = 8080
-    api_keys: str = ""  # a file; needed beyond loopback
-    reasoning: Literal["tagged", "always", "off"] = "tagged"
-    max_body_mb: int = 4
-    open_metrics: bool = False
-    playground: bool = False
-    router: str = "prefix-aware"
-    patience_s: float = 30.0  # that a request without an answer waits for a replica
-    stream_limit_s: float = 600.0  # that a replica which is to go waits for its streams
-    drain_s: float = 30.0  # that `tidewheel cluster down` waits for open requests
+    replica_host: Literal["loopback", "node"] = "loopback"  # listening address; node: the node's
+    serve_arguments: list[str] = msgspec.field(default_factory=list)  # more options of `tidewheel serve`
+    stream_limit_s: float = 600.0  # for running requests of a replica that is removed
 
     def check(self) -> None:
-        """Raise `ClusterError` for a value out of range, and for what contradicts."""
+        """Raise `ClusterError` for a value out of range, and for contradictions."""
         if bool(self.model) == bool(self.model_repository):
             raise ClusterError("give either model or model_repository: what the replicas serve")
         if self.model and self.models:
@@ -65,22 +73,56 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name, least, most in _RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
+                name = "openai_port" if name == "port" else name
                 raise ClusterError(f"{name} is {value}: it must be {least} to {most}")
         self._check_scaling()
 
     @property
     def first_replicas(self) -> int:
-        """Return how many there are at the start: one says which models there are."""
+        """Number of replicas at the start: at least one, which lists the models."""
         return max(self.replicas, 1)
 
     @property
     def most_replicas(self) -> int:
         return max(self.replicas, self.max_replicas)
 
-    def scaling_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `RayScaling`."""
-        bounds = {"min_replicas": self.replicas, "max_replicas": self.most_replicas}
-        return {"policy": self.scaling, "settings": {**self.scaling_settings, **bounds}}
+    @property
+    def is_scaled(self) -> bool:
+        """Return whether the load decides the number of replicas."""
+        return self.most_replicas > self.replicas
+
+    @property
+    def serve_options(self) -> list[str]:
+        """Options of `tidewheel serve` that say what to serve."""
+        if self.model:
+            return ["--model", self.model, *self.serve_arguments]
+        chosen = ["--models", ",".join(self.models)] if self.models else []
+        return ["--model-repository", self.model_repository, *chosen, *self.serve_arguments]
+
+    def policy_settings(self) -> dict[str, Any]:
+        """Return the fields of `ScalingSettings`."""
+        return {**self.scaling_settings, "min_replicas": self.replicas, "max_replicas": self.most_replicas}
+
+    def gpus(self, *, has_gpus: bool) -> float:
+        """Return a replica's GPUs: as given, else 1 if an entry's device is cuda, or auto on a cluster with GPUs.
+
+        Raise `ConfigError` for a repository without the entries.
+        """
+        if self.replica_gpus is not None:
+            return self.replica_gpus
+        devices = {_device_of(self.serve_arguments)} if self.model else set(self._entry_devices())
+        return float("cuda" in devices or ("auto" in devices and has_gpus))
+
+    def _entry_devices(self) -> Iterator[str]:
+        folder = Path(self.model_repository)
+        repository.check_names(folder, self.models)
+        for name in self.models or repository.entries(folder):
+            try:
+                entry = read_entry(folder / name)
+            except UnreadableConfig:
+                continue  # the server reports the fault
+            if entry.is_ours and not entry.engine_of:
+                yield str(entry.settings.get("device", "auto"))
 
     def _check_scaling(self) -> None:
         for name in self.scaling_settings:
@@ -90,26 +132,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                     "replicas and max_replicas bound the number"
                 )
         try:
-            RayScaling(**self.scaling_arguments())
+            check_scaling(self.scaling)
+            ScalingSettings(**self.policy_settings())
         except ConfigError as error:
             raise ClusterError(str(error)) from None
 
 
-_RANGES = (
-    ("replicas", 0, MAX_REPLICAS),
-    ("max_replicas", 0, MAX_REPLICAS),
-    ("replica_cpus", 0, 1024),
-    ("replica_gpus", 0, 64),
-    ("openai_port", 0, 65535),
-    ("max_body_mb", 1, 1024),
-    ("patience_s", 0, DAY_S),
-    ("stream_limit_s", 1, DAY_S),
-    ("drain_s", 0, DAY_S),
-)
-
-
 def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
-    """Raise `ClusterError` for an unknown or wrong one."""
+    """Return checked settings. Raise `ClusterError` for an unknown or wrong argument."""
     try:
         settings = msgspec.convert(arguments, ClusterSettings)
     except msgspec.ValidationError as error:
@@ -118,9 +148,6 @@ def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
     return settings
 
 
-def serve_options(settings: ClusterSettings) -> list[str]:
-    """Return the options of `tidewheel serve` that say what to serve."""
-    if settings.model:
-        return ["--model", settings.model, *settings.serve_arguments]
-    chosen = ["--models", ",".join(settings.models)] if settings.models else []
-    return ["--model-repository", settings.model_repository, *chosen, *settings.serve_arguments]
+def _device_of(serve_arguments: list[str]) -> str:
+    texts = [text.removeprefix("--set=") for text in serve_arguments]
+    return next((text.partition("=")[2] for text in texts if text.startswith("device=")), "auto")

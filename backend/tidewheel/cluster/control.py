@@ -1,129 +1,209 @@
-"""Start, ask, change and end the cluster of this user on this machine."""
+"""Start, ask, change and end the cluster of this user on this machine. Ray Serve does the work."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import signal
-import subprocess
-import sys
+import os
+import re
+import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-import psutil
 
-from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_place import ClusterPlace, free_port, in_use
-from tidewheel.cluster.cluster_settings import ClusterSettings
+from tidewheel.cluster import ClusterError, local_ray
+from tidewheel.cluster.cluster_settings import MAX_REPLICAS, ClusterSettings
+from tidewheel.cluster.local_ray import ClusterFolder, connected, first_line
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
-from tidewheel.server.model_control import ask
-from tidewheel_process import process_tree
-from tidewheel_process.handle import ProcessHandle
-from tidewheel_process.locked_folder import LOCK
 
-_END_S = 30.0  # beyond the drain
-_MODULE = "tidewheel.cluster.head"
+_POLL_S = 0.2
+_ASK_S = 10.0
+_REASON = re.compile(r"^(?:\w+\.)*(?:ClusterError|ConfigError): (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    state: str  # of the application, as Ray Serve names it
+    message: str
+    wanted: str  # number of replicas, or its bounds
+    replicas: dict[str, int]  # by state
+    port: int  # of the gateway
+    figures: dict[str, dict[str, float]]  # last report of each replica, by its gRPC authority
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Return the gateway's port when all replicas serve. Raise `ClusterError`, with nothing left."""
-    place = _checked(settings)
-    head = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(settings).decode()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert head.stdout is not None
+    """Start Ray and the application. Return the gateway's port when all replicas serve.
+
+    Raise `ClusterError`, with nothing left.
+    """
+    folder = _checked(settings)
     try:
-        return _port(head.stdout, note)
+        with folder.made() as lock:
+            note("starting Ray")
+            ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
+            with connected(folder):
+                # A gateway that is started again listens on the same port.
+                settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port))
+                first = settings.first_replicas
+                note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
+                _deploy(folder, settings)
+                while not _is_ready(settings):
+                    if ray.has_ended:
+                        raise ClusterError(f"Ray ended at its start: {local_ray.last_line(folder.log)}")
+                    time.sleep(_POLL_S)
     except BaseException:
-        _end(place, head.pid, settings.drain_s)
-        head.wait()
+        folder.remove()
         raise
+    return settings.port
 
 
-def status(place: ClusterPlace) -> dict[str, Any]:
-    """Raise `ClusterError` if there is none."""
-    _check_up(place)
-    return ask(place.control, {"do": "status"}, ClusterError)
+def status(folder: ClusterFolder) -> ClusterStatus:
+    """Raise `ClusterError` without a cluster."""
+    settings = folder.settings
+    with connected(folder):
+        return _status(settings)
 
 
-def scale(place: ClusterPlace, replicas: int) -> dict[str, Any]:
-    """Raise `ClusterError` if that many cannot be placed."""
-    _check_up(place)
-    return ask(place.control, {"do": "scale", "replicas": replicas}, ClusterError)
+def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
+    """Change the number of replicas. A removed one lets its requests end. Raise `ClusterError` without room."""
+    settings = folder.settings
+    if settings.is_scaled:
+        raise ClusterError(f"the load decides between {settings.replicas} and {settings.most_replicas} replicas")
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise ClusterError(f"replicas is {replicas}: it must be 1 to {MAX_REPLICAS}")
+    settings = msgspec.structs.replace(settings, replicas=replicas)
+    with connected(folder):
+        _deploy(folder, settings)
+        return _status(settings)
 
 
-def down(place: ClusterPlace) -> None:
-    """End it, or what a killed one has left. Raise `ClusterError` if there is none."""
-    if not place.root.exists() and not place.why_it_ended():
-        raise ClusterError(f"no cluster of yours is up: there is no {place.root}")
-    pid = _head(place)
-    if pid is None:
-        place.remove()
-    else:
-        _end(place, pid, 86_400.0)
-        place.last_words.unlink(missing_ok=True)
+def down(folder: ClusterFolder) -> None:
+    """End the cluster, or the rest of a dead one. Raise `ClusterError` without a cluster.
+
+    The gateway's open requests have `drain_s` to end.
+    """
+    if not folder.root.exists():
+        raise ClusterError(f"no cluster of yours is up: there is no {folder.root}")
+    with contextlib.suppress(ClusterError):  # without Ray, or without an application
+        settings = folder.settings
+        with connected(folder):
+            _delete(settings.drain_s)
+    folder.remove()
 
 
-def _checked(settings: ClusterSettings) -> ClusterPlace:
-    """Check what can be known before anything starts."""
+def free_port(host: str, port: int) -> int:
+    """Return the port, or a free one for 0. Raise `ClusterError` if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ClusterError(f"cannot listen on {host} port {port} (--openai-port): {error.strerror}") from None
+
+
+def _checked(settings: ClusterSettings) -> ClusterFolder:
+    """Check what is known before anything starts."""
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
     settings.check()
     try:
-        check_keys(settings.host, Path(settings.api_keys) if settings.api_keys else None)
+        check_keys(settings.host, settings.key_file)
     except ServeError as error:
         raise ClusterError(str(error)) from None
-    place = ClusterPlace.here()
-    place.check_path()
-    if place.is_up():
-        raise ClusterError(in_use(place))
-    free_port(settings.host, settings.openai_port)
-    return place
+    folder = ClusterFolder.here()
+    folder.check_path()
+    folder.check_free()
+    free_port(settings.host, settings.port)
+    return folder
 
 
-def _port(lines: BinaryIO | Any, note: Callable[[str], None]) -> int:
-    for line in lines:
-        match msgspec.json.decode(line):
-            case {"ready": int(port)}:
-                return port
-            case {"error": str(reason)}:
-                raise ClusterError(reason)
-            case {"stage": str(stage)}:
-                note(stage)
-    raise ClusterError("the process of the cluster ended at its start")
+# --- calls of Ray, inside `connected` ---------------------------------------------------------------------------
 
 
-def _check_up(place: ClusterPlace) -> None:
-    if not place.is_up():
-        why = place.why_it_ended()
-        raise ClusterError(f"no cluster of yours is up: {why or 'start one with tidewheel cluster up'}")
+def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
+    """Deploy the application, or change it. Raise `ClusterError` if Ray would wait for room for ever."""
+    import ray
+    from ray import serve
+
+    from tidewheel.cluster.serve_app import APPLICATION, application, replica_gpus
+
+    have = ray.cluster_resources()
+    for what, name, each, option in (
+        ("CPUs", "CPU", settings.replica_cpus, "--replica-cpus"),
+        ("GPUs", "GPU", replica_gpus(settings), "--replica-gpus"),
+    ):
+        needed = settings.most_replicas * each
+        if needed > have.get(name, 0):
+            raise ClusterError(
+                f"{settings.most_replicas} replicas need {needed:g} {what}, and there are {have.get(name, 0):g}: "
+                f"ask for fewer, or for less of each ({option})"
+            )
+    folder.write_settings(settings)
+    serve.start(proxy_location="Disabled")
+    target = serve.RunTarget(target=application(settings), name=APPLICATION, route_prefix=None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _head(place: ClusterPlace) -> int | None:
-    """Return the process that holds the place."""
-    if not place.is_up():
-        return None
-    found = (pid for pid in psutil.pids() if _MODULE in process_tree.arguments(pid))
-    return next((pid for pid in found if _holds(pid, place)), None)
+def _is_ready(settings: ClusterSettings) -> bool:
+    """Return whether all replicas and the gateway serve. Raise `ClusterError` if they cannot."""
+    found = _status(settings, with_figures=False)
+    if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise ClusterError(f"the cluster cannot start: {found.message}")
+    return found.state == "RUNNING"
 
 
-def _holds(pid: int, place: ClusterPlace) -> bool:
+def _status(settings: ClusterSettings, *, with_figures: bool = True) -> ClusterStatus:
+    from ray import serve
+
+    from tidewheel.cluster.serve_app import APPLICATION, REPLICA
+
+    least, most = settings.replicas, settings.most_replicas
+    wanted = f"{least} to {most}" if settings.is_scaled else str(least)
+    found = serve.status().applications.get(APPLICATION)
+    if found is None:
+        return ClusterStatus("NOT_STARTED", "", wanted, {}, settings.port, {})
+    replicas = found.deployments.get(REPLICA)
+    states = {} if replicas is None else {str(state): count for state, count in replicas.replica_states.items()}
+    reason = _reason([found.message, *(one.message for one in found.deployments.values())])
+    figures = _figures() if with_figures else {}
+    return ClusterStatus(str(found.status.value), reason, wanted, states, settings.port, figures)
+
+
+def _figures() -> dict[str, dict[str, float]]:
+    """Ask the gateway, which hears of all replicas. Empty without a gateway."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from tidewheel.cluster.serve_app import APPLICATION, GATEWAY
+
     try:
-        return any(one.samefile(place.root / LOCK) for one in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return False
+        gateway: Any = serve.get_deployment_handle(GATEWAY, APPLICATION)
+        return dict(gateway.figures.remote().result(timeout_s=_ASK_S))
+    except (RayError, RayServeException, TimeoutError):
+        return {}
 
 
-def _end(place: ClusterPlace, pid: int, limit_s: float) -> None:
-    handle = ProcessHandle(pid)
-    handle.end(signal.SIGTERM, limit_s + _END_S)
-    handle.close()
-    limit = time.monotonic() + _END_S
-    while place.root.exists() and time.monotonic() < limit:  # its guard removes what is left
-        time.sleep(0.05)
+def _delete(drain_s: float) -> None:
+    from ray import serve
+
+    from tidewheel.cluster.serve_app import APPLICATION
+
+    limit = time.monotonic() + drain_s
+    serve.delete(APPLICATION, _blocking=False)
+    while APPLICATION in serve.status().applications and time.monotonic() < limit:
+        time.sleep(_POLL_S)
+
+
+def _reason(messages: list[str]) -> str:
+    """Return one line: the error of a replica in Ray's tracebacks, else the first line."""
+    for message in messages:
+        if found := _REASON.findall(message):
+            return str(found[-1])
+    return next((first_line(message) for message in messages if message.strip()), "")

@@ -1,21 +1,58 @@
-"""Number of replicas in Ray Serve, by the project's own policies.
+"""Figures that replicas report, and the number of replicas by the project's own policies.
 
-Ray Serve makes one in its controller, and calls it again and again with what replicas report. Its own counts of
-requests are of no use: it does not see requests that the gateway sends, but for those that wait for a replica.
+Ray Serve's own counts of requests are of no use: the gateway's requests do not go through Ray, except calls that wait
+for the first replica.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tidewheel.cluster.replica_figures import queue_s
+from tidewheel import metrics
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
 from tidewheel.fleet.scaling_policies import make_scaling
+from tidewheel.request import Priority
+
+_SUMS = {
+    metrics.RUNNING.name: "running",
+    metrics.WAITING.name: "waiting",
+    metrics.KV_USAGE.name: "kv_use",
+    metrics.TENANT_REQUESTS.name: "arrivals",
+    metrics.SCHEDULED_TOKENS.name: "tokens",
+    metrics.ENGINE_RESTARTS.name: "engine_restarts",
+}
+_OLDEST = metrics.OLDEST_WAIT.name
+_CLASS = re.compile(r'[{,]class="(\w+)"')
+_QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}": one for one in Priority})
 
 
-class _Seen(NamedTuple):
+def figures_of(page: str) -> dict[str, float]:
+    """Return sums over all models of a page in Prometheus' format, and the longest wait of each class in seconds."""
+    figures = dict.fromkeys((*_SUMS.values(), *_QUEUES), 0.0)
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _SUMS:
+            figures[_SUMS[name]] += _number(line)
+        elif name == _OLDEST and (found := _CLASS.search(line)):
+            key = f"queue_s_{found[1]}"
+            figures[key] = max(figures[key], _number(line))
+    return figures
+
+
+def queue_s(figures: Mapping[str, float]) -> dict[Priority, float]:
+    """Return the age of the oldest waiting request of each class, in seconds."""
+    return {priority: figures.get(name, 0.0) for name, priority in _QUEUES.items()}
+
+
+def _number(line: str) -> float:
+    return float(line.rpartition(" ")[2])
+
+
+class _Counters(NamedTuple):
     """Counters of a replica at a report, and its rate since the report before."""
 
     time: float
@@ -25,22 +62,23 @@ class _Seen(NamedTuple):
 
 
 class RayScaling:
+    """Policy that Ray Serve's controller makes, and calls repeatedly with the replicas' reports."""
+
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
         """Raise `ConfigError` for an unknown policy, or settings out of range."""
         self._policy = make_scaling(policy, ScalingSettings(**settings))
         self._clock = clock
-        self._seen: dict[str, _Seen] = {}
+        self._counters: dict[str, _Counters] = {}  # by replica
         self._num_arrivals = 0.0
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number, and no state for Ray to keep."""
+        """Return the wanted number, and no state for Ray to keep. `context` is Ray's `AutoscalingContext`."""
         return self._policy.decide(self._state(context)).num_replicas, {}
 
     def _state(self, context: Any) -> FleetState:
-        """Read a context of Ray Serve."""
         figures: Mapping[str, Mapping[Any, Any]] = context.raw_metrics or {}
         names = {replica: replica.unique_id for replica in context.running_replicas}
-        self._seen = {name: seen for name, seen in self._seen.items() if name in names.values()}
+        self._counters = {name: one for name, one in self._counters.items() if name in names.values()}
         ready = tuple(self._report(name, _latest(figures, replica)) for replica, name in names.items())
         return FleetState(
             now=self._clock(),
@@ -52,28 +90,28 @@ class RayScaling:
 
     def _report(self, name: str, latest: Mapping[str, tuple[float, float]]) -> ReplicaReport:
         if latest:
-            self._note(name, latest)
-        seen = self._seen.get(name)
+            self._count(name, latest)
+        counters = self._counters.get(name)
         return ReplicaReport(
             name=name,
             waiting=int(_value(latest, "waiting")),
             running=int(_value(latest, "running")),
             cache_usage=min(_value(latest, "kv_use"), 1.0),
-            tokens_per_s=0.0 if seen is None else seen.tokens_per_s,
+            tokens_per_s=0.0 if counters is None else counters.tokens_per_s,
             queue_s=queue_s({name: value for name, (_, value) in latest.items()}),
         )
 
-    def _note(self, name: str, latest: Mapping[str, tuple[float, float]]) -> None:
-        """Take in a report that is new. Counters of a server that was started again begin at zero."""
+    def _count(self, name: str, latest: Mapping[str, tuple[float, float]]) -> None:
+        """Add a new report to the counters. Those of a server that was started again begin at zero."""
         when = max(moment for moment, _ in latest.values())
         arrivals, tokens = _value(latest, "arrivals"), _value(latest, "tokens")
-        before = self._seen.get(name)
+        before = self._counters.get(name)
         if before is None:
-            self._seen[name] = _Seen(when, arrivals, tokens)
+            self._counters[name] = _Counters(when, arrivals, tokens)
         elif when > before.time:
             self._num_arrivals += _growth(before.arrivals, arrivals)
             rate = _growth(before.tokens, tokens) / (when - before.time)
-            self._seen[name] = _Seen(when, arrivals, tokens, rate)
+            self._counters[name] = _Counters(when, arrivals, tokens, rate)
 
 
 def _growth(before: float, now: float) -> float:

@@ -3,45 +3,71 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+import psutil
 
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings, serve_options
-from tidewheel.cluster.replica_figures import figures_of
-from tidewheel.cluster.served_process import ServedProcess
+from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
+from tidewheel.cluster.ray_scaling import figures_of
+from tidewheel.engine.folder import read_status
+from tidewheel.engine.operating import drain
 from tidewheel.health_endpoint import Readiness
+from tidewheel.private_dir import private_dir, run_dir
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.workdir import current_engines_of, read_ports_file
+from tidewheel_process import process_tree
+from tidewheel_process.child import Child
+from tidewheel_process.handle import start_ticks
 
 START_LIMIT_S = 1800.0  # that a server may be not ready before its replica is replaced
 _LOOK_S = 0.1
 _ASK_S = 2.0
+_DRAIN_LOOK_S = 0.5
+_END_S = 15.0  # for a server to end
+_FOLDER = "replicas"
+_FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
+
+
+class _HealthReply(msgspec.Struct):
+    state: str
+    reason: str
 
 
 class Replica:
-    """Ray Serve makes one, asks for its state, and deletes it."""
+    """Ray Serve makes a replica, asks for its state, and deletes it."""
 
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Return when the server is ready. Raise `ClusterError` if it cannot start."""
         settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
-        self._process = ServedProcess(serve_options(settings), _address(settings))
+        self._stream_limit_s = settings.stream_limit_s
+        self._server = ServerChild(settings.serve_options, _address(settings))
         self._figures: dict[str, float] = {}
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S))
         try:
             while not (await self._readiness()).is_ready:
                 self._check_patience()
                 await asyncio.sleep(_LOOK_S)
         except BaseException:
-            await asyncio.to_thread(self._process.stop)
+            await self._http.close()
+            await asyncio.to_thread(self._server.stop)
             raise
         self._ready_at = time.monotonic()
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S))
 
     async def check_health(self) -> None:
         """Raise `ClusterError` if waiting does not help: Ray Serve replaces the replica then.
 
-        A server that is started again by its supervisor keeps its replica, which gets no requests meanwhile.
+        A replica whose supervisor starts the server again stays, and gets no requests meanwhile.
         """
         readiness = await self._readiness()
         if not readiness.is_live:
@@ -50,9 +76,12 @@ class Replica:
             self._ready_at = time.monotonic()
         self._check_patience()
 
+    async def wait_for_start(self) -> None:
+        """Return at once: the call waits in Ray Serve's queue until there is a replica."""
+
     def record_replica_metadata(self) -> dict[str, str]:
-        """Return where the server listens, for the gateway."""
-        endpoints = self._process.endpoints
+        """Return the server's authorities, for the gateway."""
+        endpoints = self._server.endpoints
         assert endpoints is not None
         ports = {
             "grpc": endpoints.grpc,
@@ -63,48 +92,122 @@ class Replica:
         return {name: endpoints.authority(port) for name, port in ports.items()}
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return what the server has to do, for routers that do not see all of its requests."""
+        """Return the server's figures, for the gateway's router and the status."""
         return await self._look()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the same for the policy of scaling: Ray Serve counts only requests that it carries."""
+        """Return the server's figures, for the scaling policy."""
         return await self._look()
 
     async def __del__(self) -> None:
+        """Let the running requests end, and stop the server."""
         if hasattr(self, "_http"):
+            await asyncio.to_thread(self._server.drain, self._stream_limit_s)
+            await asyncio.to_thread(self._server.stop)
             await self._http.close()
-        if hasattr(self, "_process"):
-            await asyncio.to_thread(self._process.stop)
 
     async def _readiness(self) -> Readiness:
-        return await asyncio.to_thread(self._process.readiness)
+        """Ask the health endpoint. Raise `ClusterError` if the server has ended."""
+        self._server.check_alive()
+        if (endpoints := self._server.endpoints) is None:
+            return Readiness("starting", "it chooses its ports")
+        try:
+            async with self._http.get(endpoints.ready_url) as answer:
+                reply = msgspec.json.decode(await answer.read(), type=_HealthReply)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            return Readiness("starting", f"its health endpoint does not answer: {error}")
+        return Readiness(reply.state, reply.reason)  # type: ignore[arg-type]
 
     def _check_patience(self) -> None:
         if time.monotonic() - self._ready_at > START_LIMIT_S:
-            raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._process.log}")
+            raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._server.log}")
 
     async def _look(self) -> dict[str, float]:
-        """Return the figures of its `/metrics`, the last ones if it does not answer. Empty until it has answered."""
-        url = f"http://{self.record_replica_metadata()['metrics']}/metrics"
-        try:
-            async with self._http.get(url) as answer:
+        """Return the figures of the server's `/metrics`, or the last ones. Empty before the first answer."""
+        endpoints = self._server.endpoints
+        assert endpoints is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.get(endpoints.metrics_url) as answer:
                 self._figures = figures_of(await answer.text())
-        except (aiohttp.ClientError, TimeoutError):
-            pass
-        await asyncio.to_thread(self._process.look)
+        await asyncio.to_thread(self._server.count_restarts)
         if not self._figures:
             return {}
         try:
             is_ready = (await self._readiness()).is_ready
-        except ClusterError:  # it has ended
+        except ClusterError:
             is_ready = False
-        restarts = self._process.num_restarts + self._figures.get("engine_restarts", 0.0)
-        return {
-            **self._figures,
-            "is_ready": float(is_ready),
-            "age_s": time.monotonic() - self._born,
-            "restarts": restarts,
-        }
+        restarts = self._server.num_restarts + self._figures.get("engine_restarts", 0.0)
+        age_s = time.monotonic() - self._born
+        return {**self._figures, "is_ready": float(is_ready), "age_s": age_s, "restarts": restarts}
+
+
+class ServerChild:
+    """`tidewheel serve` below this process. A pipe to its standard input ends it, however this process ends."""
+
+    def __init__(self, options: Sequence[str], host: str) -> None:
+        folder = _swept(private_dir(run_dir() / _FOLDER))
+        self._ports = folder / f"{os.getpid()}.json"
+        self.log = folder / f"{os.getpid()}.log"
+        self.num_restarts = 0  # of tritonserver
+        self._endpoints: Endpoints | None = None
+        self._tritonserver: psutil.Process | None = None  # at the last look
+        # No drain: `drain` comes before, and a killed replica's requests shall fail at once.
+        manner = (f"--ports-file={self._ports}", "--end-with-stdin", "--drain-s=0")
+        command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "serve", *options, f"--host={host}"]
+        with self.log.open("wb") as output:
+            self._child = Child(
+                [*command, *_FREE_PORTS, *manner],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=_environment(),
+            )
+
+    @property
+    def endpoints(self) -> Endpoints | None:
+        """Endpoints, or None until the server has chosen its ports."""
+        if self._endpoints is None:
+            self._endpoints = read_ports_file(self._ports)
+        return self._endpoints
+
+    def check_alive(self) -> None:
+        """Raise `ClusterError` with the server's last words if it has ended."""
+        if not self._child.has_ended:
+            return
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith("tidewheel: error: ")] or lines or ["it printed nothing"]
+        reason = errors[-1].removeprefix("tidewheel: error: ")
+        raise ClusterError(f"tidewheel serve ended with {self._child.exit}: {reason}")
+
+    def count_restarts(self) -> None:
+        """Add one to `num_restarts` if another tritonserver runs than at the last call."""
+        for process in process_tree.children(self._child.pid):
+            if process_tree.name(process) == "tritonserver" and process != self._tritonserver:
+                self.num_restarts += self._tritonserver is not None
+                self._tritonserver = process
+
+    def drain(self, limit_s: float) -> None:
+        """Refuse new requests, and wait for the running ones. The gateway sends refused requests elsewhere."""
+        engines = [] if self.endpoints is None else current_engines_of(self.endpoints.metrics)
+        end = time.monotonic() + limit_s
+        while sum(map(_drain, engines)) and time.monotonic() < end:
+            time.sleep(_DRAIN_LOOK_S)
+
+    def stop(self) -> None:
+        """End the server, and wait for its end. Its requests fail."""
+        self._child.stdin.close()
+        if not self._child.wait(_END_S):
+            self._child.kill()  # its guard ends the rest
+        self.log.unlink(missing_ok=True)
+
+
+def _drain(engine: Path) -> int:
+    """Make an engine refuse new requests. Return how many requests it has left; 1 if it does not answer."""
+    status = read_status(engine)
+    if status is None or status.state != "ready" or not status.is_alive:
+        return 0
+    stats = drain(engine, _ASK_S)
+    return 1 if stats is None else stats.num_running + stats.num_waiting
 
 
 def _address(settings: ClusterSettings) -> str:
@@ -113,3 +216,17 @@ def _address(settings: ClusterSettings) -> str:
     import ray.util
 
     return str(ray.util.get_node_ip_address())
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's variables without Ray's: its token is not for servers."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "SERVE_"))}
+
+
+def _swept(folder: Path) -> Path:
+    """Remove the files of killed replicas."""
+    for path in folder.iterdir():
+        if path.stem.isdecimal() and start_ticks(int(path.stem)) is None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return folder

@@ -4,59 +4,100 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, NamedTuple
 
-from tidewheel.cluster.replica_board import ReplicaBoard, Ticket
-from tidewheel.cluster.reservation import Reservation
-from tidewheel.cluster.slots import Slot, Slots
-from tidewheel.gateway.upstream import Upstream
+from tidewheel.cluster.cluster_settings import ClusterSettings
+from tidewheel.fleet.router import ReplicaLoad
+from tidewheel.fleet.routers import make_router
+from tidewheel.gateway.upstream import Address
 from tidewheel.gateway.upstream_request import Attempt, UpstreamRequest
 from tidewheel.gateway.upstreams import UpstreamLease, Upstreams
-from tidewheel_client.errors import Busy, RequestError, ServerUnavailable
+from tidewheel_client.errors import Busy, RequestError
 
 MAX_HELD = 1024  # requests that wait for a replica
+REPORT_AGE_S = 5.0  # oldest age of a replica's report
+_LOOK_S = 0.1
 
 
-@dataclass(slots=True, kw_only=True)
-class ReservedLease(UpstreamLease):
-    slot: Slot
+class KnownReplica(NamedTuple):
+    address: Address
+    figures: Mapping[str, float]  # last report, some seconds old; empty before the first one
+
+
+class ReplicaFeed:
+    """Replicas of a deployment. Ray's router publishes them on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.replicas: Mapping[str, KnownReplica] = {}  # by replica id; replaced as a whole
+        self.on_change: Callable[[], object] = lambda: None
+
+    def publish(self, replicas: Mapping[str, KnownReplica]) -> None:
+        self.replicas = replicas
+        self.on_change()
+
+    def drop(self, replica_id: str) -> None:
+        self.publish({key: one for key, one in self.replicas.items() if key != replica_id})
+
+
+_feeds: dict[str, ReplicaFeed] = {}
+
+
+def feed_of(deployment: str) -> ReplicaFeed:
+    """Return the feed of this process. Ray makes its router itself, so that only a name connects the two."""
+    return _feeds.setdefault(deployment, ReplicaFeed())
+
+
+class RequestCount:
+    """Requests of this process at one replica: open now, and the most at once since a replica's report."""
+
+    def __init__(self, now: float) -> None:
+        self.num_open = 0
+        self._since, self._most, self._most_before = now, 0, 0
+
+    def change(self, by: int, now: float) -> None:
+        self._turn(now)
+        self.num_open += by
+        self._most = max(self._most, self.num_open)
+
+    def most(self, now: float) -> int:
+        """Return the most open requests of the last `REPORT_AGE_S` to twice that."""
+        self._turn(now)
+        return max(self._most, self._most_before)
+
+    def _turn(self, now: float) -> None:
+        if (passed := now - self._since) >= REPORT_AGE_S:
+            self._most_before = self._most if passed < 2 * REPORT_AGE_S else self.num_open
+            self._since, self._most = now, self.num_open
 
 
 class ReplicaUpstreams(Upstreams):
-    """Servers as Ray's router knows them. A slot of a replica is reserved for as long as it has requests.
+    """Replicas that Ray's router knows. A removed replica drains by itself, and refuses what is still sent to it."""
 
-    Ray Serve waits for reserved slots before it ends a replica, and would cut streams that it does not know.
-    """
-
-    def __init__(self, handle: Any, board: ReplicaBoard, patience_s: float, *, may_be_empty: bool = False) -> None:
-        """`may_be_empty`: that there is no replica is nothing wrong. One is started for requests that wait."""
+    def __init__(self, handle: Any, feed: ReplicaFeed, settings: ClusterSettings) -> None:
+        """`handle` is that of the replicas' deployment in Ray Serve."""
         super().__init__(())
-        self._may_be_empty = may_be_empty
-        self._num_held = 0
+        self._router = make_router(settings.router)
+        self._may_be_empty = settings.replicas == 0  # then waiting requests start a replica
+        self._patience_s = settings.patience_s
         self._handle = handle
-        self._board = board
-        self._patience_s = patience_s
-        self._known: list[str] = []  # models, as seen before replicas went
-        self._slots = Slots(partial(Reservation, handle))
+        self._feed = feed
+        self._counts: dict[str, RequestCount] = {}  # by authority
+        self._known_models: list[str] = []  # before the last replica went
+        self._num_held = 0
 
     async def __aenter__(self) -> ReplicaUpstreams:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        self._board.on_change = lambda: loop.call_soon_threadsafe(changed.set)
+        self._feed.on_change = lambda: loop.call_soon_threadsafe(changed.set)
         changed.set()
-        self._run(self._follow_board(changed))
+        self._run(self._follow_feed(changed))
         return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._slots.close()
-        await super().__aexit__(*error)
 
     @property
     def models(self) -> list[str]:
-        """Return those of the last replicas while there is none, because others come."""
-        return super().models or self._known
+        """Return the models of all replicas, or of the last ones while there is none."""
+        return super().models or self._known_models
 
     @property
     def not_ready(self) -> str:
@@ -65,79 +106,72 @@ class ReplicaUpstreams(Upstreams):
         return "" if self._may_be_empty else "no replica has started"
 
     def model(self, name: str) -> str:
-        """See `Upstreams.model`. While no models are known, any name may be right: replicas come and go."""
+        """Accept any name before the first replica has listed its models; else see `Upstreams.model`."""
         return name if name and not self.models else super().model(name)
 
-    async def _follow_board(self, changed: asyncio.Event) -> None:
+    async def _follow_feed(self, changed: asyncio.Event) -> None:
         while True:
             await changed.wait()
             changed.clear()
-            replicas = self._board.addresses
-            self._slots.keep_only(replicas)
-            addresses = {address.grpc: address for address in replicas.values()}
-            for authority in addresses.keys() - self._members.keys():
-                await self._add(addresses[authority], "replica")
-            self._known = self.models
-            for authority in self._members.keys() - addresses.keys():
+            replicas = {one.address.grpc: one for one in self._feed.replicas.values()}
+            for authority in replicas.keys() - self._members.keys():
+                self._counts[authority] = RequestCount(time.monotonic())
+                await self._add(replicas[authority].address, "replica")
+            self._known_models = self.models
+            for authority in self._members.keys() - replicas.keys():
                 self._remove(authority)
+                del self._counts[authority]
+            for authority, replica in replicas.items():
+                self._report(authority, replica)
+
+    def _report(self, authority: str, replica: KnownReplica) -> None:
+        """Tell the router of other clients' requests: more than this process had since the replica's report."""
+        if figures := replica.figures:
+            count = self._counts[authority]
+            num_others = max(int(figures["running"] + figures["waiting"]) - count.most(time.monotonic()), 0)
+            self._router.report(authority, ReplicaLoad(num_requests=count.num_open + num_others))
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[Any]) -> AsyncIterator[UpstreamLease]:
-        """Choose a replica, and reserve a slot of it meanwhile: `_begin` waits for that.
-
-        Raise `ServerUnavailable` if none can be had within the patience.
-        """
-        with self._board.ticket(attempt.route, lambda: self._unfit(attempt)) as ticket:
-            replica = self._board.choose(ticket) or await self._wait(ticket, attempt)
-            slot = self._slots.take(replica)
+        """Wait for a replica if none is ready. Raise `ServerUnavailable` after the patience."""
+        if not self._has_fit(attempt):
+            await self._wait(attempt)
+        async with super()._lease(attempt) as lease:
+            count = self._counts[lease.upstream.address.grpc]
+            count.change(1, time.monotonic())
             try:
-                assert ticket.flight is not None
-                upstream = await self._upstream(replica, ticket.flight.replica)
-                lease = ReservedLease(upstream, ticket.flight, slot=slot)
-                try:
-                    yield lease
-                finally:
-                    ticket.num_cached = lease.num_cached
+                yield lease
             finally:
-                self._slots.give_back(slot)
+                count.change(-1, time.monotonic())
 
-    async def _wait(self, ticket: Ticket, attempt: Attempt[Any]) -> str:
-        """Return the id of the replica when there is one. Ray counts what waits, for the policy of scaling."""
+    def _has_fit(self, attempt: Attempt[Any]) -> bool:
+        return len(self._unfit(attempt)) < len(self._members)
+
+    async def _wait(self, attempt: Attempt[Any]) -> None:
+        """Wait for a replica. While there is none, a call waits in Ray's queue, which the scaling policy sees."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
-        reservation = Reservation(self._handle, ticket.number)
+        call: Any = None
         self._num_held += 1
         try:
-            replica = await reservation.replica(self._patience(attempt.request))
+            async with asyncio.timeout(self._patience(attempt.request)):
+                while not self._has_fit(attempt):
+                    if call is None and not self._members:
+                        call = self._handle.wait_for_start.remote()
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise self._no_server(attempt) from None
         finally:
             self._num_held -= 1
-            self._slots.release(reservation)
-        if replica is None:
-            raise self._no_server(attempt)
-        return replica
+            if call is not None:
+                call.cancel()
 
     def _patience(self, request: UpstreamRequest) -> float:
         left_ms = request.left_ms
         return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 
-    async def _upstream(self, replica: str, authority: str) -> Upstream:
-        """Raise `ServerUnavailable` if the replica has gone."""
-        if authority not in self._members:  # Ray's router heard of it first
-            address = self._board.addresses.get(replica)
-            if address is None:
-                raise ServerUnavailable("its replica went as it was asked")
-            await self._add(address, "replica")
-        return self._members[authority].upstream
-
-    async def _begin(self, lease: UpstreamLease) -> None:
-        """Wait for the slot: a replica that goes would cut what has none."""
-        assert isinstance(lease, ReservedLease)
-        authority = lease.upstream.address.grpc
-        await lease.slot.reserved.wait(lambda: authority in self._members)
-        self._board.started(lease.routed)
-
     def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
-        """Wait for a replica if those that there are were lost; not if all are busy."""
+        """Wait for a replica if all were lost; not if all are busy."""
         if super()._may_retry(attempt, error):
             return True
         if isinstance(error, Busy):

@@ -10,7 +10,6 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
-from tidewheel.cluster.entry_devices import gpus_of
 from tidewheel.cluster.gateway_actor import GatewayActor
 from tidewheel.cluster.replica import Replica
 
@@ -18,7 +17,7 @@ APPLICATION = "tidewheel"
 REPLICA, GATEWAY = "replica", "gateway"
 HEAD = "node:__internal_head__"  # Ray's name for the head node: clients know where the gateway is
 LOOK_S = 1.0  # between two looks at the health and the state of a replica
-_MAX_OPEN = 1 << 16  # requests of a replica, beyond what its admission takes
+END_S = 20.0  # for a server to end after its requests
 _STARTS = 3  # of a replica that cannot start, before Ray gives up
 _VERSION = "1"  # the same for every `scale`, so that running replicas stay
 
@@ -34,27 +33,23 @@ def application(settings: ClusterSettings) -> serve.Application:
     return _gateway(settings).bind(arguments, replicas)
 
 
-def has_gpus() -> bool:
-    return bool(ray.cluster_resources().get("GPU"))
+def replica_gpus(settings: ClusterSettings) -> float:
+    return settings.gpus(has_gpus=bool(ray.cluster_resources().get("GPU")))
 
 
 def _replicas(settings: ClusterSettings) -> serve.Deployment:
     return serve.deployment(Replica).options(
         name=REPLICA,
         **_number(settings),
-        ray_actor_options={
-            "num_cpus": settings.replica_cpus,
-            "num_gpus": gpus_of(settings, has_gpus=has_gpus()),
-        },
-        max_ongoing_requests=_MAX_OPEN,
+        ray_actor_options={"num_cpus": settings.replica_cpus, "num_gpus": replica_gpus(settings)},
         health_check_period_s=LOOK_S,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=settings.stream_limit_s,
-        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=settings.stream_limit_s + END_S,
+        graceful_shutdown_wait_loop_s=LOOK_S,
         max_constructor_retry_count=_STARTS,
         request_router_config=RequestRouterConfig(
-            request_router_class="tidewheel.cluster.ray_router:RayRouter",
-            request_router_kwargs={"deployment": REPLICA, "router": settings.router},
+            request_router_class="tidewheel.cluster.ray_router:FeedingRouter",
+            request_router_kwargs={"deployment": REPLICA},
             request_routing_stats_period_s=LOOK_S,
         ),
         version=_VERSION,
@@ -63,10 +58,11 @@ def _replicas(settings: ClusterSettings) -> serve.Deployment:
 
 
 def _number(settings: ClusterSettings) -> dict[str, Any]:
-    if settings.most_replicas == settings.replicas:
+    if not settings.is_scaled:
         return {"num_replicas": settings.replicas}
     policy = AutoscalingPolicy(
-        policy_function="tidewheel.cluster.ray_scaling:RayScaling", policy_kwargs=settings.scaling_arguments()
+        policy_function="tidewheel.cluster.ray_scaling:RayScaling",
+        policy_kwargs={"policy": settings.scaling, "settings": settings.policy_settings()},
     )
     # The policy has delays of its own.
     config = AutoscalingConfig(

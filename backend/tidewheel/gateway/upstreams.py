@@ -144,7 +144,7 @@ class Upstreams:
                 async with self._lease(attempt) as lease, attempt.sent_to(lease.upstream) as responses:
                     async for response in responses:
                         if not attempt.has_delivered:
-                            await self._begin(lease)
+                            self._router.started(lease.routed)
                             attempt.has_delivered = True
                         if (num_cached := attempt.cached_tokens(response)) is not None:
                             lease.num_cached = num_cached
@@ -170,20 +170,16 @@ class Upstreams:
         finally:
             self._router.ended(lease.routed, lease.num_cached)
 
-    async def _begin(self, lease: UpstreamLease) -> None:
-        """Record the first response, before it is delivered. Raise `RequestError` if it must not be."""
-        self._router.started(lease.routed)
-
     def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
         """Return whether another server may take the request after the error."""
         return len(self._unfit(attempt)) < len(self._members)
 
     def _unfit(self, attempt: Attempt[R]) -> set[str]:
         """Return the authorities of servers that cannot take the request."""
-        model, members = attempt.request.model, list(self._members.items())  # other threads may ask
+        model = attempt.request.model
         return {
             authority
-            for authority, (one, *_) in members
+            for authority, (one, *_) in self._members.items()
             if one.not_ready or model not in one.models or one in attempt.refused
         }
 

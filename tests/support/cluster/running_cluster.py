@@ -40,6 +40,15 @@ class RunningCluster:
             env={**os.environ, "TIDEWHEEL_RUN_DIR": str(self.run_dir), **(variables or {})},
         )  # fmt: skip
 
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a command, and do not wait for it."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "tidewheel.cli.main", "cluster", *arguments],
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+            env={**os.environ, "TIDEWHEEL_RUN_DIR": str(self.run_dir)},
+        )
+
     def chat(self, content: str, **fields: Any) -> requests.Response:
         body = {"model": "demo", "messages": [{"role": "user", "content": content}], **fields}
         return requests.post(

@@ -1,0 +1,252 @@
+"""Ray on this machine for one user: `ray start` on loopback, with a token, and all its files in a private folder.
+
+The process of `ray start` holds the folder's lock. It ends all of Ray if its store of state or its raylet dies, and
+the kernel ends them if it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from tidewheel.cluster import ClusterError
+from tidewheel.cluster.cluster_settings import ClusterSettings
+from tidewheel.errors import ConfigError
+from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
+from tidewheel.server import workdir
+from tidewheel.server.workdir import CLUSTER
+from tidewheel_process.child import Child, StartError
+from tidewheel_process.locked_folder import LOCK, is_left_over, is_locked, try_lock
+from tidewheel_process.process_tree import arguments, signal_all, started_with
+
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least: neither tokens nor weights go through it
+START_LIMIT_S = 120.0
+_END_S = 15.0  # for Ray and the replicas' servers to end
+_POLL_S = 0.1
+_LONGEST_BELOW = max(  # names of sockets
+    len("/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store."),
+    len("/run/serve-abcdefgh/run/16_letters_model-01234567/0123456789/engine.sock"),
+)
+_DEATH = re.compile(r"^\s+(\w+) \[exit code=(.+)\]$", re.MULTILINE)
+_VARIABLES = {
+    "RAY_AUTH_MODE": "token",
+    # Servers end when their pipe is closed, which tells their requests; Ray would kill their processes one by one.
+    "RAY_kill_child_processes_on_worker_exit": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the only switch for 127.0.0.1 as the node's address
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a replica without GPUs sees none
+    "RAY_START_HOOK": "tidewheel.cluster.without_client_server",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # of the node, after its application is gone
+    "AUTOSCALER_METRIC_PORT": "0",
+    "DASHBOARD_METRIC_PORT": "0",
+}
+_OPTIONS = (
+    "--head",
+    "--block",
+    "--node-ip-address=127.0.0.1",
+    "--port=0",
+    "--include-dashboard=false",  # nor its API of jobs, which runs any program
+    "--include-log-monitor=false",
+    "--no-monitor",
+    "--disable-usage-stats",
+    f"--object-store-memory={OBJECT_STORE_BYTES}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFolder:
+    """Private folder of this user's cluster. Its path is in the environment of every process of the cluster."""
+
+    root: Path
+
+    @classmethod
+    def here(cls) -> ClusterFolder:
+        return cls(run_dir_path() / CLUSTER)
+
+    @property
+    def ray(self) -> Path:
+        return self.root / "r"  # short: sockets below it have long names
+
+    @property
+    def run(self) -> Path:
+        """Run directory of the replicas' servers."""
+        return self.root / "run"
+
+    @property
+    def token(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def address(self) -> str:
+        """Address of Ray's store of state; empty until Ray has started."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.ray / "ray_current_cluster").read_text(encoding="utf-8")
+        return ""
+
+    @property
+    def is_up(self) -> bool:
+        """Return whether Ray runs."""
+        return self.root.exists() and not is_left_over(self.root)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Return whether Ray runs without an application, because the command that started it was killed."""
+        return self.is_up and not self._settings.exists() and not is_locked(self._starting)
+
+    @property
+    def settings(self) -> ClusterSettings:
+        """Settings of the application. Raise `ClusterError` without a cluster."""
+        if not self.is_up:
+            raise ClusterError(f"no cluster of yours is up: {self._death or 'start one with tidewheel cluster up'}")
+        try:
+            return msgspec.json.decode(self._settings.read_bytes(), type=ClusterSettings)
+        except FileNotFoundError:
+            raise ClusterError("the cluster is starting, and has no application yet") from None
+
+    def write_settings(self, settings: ClusterSettings) -> None:
+        self._settings.write_bytes(msgspec.json.encode(settings))
+
+    def check_path(self) -> None:
+        """Raise `ClusterError` if the path is too long for the sockets of Ray and engines (107 bytes)."""
+        if (excess := len(os.fsencode(self.root)) + _LONGEST_BELOW - MAX_SOCKET_PATH) > 0:
+            raise ClusterError(
+                f"the path of {self.root} is too long for sockets, by {excess} bytes: set {RUN_DIR} to a shorter one"
+            )
+
+    def check_free(self) -> None:
+        """Raise `ClusterError` if a cluster is up here, or another command starts one."""
+        if self.is_up and not self.is_abandoned:
+            raise ClusterError(
+                f"a cluster of yours is up in {self.root}: end it with tidewheel cluster down, or set {RUN_DIR}"
+            )
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[int]:
+        """Make the folder, and yield the descriptor of its lock. Raise `ClusterError` if a cluster is up here."""
+        try:
+            private_dir(self.root.parent)
+        except ConfigError as error:
+            raise ClusterError(str(error)) from None
+        self.check_free()
+        self.remove()
+        try:
+            self.root.mkdir(mode=0o700)
+        except FileExistsError:
+            self.check_free()
+            raise
+        starting = try_lock(self._starting)
+        try:
+            with (self.root / LOCK).open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self.run.mkdir(mode=0o700)
+                self.token.touch(mode=0o600)
+                self.token.write_text(secrets.token_hex(32), encoding="utf-8")
+                yield lock.fileno()
+        finally:
+            if starting is not None:
+                starting.release()
+
+    def remove(self) -> None:
+        """End all processes of the cluster, `ray start` first, and remove its files."""
+        signal_all([one for one in self._processes() if " --block " in " ".join(arguments(one.pid))], signal.SIGTERM)
+        end = time.monotonic() + _END_S
+        while self._processes() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        workdir.remove(self.root)
+
+    def _processes(self) -> list[psutil.Process]:
+        return started_with(RUN_DIR, str(self.run))
+
+    @property
+    def _settings(self) -> Path:
+        return self.root / "settings"
+
+    @property
+    def _starting(self) -> Path:
+        """File that `tidewheel cluster up` locks."""
+        return self.root / "starting"
+
+    @property
+    def _death(self) -> str:
+        """Words on the process of Ray that died, and ended the cluster; empty: none did."""
+        for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):
+            if found := _DEATH.search(log.read_text(encoding="utf-8", errors="replace")):
+                return f"Ray's {found[1]} died ({found[2]}), and replicas and gateway ended with it: see {self.ray}"
+        return f"Ray has ended: see {self.log}" if self.root.exists() else ""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of Ray's processes, without those of another cluster of Ray."""
+        base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
+
+
+def start(folder: ClusterFolder, lock: int, num_cpus: int) -> Child:
+    """Start Ray, whose first process holds the lock. Raise `ClusterError`."""
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *_OPTIONS]
+    command += [f"--num-cpus={num_cpus}", f"--temp-dir={folder.ray}"]
+    with folder.log.open("wb") as log:
+        child = Child(
+            command,
+            stdout=log,
+            stderr=log,
+            env={**folder.environment(), RUN_DIR: str(folder.run)},
+            pass_fds=(lock,),
+        )
+    try:
+        child.wait_ready(lambda: bool(folder.address), START_LIMIT_S)
+    except StartError as error:
+        raise ClusterError(f"ray start {error}: {last_line(folder.log)}") from None
+    return child
+
+
+@contextlib.contextmanager
+def connected(folder: ClusterFolder) -> Iterator[None]:
+    """Be a client of Ray inside the block. Raise `ClusterError` for errors of Ray and `ConfigError`."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.environ.update(folder.environment())
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).disabled = True  # the caller reports errors
+    import ray  # reads the environment
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        ray.init(
+            address=folder.address,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+        )
+        yield
+    except ConfigError as error:
+        raise ClusterError(str(error)) from None
+    except (RayError, RayServeException, OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"Ray fails: {type(error).__name__}: {first_line(str(error))}") from None
+    finally:
+        ray.shutdown()
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "no reason given")
+
+
+def last_line(log: Path) -> str:
+    return (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[-1]

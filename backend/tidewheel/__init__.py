@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from tidewheel.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tidewheel.frontend.request_options import RequestOptions as RequestOptions
     from tidewheel.grammar import Grammar as Grammar
     from tidewheel.llm import LLM as LLM
+    from tidewheel.request_options import RequestOptions as RequestOptions
     from tidewheel.sampling import SamplingParams as SamplingParams
 
 _EXPORTS = {
     "Grammar": "tidewheel.grammar",
     "LLM": "tidewheel.llm",
-    "RequestOptions": "tidewheel.frontend.request_options",
+    "RequestOptions": "tidewheel.request_options",
     "SamplingParams": "tidewheel.sampling",
 }
 

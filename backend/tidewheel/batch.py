@@ -92,7 +92,7 @@ class SampledTokens:
     step_id: int
     token_ids: Int32Array  # [n] NOT_SAMPLED for rows without a sample, NOT_FINITE for non-finite logits
     logprobs: dict[int, TopLogprobs] | None = None  # by index into the batch; only rows that asked
-    prompt_logprobs: dict[int, list[TopLogprobs]] | None = None  # of the tokens behind the chunk's, by index
+    prompt_logprobs: dict[int, list[TopLogprobs]] | None = None  # of the tokens after the chunk, by index
     pooled: dict[int, Float32Array] | None = None  # [hidden_size] of the chunk, by index
     launch: Launch = "eager"
 

@@ -197,9 +197,7 @@ class EngineConfig(SchedulingSettings):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Build settings from text or JSON values, under our names or vLLM's. `model` and `tokenizer` may be folders
-        in `base_dir`.
-        """
+        """Read text or JSON values under our names or vLLM's. Folders may be relative to `base_dir`."""
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
         for key, raw in translate(settings).items():
@@ -221,11 +219,11 @@ class EngineConfig(SchedulingSettings):
 
     @property
     def has_automatic_cache(self) -> bool:
-        """True if no setting fixes the size of the KV cache, so that free memory does."""
+        """Return whether free memory decides the size of the KV cache."""
         return self.num_blocks is None and self.kv_cache_memory_mb is None
 
     def can_become(self, other: EngineConfig) -> bool:
-        """Return whether an engine started with these settings can take the others between two steps."""
+        """Return whether an engine with these settings can take the others between two steps."""
         if self.record or other.record:  # a recording holds for one set of settings
             return self == other
         fits = all(getattr(other, name) <= getattr(self, name) for name in SIZED)
@@ -236,12 +234,12 @@ class EngineConfig(SchedulingSettings):
         )
 
     def fixed_settings(self) -> dict[str, object]:
-        """Return what only another engine can change, with the sizes that it starts with."""
+        """Return the settings that need another engine, with the sizes that it starts with."""
         live = LIVE - SIZED if not self.record else frozenset[str]()
         return {name: value for name, value in self.to_settings().items() if name not in live}
 
     def to_settings(self) -> dict[str, object]:
-        """Return `model` and what differs from the defaults."""
+        """Return `model` and the settings that differ from the defaults."""
         return {
             f.name: value
             for f in dataclasses.fields(self)
@@ -260,7 +258,6 @@ LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings))
 
 
 def describe_changes(before: EngineConfig, after: EngineConfig) -> str:
-    """Return the settings that differ, with both values."""
     pairs = ((f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(EngineConfig))
     return ", ".join(f"{name} {old!r} → {new!r}" for name, old, new in pairs if old != new)
 
@@ -270,7 +267,7 @@ def setting_names() -> list[str]:
 
 
 def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:
-    """Raise `ConfigError` if a named setting is an integer below `low`. None and texts such as "auto" pass."""
+    """Raise `ConfigError` if a named integer is below `low`."""
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, int) and value < low:

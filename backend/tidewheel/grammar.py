@@ -1,15 +1,24 @@
+"""Grammars of answers, and the JSON schemas that llguidance follows as a client means them."""
+
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from tidewheel.errors import InvalidRequest
+from tidewheel.errors import InvalidRequest, Unsupported
 
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_CHOICES = 1024
+MOST_BOUND = 2**53  # llguidance keeps bounds as floats, which hold all integers up to here
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_VALUES = ("const", "enum", "default", "examples")
+_SHOWN_CHARS = 80
 
 
 class GrammarKind(enum.StrEnum):
@@ -22,10 +31,10 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Language of which an answer that ends by itself is a text. Raise `InvalidRequest` beyond the limits.
+    """Language of an answer that ends by itself. Raise `InvalidRequest`.
 
-    `text` is a JSON schema, a pattern that the whole answer matches, a JSON list of choices, or rules in the notation
-    of GBNF (root `root`) or Lark (root `start`).
+    `text` is a JSON schema, a pattern of the whole answer, a JSON list of choices, or rules in the notation of GBNF
+    (root `root`) or Lark (root `start`).
     """
 
     kind: GrammarKind
@@ -66,19 +75,18 @@ class TokenMatcher(Protocol):
     """Position of one answer in its grammar."""
 
     def is_error(self) -> bool:
-        """Return whether a token was not allowed, or the grammar has become too complex."""
+        """Return whether a token was not allowed, or the grammar is too complex."""
 
 
 class MatcherPool(Protocol):
     """Work on matchers that releases the interpreter once."""
 
-    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> object:
-        """Let each matcher follow its token."""
+    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> object: ...
 
     def unsafe_compute_mask_ptr(
         self, rows: list[tuple[Any, int]], address: int, row_bytes: int, num_rows: int, /
     ) -> None:
-        """Write a bit for each token, a matcher's into its row."""
+        """Write each matcher's bits into its row."""
 
 
 class TokenGrammar(Protocol):
@@ -93,10 +101,10 @@ class TokenGrammar(Protocol):
 
     @property
     def end_bit(self) -> int:
-        """Return the bit of a mask that is set where the answer may end. No token has it."""
+        """Return the bit that is set where the answer may end."""
 
     def matcher(self, token_ids: Sequence[int]) -> TokenMatcher:
-        """Return one that has followed these tokens."""
+        """Return a matcher after these tokens."""
 
 
 class RowGrammar(NamedTuple):
@@ -111,3 +119,56 @@ def _dumped(value: object, name: str) -> str:
         raise InvalidRequest(f"{name} is nested too deep") from None
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
+
+
+def check_bounds(name: str, schema: object) -> None:
+    """Raise `Unsupported` for a bound that a float does not hold exactly."""
+    for keyword, value in _keywords(schema):
+        if keyword not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        most = MOST_BOUND - keyword.startswith("exclusive")  # the next integer must be exact too
+        if not -most <= value <= most:
+            shown = f"{keyword} is {str(value)[:_SHOWN_CHARS]}"
+            raise Unsupported(f"{name}: {shown}: bounds beyond {most} are not supported; set a nearer one")
+
+
+def check_options(name: str, schema: object) -> None:
+    """Raise `Unsupported` for llguidance's options, which can give texts that are no JSON."""
+    for keyword, _ in _keywords(schema):
+        if keyword == "x-guidance":
+            raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
+
+
+def read_plainly(schema: object) -> None:
+    """Rewrite valid JSON schema that llguidance refuses: counts such as 2.0, and a false `uniqueItems`."""
+    for part in _parts(schema):
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+        for keyword in _COUNTS:
+            value = part.get(keyword)
+            if isinstance(value, float) and value.is_integer():
+                part[keyword] = int(value)
+
+
+def _keywords(schema: object) -> Iterator[tuple[str, object]]:
+    for part in _parts(schema):
+        yield from part.items()
+
+
+def _parts(schema: object) -> Iterator[dict[str, object]]:
+    """Yield a schema and its subschemas."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, dict):
+            yield part
+            for keyword, value in part.items():
+                waiting += _schemas(keyword, value)
+
+
+def _schemas(keyword: str, value: object) -> list[object]:
+    if keyword in _OF_VALUES:
+        return []
+    return list(value.values()) if keyword in _OF_NAMES and isinstance(value, dict) else [value]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -31,11 +31,11 @@ from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingS
 from tidewheel.frontend.interface import Chunk, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs
-from tidewheel.frontend.preparation import Preparer, truncated
-from tidewheel.frontend.request_options import RequestOptions
+from tidewheel.frontend.request_reader import MessageMaker, truncated
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason, Request
+from tidewheel.request_options import RequestOptions
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats
@@ -62,7 +62,9 @@ class GenerationResult:
 
 
 @dataclass(slots=True)
-class _Group:
+class _Prompt:
+    """A prompt's sequences and their output."""
+
     requests: list[Request]
     outputs: Outputs
     error: TidewheelError | None = None  # if never accepted
@@ -73,6 +75,8 @@ class _Group:
         return [self._result(index, request, chunk) for index, (request, chunk) in enumerate(pairs)]
 
     def _result(self, index: int, request: Request, chunk: Chunk) -> GenerationResult:
+        leader = self.requests[0]
+        asked = leader.sampling.prompt_logprobs
         return GenerationResult(
             text=chunk.text,
             token_ids=chunk.token_ids,
@@ -80,20 +84,11 @@ class _Group:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
             logprobs=chunk.logprobs,
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=None if asked is None else [None, *leader.prompt_logprobs],
             cumulative_logprob=chunk.cumulative_logprob,
             error=self.error or request.error,
             index=index,
         )
-
-    def _prompt_logprobs(self) -> list[TopLogprobs | None] | None:
-        leader = self.requests[0]
-        return None if leader.sampling.prompt_logprobs is None else [None, *leader.prompt_logprobs]
-
-
-class _Route(NamedTuple):
-    group: _Group
-    sequence: int
 
 
 class LLM:
@@ -108,14 +103,13 @@ class LLM:
         runner = load_model_runner(self.config)
         self.info: EngineInfo = engine_info(runner.info, self.config)
         self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
-        self._preparer = Preparer(self.info, self._tokenizer, self._load_defaults())
+        self._maker = MessageMaker(self.info, self._tokenizer, self._load_defaults())
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._grammars = GrammarCache(self._make_compiler)
-        self._waiting: deque[_Group] = deque()  # not yet accepted
-        self._open: dict[str, _Route] = {}  # unfinished, by request id
-        self._core: EngineCore | None = EngineCore(
-            build_scheduler(self.config, self.info, time.monotonic), runner, self._deliver, receive=self._feed
-        )
+        self._waiting: deque[_Prompt] = deque()  # not yet accepted
+        self._open: dict[str, tuple[_Prompt, int]] = {}  # unfinished sequences by request id
+        self._scheduler = build_scheduler(self.config, self.info, time.monotonic)
+        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver, receive=self._add_waiting)
 
     def generate(
         self,
@@ -127,20 +121,20 @@ class LLM:
     ) -> list[GenerationResult]:
         """Return results in prompt order, a prompt's `n` sequences together.
 
-        Give one of `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines
-        count from this call. Raise `InvalidRequest` before anything runs.
+        Give `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines count
+        from this call. Raise `InvalidRequest` before anything runs.
         """
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         sampling = self._params(params, len(prompts))
         served = _each("options", options or RequestOptions(), len(prompts))
         given = zip(prompts, sampling, served, strict=True)
-        groups = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
-        self._waiting.extend(sorted(groups, key=lambda group: group.requests[0].priority))
+        prepared = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
+        self._waiting.extend(sorted(prepared, key=lambda prompt: prompt.requests[0].priority))
         self._open = {
-            request.request_id: _Route(group, index)
-            for group in groups
-            for index, request in enumerate(group.requests)
+            request.request_id: (prompt, index)
+            for prompt in prepared
+            for index, request in enumerate(prompt.requests)
         }
         try:
             with _progress(len(self._open), use_tqdm) as bar:
@@ -148,11 +142,12 @@ class LLM:
         finally:
             self._waiting.clear()
             core.fail_all(Cancelled("generate was interrupted"))
-        return [result for group in groups for result in group.results()]
+        return [result for prompt in prepared for result in prompt.results()]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
-        """Free its blocks. Raise `NotFound` without such a session."""
-        self._open_core().close_session(tenant, session_id)
+        """Raise `NotFound`."""
+        self._open_core()
+        self._scheduler.close_session(tenant, session_id)
 
     def stats(self) -> EngineStats:
         return self._open_core().stats()
@@ -173,8 +168,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    # --- before -----------------------------------------------------------------------------------------------
-
     def _open_core(self) -> EngineCore:
         if self._core is None:
             raise RuntimeError("this LLM was closed")
@@ -191,26 +184,25 @@ class LLM:
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> Sequence[SamplingParams]:
         if params is None:
-            params = SamplingParams(**self._preparer.defaults.sampling)
+            params = SamplingParams(**self._maker.defaults.sampling)
         return _each("params", params, num_prompts)
 
     def _prepare(
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
-    ) -> _Group:
+    ) -> _Prompt:
         prompt_ids = truncated(self._prompt_ids(prompt, sampling), sampling, self.info)
-        prepared = self._preparer.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
-        message, outputs = prepared.message, prepared.outputs
-        assert isinstance(message, AddRequest) and outputs is not None
+        message, outputs, checked, *_ = self._maker.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
+        assert isinstance(message, AddRequest) and outputs is not None and checked is not None
         requests = to_requests(
             message,
-            self.info,
+            checked,
             self.config,
             request_ids=[f"{number}.{index}" for index in range(options.n)],
             seed=self._seeds.getrandbits(64),
             now=now_ns * 1e-9,
             grammar=self._grammar(message) if message.grammar else None,
         )
-        return _Group(requests, outputs)
+        return _Prompt(requests, outputs)
 
     def _grammar(self, message: AddRequest) -> TokenGrammar:
         source = message.grammar
@@ -230,8 +222,6 @@ class LLM:
             return _input_ids(prompt)
         return tokenizer.encode(prompt)
 
-    # --- steps ------------------------------------------------------------------------------------------------
-
     def _run(self, core: EngineCore, bar: tqdm) -> None:
         num_left = len(self._open)
         while self._open or core.has_unfinished:
@@ -239,20 +229,20 @@ class LLM:
             bar.update(num_left - len(self._open))
             num_left = len(self._open)
 
-    def _feed(self) -> None:
-        """Add as many groups as the scheduler lets wait."""
-        core = self._open_core()
-        while self._waiting:
-            group = self._waiting[0]
+    def _add_waiting(self) -> None:
+        """Add as many prompts as the scheduler lets wait."""
+        core = self._core
+        while self._waiting and core is not None:
+            prompt = self._waiting[0]
             try:
-                core.add_group(group.requests)
+                core.add_group(prompt.requests)
             except WaitingSetFull:
                 return
             except InvalidRequest:
                 raise
             except TidewheelError as error:
-                group.error = error
-                for request in group.requests:
+                prompt.error = error
+                for request in prompt.requests:
                     del self._open[request.request_id]
             self._waiting.popleft()
 
@@ -264,16 +254,16 @@ class LLM:
             self._push(request, [])
 
     def _push(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        route = self._open.get(request.request_id)
-        if route is None:
+        found = self._open.get(request.request_id)
+        if found is None:
             return
-        if request.is_finished:
+        prompt, index = found
+        if request.finish_reason is not None:
             del self._open[request.request_id]
-            delta = Delta.last(0, route.sequence, request, token_ids, logprobs)
+            delta = Delta.last(0, index, request, token_ids, logprobs)
         else:
-            entries = None if logprobs is None else [logprobs]
-            delta = Delta(0, token_ids, logprobs=entries, index=route.sequence)
-        if route.group.outputs.push([delta]):
+            delta = Delta(0, token_ids, logprobs=None if logprobs is None else [logprobs], index=index)
+        if prompt.outputs.push([delta]):
             self._open_core().cancel(request.request_id, FinishReason.STOP)
 
 
@@ -286,7 +276,7 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
 
 
 def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
-    """Return token ids, [num_prompt_tokens]. `prompt_token_ids` is vLLM's name."""
+    """Return token ids [num_prompt_tokens]."""
     names = [name for name in ("input_ids", "prompt_token_ids") if name in prompt]
     if len(names) != 1 or len(prompt) != 1:
         raise InvalidRequest(f"a prompt is text or {{'input_ids': [...]}}, not a dict with {sorted(prompt)}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,15 +25,13 @@ class Priority(enum.IntEnum):
 
     @classmethod
     def from_wire(cls, value: int) -> Priority:
-        """Return the class; 0, Triton's default, means NORMAL. Raise `ValueError` for values outside 0…4."""
+        """Return the class; 0 is NORMAL. Raise `ValueError` outside of 0 to 4."""
         return cls.NORMAL if value == 0 else cls(value)
 
     def lifted(self) -> Priority:
-        """Return the class above, HIGH at most."""
         return self if self <= Priority.HIGH else Priority(self - 1)
 
     def dropped(self) -> Priority:
-        """Return the class below, LOW at least."""
         return Priority(min(self + 1, Priority.LOW))
 
 
@@ -60,8 +59,7 @@ class FinishReason(enum.StrEnum):
 class Request:
     """Identity, limits and progress of one request, owned by the scheduler once added.
 
-    While it runs, counters and newest tokens are in the scheduler's columns at `row`, and written back afterwards.
-    Times are monotonic seconds of the caller's clock.
+    While it runs, counters and newest tokens are in the scheduler's columns at `row`. Times are monotonic seconds.
     """
 
     request_id: str
@@ -85,6 +83,8 @@ class Request:
     session_ttl: float = 0.0  # seconds that the session's blocks outlive the end
     leader: Request | None = None  # first of `n` requests with one prompt; the others fork its prompt blocks
 
+    num_prompt_tokens: int = field(init=False)
+
     # Order of service
     service_class: Priority = field(init=False)  # `priority`, lifted by age or dropped
     predicted_output_tokens: float = field(init=False)
@@ -101,7 +101,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TopLogprobs] = field(default_factory=list, init=False)  # of tokens 1, 2, …; so far
     pooled: npt.NDArray[np.float32] | None = field(default=None, init=False)  # [hidden_size], so far; a sum
-    has_told_prompt: bool = field(default=False, init=False)  # the log-probabilities were sent
+    has_sent_prompt: bool = field(default=False, init=False)  # its log-probabilities
     block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at the start
@@ -115,6 +115,7 @@ class Request:
     error: TidewheelError | None = field(default=None, init=False)  # set with FinishReason.ERROR
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
         self.service_class = self.priority
         self.predicted_output_tokens = float(self.max_tokens)
 
@@ -130,26 +131,24 @@ class Request:
         return self.scores_prompt or self.pooling == "mean"
 
     def pool(self, start: int, states: npt.NDArray[np.float32]) -> None:
-        """Add those of the chunk from `start`. From 0, the prompt is computed anew."""
+        """Add the hidden states of the chunk at `start`; 0 begins anew."""
         self.pooled = states if start == 0 or self.pooled is None else self.pooled + states
 
     @property
     def row_sampling(self) -> SamplingParams:
         """Sampling parameters with the request's own biases."""
-        sampling = self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
+        sampling = self.sampling
+        if self.logit_bias is not None:
+            sampling = msgspec.structs.replace(sampling, logit_bias=self.logit_bias)
         if sampling.prompt_logprobs is None or self.scores_prompt:
             return sampling
-        return replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
     @property
     def is_new(self) -> bool:
-        """True until the request or its leader has had a row. Only new requests are evicted."""
+        """Return whether neither request nor leader has had a row. Only new requests are evicted."""
         leader = self.leader
         return self.first_scheduled_time is None and (leader is None or leader.first_scheduled_time is None)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -157,11 +156,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def max_num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + self.max_tokens
+        return self.num_prompt_tokens + self.max_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -175,7 +174,7 @@ class Request:
 
 
 class Progress(NamedTuple):
-    """Unfinished request with counters that are in the scheduler's columns while it runs."""
+    """Counters of an unfinished request, which are in the scheduler's columns while it runs."""
 
     request: Request
     num_tokens: int  # prompt and output

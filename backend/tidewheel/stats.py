@@ -1,9 +1,10 @@
-"""Figures of the engine, sent to front ends and published as metrics."""
+"""Figures of the engine, sent to front ends and published as metrics, and the objective of an answer."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -13,7 +14,7 @@ from tidewheel.batch import Float64Array
 from tidewheel.errors import KvCacheFull, WaitingSetFull
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}  # number on the metrics by state
-
+DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 # Upper bounds of tokens per step, as in Triton's vLLM backend.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -48,6 +49,18 @@ class Histogram(msgspec.Struct):
 @lru_cache
 def _edges(bounds: tuple[float, ...]) -> Float64Array:
     return np.array(bounds, np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Times to the first token and for each later one, in seconds, within which an answer is in time."""
+
+    ttft_s: float = DEFAULT_TTFT_S
+    tpot_s: float = DEFAULT_TPOT_S
+
+    def whole_answer_s(self, num_output_tokens: int) -> float:
+        """Return the time to all tokens of a stream that is just in time."""
+        return self.ttft_s + self.tpot_s * max(num_output_tokens - 1, 0)
 
 
 class TenantFigures(msgspec.Struct):

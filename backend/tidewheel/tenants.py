@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from tidewheel.errors import ConfigError
+from tidewheel.parameters import control_character
 from tidewheel.request import Priority
 from tidewheel.settings import unknown_setting
 
@@ -13,16 +13,9 @@ EVERYBODY = "*"  # all other tenants
 MAX_NAMED_TENANTS = 4096
 MAX_TENANT_CHARS = 128
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MAX_LIMIT = 1e15
 _INTEGERS = ("max_blocks", "max_sessions", "max_priority")
 _ALWAYS_SET = ("weight", "max_priority")
-
-
-def control_character(name: str) -> str:
-    """Return the first control character of `name` and its position, in words. Empty if there is none."""
-    found = _CONTROL.search(name)
-    return f"the control character U+{ord(found[0]):04X} at position {found.start()}" if found else ""
 
 
 def _check_number(name: str, value: object) -> None:
@@ -57,7 +50,7 @@ class TenantLimits:
             raise ConfigError(f"each is {self.each!r}: it must be true or false")
 
     def granted(self, asked: Priority) -> Priority:
-        """Return the requested class, lowered to the best allowed."""
+        """Return the requested class, or the best allowed if that is lower."""
         return max(asked, Priority(self.max_priority))
 
 
@@ -70,7 +63,7 @@ def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
 
 
 def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
-    """Return the account for rates and sessions: `*` is shared unless it sets `each`."""
+    """Return the account for rates and sessions. The account `*` is shared unless it sets `each`."""
     has_own = tenant in tenants or tenants.get(EVERYBODY, NO_LIMITS).each
     return tenant if has_own else EVERYBODY
 

@@ -174,11 +174,11 @@ class Engine:
         core.step = parts.wrapped(core.step, "loop")
         parts.wrap(self.scheduler, "expire schedule", "schedule")
         parts.wrap(self.scheduler, "apply", "apply")
-        parts.wrap(core, "room", "schedule")
+        parts.wrap(self.scheduler, "waiting_room", "schedule")
         parts.wrap(runner._rows, "update host_inputs padded", "inputs")
         parts.wrap(runner._sampling, "update plan", "plan")
         parts.wrap(runner, "_send", "stage")
-        parts.wrap(server._front_ends, "flush tell_room", "send")
+        parts.wrap(server._front_ends, "flush send_room", "send")
         launch = parts.wrapped(runner.launch, "launch")
 
         def launched(batch: Any) -> Any:
@@ -230,7 +230,7 @@ class Engine:
                 self.ends.append(self.clock())
 
         server._front_ends.flush = count
-        server._keep_house = lambda _stop: "measured" if len(self.ends) > self.num_steps else ""
+        server._maintain = lambda _stop: "measured" if len(self.ends) > self.num_steps else ""
         return str
 
     def _run(self) -> Run:

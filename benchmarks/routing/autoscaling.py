@@ -24,12 +24,12 @@ from tidewheel.bench.charts import COLOURS, GREYS, ChartImage, legend_below, pan
 from tidewheel.config import EngineConfig
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_policies import make_scaling
-from tidewheel.objective import Objective
 from tidewheel.simulate.coarse_replica import CoarseLimits
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.fleet import ScalingPlan
 from tidewheel.simulate.scenario import UNBOUNDED, simulated_info, simulator_of
 from tidewheel.simulate.simulator import Simulator
+from tidewheel.stats import Objective
 from tidewheel.workload.arrivals import bursty_arrivals
 from tidewheel.workload.day_shapes import DAY_S, DAY_SHAPES, GAP_BURSTINESS, DayShape, day_arrivals
 from tidewheel.workload.traces import Trace, synthesise

@@ -92,10 +92,23 @@ def runs_triton(device_type: str) -> bool:
     return all(choose(device_type, kind, has_cpu=False) == "triton" for kind in preferences().values())
 
 
+class Choices(dict[tuple[torch.device, torch.dtype], Callable[P, R]]):
+    """Implementations of an operation by device and dtype, each chosen on its first use."""
+
+    def __init__(self, choose: Callable[[torch.device, torch.dtype], Callable[P, R]]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __missing__(self, key: tuple[torch.device, torch.dtype]) -> Callable[P, R]:
+        chosen = self[key] = self._choose(*key)
+        return chosen
+
+
 class Op(Generic[P, R]):
     """Operation with its implementations.
 
     `name` is also its launcher in `triton_kernels` of `package`, and in `triton_flash` where `has_flash`.
+    `chosen[tensor.device, tensor.dtype]` is the implementation for a tensor.
     """
 
     def __init__(
@@ -115,16 +128,12 @@ class Op(Generic[P, R]):
         self._native = native
         self._has_flash = has_flash
         _operations.add(name)
-        self._chosen: dict[tuple[torch.device, torch.dtype], Callable[P, R]] = {}
+        self.chosen = Choices(self.choose)
 
-    def on(self, tensor: torch.Tensor) -> Callable[P, R]:
-        key = tensor.device, tensor.dtype
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            kind = self._kind(tensor.device.type, tensor.dtype)
-            logger.info("%s on %s in %s: %s", self.name, tensor.device.type, tensor.dtype, kind)
-            chosen = self._chosen[key] = self.implementation(kind)
-        return chosen
+    def choose(self, device: torch.device, dtype: torch.dtype) -> Callable[P, R]:
+        kind = self._kind(device.type, dtype)
+        logger.info("%s on %s in %s: %s", self.name, device.type, dtype, kind)
+        return self.implementation(kind)
 
     def _kind(self, device_type: str, dtype: torch.dtype) -> Kind:
         preference = preference_for(self.name)

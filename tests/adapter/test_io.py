@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -150,14 +148,6 @@ def test_sampling_tensors() -> None:
     assert parameters_of(request) == {"input tensor": given}
     assert type(parameters_of(request)["input tensor"]["max_tokens"]) is int
     assert type(parameters_of(request)["input tensor"]["ignore_eos"]) is bool
-
-
-def test_every_parameter_that_the_page_lists_is_a_tensor() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
-    listed = page.partition("as JSON in `sampling_parameters`:")[2].partition(". [Those of scheduling]")[0]
-    names = re.findall(r"`(\w+)`", listed)
-    assert len(names) > 15
-    assert set(names) <= _INPUT_DTYPES.keys()
 
 
 def test_every_input_is_read_or_refused() -> None:

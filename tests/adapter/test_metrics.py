@@ -14,10 +14,9 @@ from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead
 from tidewheel.frontend.request_figures import FinishedRequest, FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.metrics import TABLE
-from tidewheel.objective import Objective
 from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
-from tidewheel.stats import BREAKER_STATES, STEP_BOUNDS, EngineStats, Histogram, TenantFigures
+from tidewheel.stats import BREAKER_STATES, STEP_BOUNDS, EngineStats, Histogram, Objective, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value

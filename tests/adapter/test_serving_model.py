@@ -27,14 +27,13 @@ from tidewheel.adapter import follower
 from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
-from tidewheel.frontend.door import HoldingDoor, RefusingDoor
+from tidewheel.frontend.admission_gate import HoldingGate, RefusingGate
 from tidewheel.frontend.frontend import EngineRelay
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
-from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.health_endpoint import READY, Readiness
-from tidewheel.objective import Objective
-from tidewheel.stats import EngineStats
+from tidewheel.stats import EngineStats, Objective
 
 INFO = EngineInfo(
     pid=1, model="/models/demo", architecture="LlamaForCausalLM", device="cpu (2 threads)", dtype="float32",
@@ -107,7 +106,7 @@ class FakeFrontend:
 
 
 class FakeWorkers:
-    def __init__(self, folder: Folder, count: int) -> None:
+    def __init__(self, folder: TokenizerFolder, count: int) -> None:
         self.folder = folder
 
     def wait_tried(self) -> None:
@@ -237,7 +236,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
             escape_special_tokens="false",
         )
     )  # fmt: skip
-    assert isinstance(frontend.options.pop("door"), RefusingDoor)
+    assert isinstance(frontend.options.pop("gate"), RefusingGate)
     assert frontend.options.pop("objective") == Objective(ttft_s=0.5, tpot_s=0.1)
     del frontend.options["on_idle"], frontend.options["on_ended"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
@@ -262,17 +261,17 @@ def test_room_is_waited_for_behind_every_request(tmp_path: Path) -> None:
 
 def test_a_native_queue_has_a_door_that_holds_back(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, config={"dynamic_batching": {}}))
-    assert isinstance(frontend.options["door"], HoldingDoor)
+    assert isinstance(frontend.options["gate"], HoldingGate)
     started.finalize()
 
 
 def test_the_door_hears_what_the_engine_says_before_the_front_end_is_there() -> None:
-    door = RefusingDoor()
-    relay = EngineRelay(door)
+    gate = RefusingGate()
+    relay = EngineRelay(gate)
     relay.on_room(room := Room(1, 2, 3, 4, 0, 250, None, []))
-    assert door._room == room
+    assert gate._room == room
     relay.on_lost([], Draining("gone"))
-    assert door._room == Room(0, 2, 0, 4, 0, 250, None, [])
+    assert gate._room == Room(0, 2, 0, 4, 0, 250, None, [])
 
 
 def test_the_log_says_what_fits(tmp_path: Path) -> None:

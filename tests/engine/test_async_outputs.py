@@ -104,7 +104,7 @@ def test_generate_is_the_same(model: Path, tmp_path: Path, settings: dict[str, o
             results = llm.generate(*map(list, zip(*workload, strict=True)), use_tqdm=False)
             answers.append([comparable(result) for result in results])
             stats = llm.stats()
-            llm._open_core().check_invariants()
+            llm._scheduler.check_invariants()
             assert not llm._open_core().has_unfinished
             assert bool(stats.num_preemptions) == (settings["num_blocks"] == 8)
         (path,) = folder.glob("*.jsonl")

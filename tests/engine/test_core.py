@@ -123,7 +123,7 @@ def test_a_group_is_one_prompt_and_several_ends() -> None:
 
 def test_a_session_that_nobody_has_cannot_be_closed() -> None:
     with pytest.raises(NotFound):
-        CoreHarness().core.close_session("tenant", "s")
+        CoreHarness().scheduler.close_session("tenant", "s")
 
 
 @settings(max_examples=150, deadline=None)

@@ -81,7 +81,7 @@ class Loop:
     def turns(self, count: int) -> None:
         """Serve for so many turns of the loop."""
         left = itertools.count(count, -1)
-        self.server._keep_house = lambda _: "" if next(left) > 1 else "enough"  # type: ignore[method-assign]
+        self.server._maintain = lambda _: "" if next(left) > 1 else "enough"  # type: ignore[method-assign]
         assert self.server.serve(lambda: "") == "enough"
 
     def received(self) -> list[FromEngine]:
@@ -138,7 +138,7 @@ def test_a_message_that_takes_long_is_handled_all_the_same(loop: Callable[..., L
 
 def test_the_engine_does_not_count_its_own_pause_as_silence(loop: Callable[..., Loop]) -> None:
     it = loop(0.001)
-    front_ends, keep_house = it.server._front_ends, it.server._keep_house
+    front_ends, keep_house = it.server._front_ends, it.server._maintain
     it.turns(2)
     for _ in range(3):
         it.paused_s += 5.6

@@ -19,20 +19,20 @@ from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, H
 from support.scheduler.scheduling import make_request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
+from tidewheel.engine.control_calls import drain
 from tidewheel.engine.folder import LOG, Status, socket_address
 from tidewheel.engine.heartbeat import HangLimits
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import (
     PROTOCOL,
     AddRequest,
-    Dropped,
+    Disconnection,
     Goodbye,
     Hello,
     Ping,
     encoder,
     from_engine_decoder,
 )
-from tidewheel.engine.operating import drain
 from tidewheel.errors import Busy, ConfigError, Draining, EngineDead
 from tidewheel.sampling import SamplingParams
 from tidewheel_process.handle import ProcessHandle
@@ -262,11 +262,11 @@ def test_a_silent_front_end_is_dropped(connect: Connect, folder: Path) -> None:
     with RawPeer(folder) as peer:
         peer.socket.send(encoder.encode(Hello(PROTOCOL, "falls silent", "")))
         peer.socket.send(encoder.encode(endless(1)))
-        while not isinstance(answer := peer.receive(), Dropped):
+        while not isinstance(answer := peer.receive(), Disconnection):
             pass
         assert "silent for " in answer.error.message
         peer.socket.send(encoder.encode(Ping()))
-        while not isinstance(answer := peer.receive(), Dropped):
+        while not isinstance(answer := peer.receive(), Disconnection):
             pass
         assert "does not know" in answer.error.message
     client.add(request(1, 1))
@@ -360,7 +360,7 @@ def test_malformed_messages_harm_nobody(connect: Connect, folder: Path) -> None:
         client.add(request(1, 1, 2))
         client.recorder.wait_ended(1)
         peer.socket.send(encoder.encode(endless(5)))
-        assert isinstance(peer.receive(), Dropped)
+        assert isinstance(peer.receive(), Disconnection)
     assert client.recorder.tokens[1] == expected(1, 2)
     assert "malformed message of 200 bytes" in (folder / LOG).read_text()
 
@@ -369,11 +369,11 @@ def test_a_malformed_request_with_a_key_is_answered(connect: Connect) -> None:
     client = connect()
     good = encoder.encode(request(1, 1))
     client._outbox.put(
-        1, good.replace(b"temperature", b"temperatvre").replace(b"\xa5top_k\x00", b"\xa5top_k\xd0\x9c")
+        1, good.replace(b"temperature", b"temperatvre").replace(b"\xaamax_tokens\x08", b"\xaamax_tokens\xd0\x9c")
     )
     client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "TW-INPUT"
-    assert "top_k is -100" in client.recorder.errors[1]
+    assert "max_tokens is -100" in client.recorder.errors[1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.engine.engine_clients import Client, Recorder, endless, request
@@ -69,7 +70,9 @@ def test_cancelled_before_all_sequences_started(connect: Connect) -> None:
 @pytest.mark.parametrize("n", [0, 17])
 def test_a_number_of_sequences_that_is_refused(connect: Connect, n: int) -> None:
     client = connect()
-    client.add(request(1, 5, n=n))
+    message = request(1, 5)
+    msgspec.structs.force_setattr(message.options, "n", n)
+    client.add(message)
     client.recorder.wait_ended(1)
     assert client.recorder.errors[1] == f"n is {n}: it must be 1 to 16"
 

@@ -8,7 +8,14 @@ import pytest
 from support.engine.engine_clients import request
 from support.engine.gated_compiler import LIMIT_S, GatedCompiler, Named
 from tidewheel.engine.front_ends import FrontEnd
-from tidewheel.engine.grammar_queue import MAX_KEPT, MAX_KEPT_CHARS, MAX_WAITING, Compiled, GrammarCache, GrammarQueue
+from tidewheel.engine.grammar_queue import (
+    MAX_KEPT,
+    MAX_KEPT_CHARS,
+    MAX_WAITING,
+    CompiledRequest,
+    GrammarCache,
+    GrammarQueue,
+)
 from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import Busy, ConfigError, InternalError, Unsupported
 
@@ -28,8 +35,8 @@ def asking(key: int, source: str) -> AddRequest:
     return request(key, 1, grammar=source, grammar_name="guided_json")
 
 
-def taken(queue: GrammarQueue, count: int) -> list[Compiled]:
-    found: list[Compiled] = []
+def taken(queue: GrammarQueue, count: int) -> list[CompiledRequest]:
+    found: list[CompiledRequest] = []
     waited = threading.Event()
     for _ in range(int(LIMIT_S * 1000)):
         found += queue.take_compiled()

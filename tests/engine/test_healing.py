@@ -18,8 +18,8 @@ from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, L
 from tidewheel.config import EngineConfig
 from tidewheel.engine import launcher, process
 from tidewheel.engine.folder import DEATHS, LOCK, STATUS, Status, new_target, read_status
+from tidewheel.engine.front_ends import ListeningClock
 from tidewheel.engine.launcher import EngineLauncher
-from tidewheel.engine.listening_clock import ListeningClock
 from tidewheel.errors import ConfigError, EngineDead, PermanentError
 from tidewheel_process.child import Child
 from tidewheel_process.handle import ProcessHandle

@@ -150,8 +150,8 @@ def test_sessions_above_a_lowered_limit_are_given_up() -> None:
         harness.add(make_request(name, 4, session_id=name, session_ttl=1e6, max_tokens=1))
         harness.run()
     harness.scheduler.reconfigure(make_config(), SessionLimits(max_sessions=1))
-    harness.core.check_invariants()
+    harness.scheduler.check_invariants()
     with pytest.raises(NotFound):
-        harness.core.close_session("", "a")
-    harness.core.close_session("", "b")
+        harness.scheduler.close_session("", "a")
+    harness.scheduler.close_session("", "b")
     harness.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from support.models.tiny_models import (
@@ -126,18 +126,18 @@ def test_parameters_for_each_prompt(reference: Reference) -> None:
 
 def test_biases_reach_the_model(reference: Reference) -> None:
     prompt = {"input_ids": reference.prompts[0]}
-    forced = dataclasses.replace(GREEDY, logit_bias={77: -100.0, 42: 100.0})
+    forced = replace(GREEDY, logit_bias={77: -100.0, 42: 100.0})
     with load(reference.folder) as llm:
         assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
 
 
 def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference) -> None:
     ids = reference.prompts[0]
-    allowed = dataclasses.replace(GREEDY, allowed_token_ids=(17, 42, 77))
+    allowed = replace(GREEDY, allowed_token_ids=(17, 42, 77))
     with load(reference.folder) as llm:
         few, whole, cut, last = llm.generate(
             [{"input_ids": ids}] * 3 + [{"input_ids": ids[-3:]}],
-            [allowed, GREEDY, dataclasses.replace(GREEDY, truncate_prompt_tokens=3), GREEDY],
+            [allowed, GREEDY, replace(GREEDY, truncate_prompt_tokens=3), GREEDY],
             use_tqdm=False,
         )
         assert set(few.token_ids) <= {17, 42, 77}
@@ -145,7 +145,7 @@ def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference) 
         assert (cut.token_ids, cut.num_prompt_tokens) == (last.token_ids, 3)
         room = llm.info.max_num_tokens - NUM_TOKENS
         long = {"input_ids": np.tile(ids, 100)}
-        fitting = dataclasses.replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=NUM_TOKENS)
+        fitting = replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=NUM_TOKENS)
         assert llm.generate(long, fitting, use_tqdm=False)[0].num_prompt_tokens == room
 
 
@@ -156,9 +156,7 @@ def test_log_probabilities_of_prompts(reference: Reference) -> None:
     with load(reference.folder, block_size=16, max_num_batched_tokens=16, max_num_seqs=4) as llm:
         llm.generate({"input_ids": ids}, GREEDY, use_tqdm=False)
         answers = llm.generate({"input_ids": ids}, params, RequestOptions(n=2), use_tqdm=False)
-        forced = [
-            dataclasses.replace(params, prompt_logprobs=None, allowed_token_ids=(int(token),)) for token in ids[1:]
-        ]
+        forced = [replace(params, prompt_logprobs=None, allowed_token_ids=(int(token),)) for token in ids[1:]]
         prefixes = [{"input_ids": ids[:count]} for count in range(1, len(ids))]
         after_prefixes = llm.generate(prefixes, forced, use_tqdm=False)
     for answer in answers:
@@ -307,7 +305,7 @@ def test_a_stop_string_cuts_text_and_ends_the_request(byte_llm: LLM) -> None:
     index, stop = next((i, pair) for i, pair in pairs if pair.isascii() and pair not in whole.text[: i + 1])
     results = byte_llm.generate(
         ["The sea"] * 2,
-        [dataclasses.replace(LONG, stop=(stop,), include_stop_str_in_output=keep) for keep in (False, True)],
+        [replace(LONG, stop=(stop,), include_stop_str_in_output=keep) for keep in (False, True)],
         use_tqdm=False,
     )
     assert [result.text for result in results] == [whole.text[:index], whole.text[: index + 2]]
@@ -318,7 +316,7 @@ def test_a_stop_string_cuts_text_and_ends_the_request(byte_llm: LLM) -> None:
 
 def test_a_stop_token_is_no_text(byte_llm: LLM, decode: Callable[[list[int]], str]) -> None:
     whole = byte_llm.generate("The sea", LONG, use_tqdm=False)[0]
-    stop = dataclasses.replace(LONG, stop_token_ids=(whole.token_ids[6],))
+    stop = replace(LONG, stop_token_ids=(whole.token_ids[6],))
     result = byte_llm.generate("The sea", stop, use_tqdm=False)[0]
     assert result.finish_reason == "stop" and result.token_ids[-1] == whole.token_ids[6]
     assert result.text == decode(result.token_ids[:-1])
@@ -338,7 +336,7 @@ def test_the_models_own_defaults(byte_llm: LLM) -> None:
 def test_bad_words_never_appear(byte_llm: LLM) -> None:
     whole = byte_llm.generate("The sea", LONG, use_tqdm=False)[0]
     char = next(char for char in whole.text if char.isascii() and char.isalnum())
-    params = dataclasses.replace(LONG, bad_words=(char,))
+    params = replace(LONG, bad_words=(char,))
     assert char not in byte_llm.generate("The sea", params, use_tqdm=False)[0].text
 
 
@@ -355,7 +353,7 @@ def test_sequences_of_one_prompt(reference: Reference) -> None:
     given = [{"input_ids": ids} for ids in reference.prompts[3:5]]
     with load(reference.folder) as llm:
         alone = [
-            llm.generate(prompt, dataclasses.replace(seeded, seed=7 + index), use_tqdm=False)[0].token_ids
+            llm.generate(prompt, replace(seeded, seed=7 + index), use_tqdm=False)[0].token_ids
             for prompt in given
             for index in range(3)
         ]

@@ -117,7 +117,7 @@ def test_another_error_with_two_in_flight_ends_all_and_gives_the_blocks_back() -
     harness.core.fail_all(EngineDead("a step failed"))
     assert harness.ended == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
     assert not harness.core.has_unfinished
-    harness.core.check_invariants()
+    harness.scheduler.check_invariants()
     assert harness.core.stats().num_free_blocks == 64
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.engine.engine_clients import Client
+from support.engine.engine_clients import Client, add_request
 from support.engine.faulty_engine import prompt_bytes
 from support.models.tiny_models import llama, prompts, save, transformers_tokens
 from tidewheel.batch import Int32Array
@@ -30,7 +30,7 @@ class Engine(NamedTuple):
     def run(self, key: int, prompt: Int32Array, **fields: object) -> list[int]:
         """Its tokens, which are those of the model when it is alone."""
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-        self.client.add(AddRequest(key, prompt_bytes(*prompt.tolist()), sampling, **fields))
+        self.client.add(add_request(key, prompt_bytes(*prompt.tolist()), sampling, **fields))
         self.client.recorder.wait_ended(key, limit_s=LIMIT_S)
         tokens = self.client.recorder.tokens[key]
         assert tokens == transformers_tokens(self.model, [prompt], NUM_TOKENS)[0]

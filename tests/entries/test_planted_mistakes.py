@@ -19,7 +19,7 @@ from support.triton.serving import WEIGHTS
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.findings import Finding
-from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
 from tidewheel.settings import GIB
 
 # Mistakes are on line 4 and behind it.
@@ -247,7 +247,7 @@ def place(finding: Finding) -> str:
 class QuickTrial:
     """Stand-in for `PromptWorkers`, without a process of its own."""
 
-    def __init__(self, folder: Folder, count: int) -> None:
+    def __init__(self, folder: TokenizerFolder, count: int) -> None:
         self._folder = folder
 
     def wait_tried(self) -> None:

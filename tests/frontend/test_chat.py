@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.chat_template import ChatTemplate
-from tidewheel.frontend.conversation import Conversation, parse_conversation
+from tidewheel.frontend.chat import ChatTemplate, Conversation, parse_conversation
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "Hi"}]

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from support.frontend.chat_templates import SHAPES
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe, make_tokenizer
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.chat_template import ChatTemplate
+from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.control_tokens import ControlTokens, _longest_of
-from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
 
 TOOL = {

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.frontend.tokenizers_on_the_spot import BACKENDS, TEXT, make_tokenizer
-from tidewheel.frontend.text import Detokenizer
-from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
 
 get_tokenizer = cache(make_tokenizer)
 families = pytest.mark.parametrize("family", BACKENDS)

@@ -12,7 +12,7 @@ from support.frontend.front_ends import FrontendHarness, RecordingSink, error_in
 from support.triton.serving import wait_for
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import EngineDead
-from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.live_request import EndedRequest
 
 SECRET = "Hello there"
 
@@ -52,9 +52,8 @@ def test_an_answer_tells_its_figures(harness: FrontendHarness, ended: list[Ended
     assert one.num_responses == len(submitted.sink.responses) > 0
     assert one.deadline_ms == 60_000
     stages = one.stages
-    assert (stages.queue_ms, stages.prefill_ms, stages.decode_ms) == (5e-6, 2e-6, 2e-6) or stages.queue_ms == 0.0
     assert [moment - begin for moment in stages[1:4]] == [5, 7, 9]
-    assert stages.total_ms is not None and stages.total_ms >= 0
+    assert stages.end_ns >= begin
 
 
 def test_a_stop_string_leaves_the_first_token_of_the_front_end(
@@ -68,7 +67,7 @@ def test_a_stop_string_leaves_the_first_token_of_the_front_end(
     one = the_one(ended)
     assert one.finish_reason == "stop" and one.num_cached_tokens is None
     assert before <= one.stages.first_token_ns <= one.stages.end_ns
-    assert one.stages.queue_ms is None and one.stages.time_to_first_token_ms is not None
+    assert one.stages.scheduled_ns == 0 and one.stages.first_token_ns > 0
 
 
 def test_sequences_are_told_together(harness: FrontendHarness, ended: list[EndedRequest]) -> None:

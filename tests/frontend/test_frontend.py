@@ -23,7 +23,7 @@ from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend import request_reader, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.live_request import LiveRequest
-from tidewheel.frontend.preparation import phrase_ids
+from tidewheel.frontend.request_reader import phrase_ids
 from tidewheel.request import Priority
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
@@ -59,7 +59,7 @@ def test_what_the_engine_gets(harness: FrontendHarness) -> None:
     assert message.sampling.stop == message.sampling.bad_words == ()
     assert message.stop_token_ids == (2, 5)
     assert message.bad_words_ids == phrase_ids("fox", harness.tokenizer, harness.info.vocab_size)
-    assert (message.priority, message.cache_salt, message.sampling.temperature) == (1, "s", 0.0)
+    assert (message.options.priority, message.options.cache_salt, message.sampling.temperature) == (1, "s", 0.0)
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_defaults(tmp_path: Path) -> None:
     message = harness.message(key)
     assert check_request(message, harness.info).max_tokens == 256 - len(harness.encode("the fox"))
     assert message.sampling.temperature == 0.7
-    assert (message.stop_token_ids, message.priority) == ((), 3)
+    assert (message.stop_token_ids, message.options.priority) == ((), 3)
     harness.close()
 
 
@@ -564,7 +564,7 @@ def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
 def test_figures_that_cannot_be_published_do_not_keep_an_answer(
     harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness.frontend._turns, "_on_idle", None)
+    monkeypatch.setattr(harness.frontend._senders, "_on_idle", None)
     key, sink = harness.submit()
     harness.deliver(key, harness.encode("x"), "length")
     sink.wait_end()
@@ -610,7 +610,7 @@ def test_a_drain_ends_what_the_engine_does_not_have(
 def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     published: list[tuple[int, int]] = []
-    harness.frontend._turns._on_idle = lambda: published.append(
+    harness.frontend._senders._on_idle = lambda: published.append(
         (harness.frontend.stats().finished.total(), sink.num_ends)
     )
     harness.deliver(key, [5])
@@ -622,7 +622,7 @@ def test_figures_are_published_before_the_last_response(harness: FrontendHarness
 
 def test_figures_are_published_with_the_last_request_in_flight(harness: FrontendHarness) -> None:
     published: list[int] = []
-    harness.frontend._turns._on_idle = lambda: published.append(harness.frontend.stats().finished.total())
+    harness.frontend._senders._on_idle = lambda: published.append(harness.frontend.stats().finished.total())
     submitted = [harness.submit() for _ in range(3)]
     for one in submitted:
         harness.finish(one, "x")

@@ -7,7 +7,7 @@ import pytest
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.interface import ParameterSource
-from tidewheel.frontend.preparation import parse_parameters
+from tidewheel.frontend.request_parameters import parse_parameters
 from tidewheel.grammar import MAX_GRAMMAR_BYTES, Grammar
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["é", None]}}}

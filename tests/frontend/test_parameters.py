@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.coercion import parse_json
 from tidewheel.frontend.interface import ParameterSource
-from tidewheel.frontend.known_parameters import ABSENT, COERCIONS, SUGGESTED
-from tidewheel.frontend.preparation import ParsedParameters, parse_parameters
-from tidewheel.frontend.request_options import MAX_DEADLINE_MS, RequestOptions
+from tidewheel.frontend.request_parameters import ABSENT, COERCIONS, SUGGESTED, ParsedParameters, parse_parameters
 from tidewheel.request import Priority
+from tidewheel.request_options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.sampling import SamplingParams
 
 KNOWN = (*SUGGESTED, *ABSENT)
@@ -329,19 +328,18 @@ def test_all_sequences_are_returned() -> None:
 
 
 def test_moments_count_from_the_arrival() -> None:
-    wire = options(deadline_ms=1500, soft_deadline_ms=0.5).to_wire(7_000_000_000)
-    assert (wire["arrival_ns"], wire["deadline_ns"], wire["soft_deadline_ns"]) == (
-        7_000_000_000, 8_500_000_000, 7_000_500_000,
-    )  # fmt: skip
-    assert options().to_wire(7)["deadline_ns"] == options().to_wire(7)["soft_deadline_ns"] == 0
+    given = options(deadline_ms=1500, soft_deadline_ms=0.5)
+    assert given.deadline_ns(7_000_000_000) == 8_500_000_000
+    assert given.soft_deadline_ns(7_000_000_000) == 7_000_500_000
+    assert options().deadline_ns(7) == options().soft_deadline_ns(7) == 0
 
 
 def test_ten_years_count_as_thirty_days() -> None:
     thirty_days = 5 + int(MAX_DEADLINE_MS * 1e6)
-    assert options(deadline_ms=10 * 365 * 86_400_000).to_wire(5)["deadline_ns"] == thirty_days
-    assert options().to_wire(5, timeout_us=2**64 - 1)["deadline_ns"] == thirty_days
+    assert options(deadline_ms=10 * 365 * 86_400_000).deadline_ns(5) == thirty_days
+    assert options().deadline_ns(5, timeout_us=2**64 - 1) == thirty_days
 
 
 @pytest.mark.parametrize(("deadline_ms", "timeout_us"), [(3, 9000), (9, 3000), (None, 3000), (3, 0)])
 def test_the_earlier_of_deadline_and_timeout(deadline_ms: int | None, timeout_us: int) -> None:
-    assert options(deadline_ms=deadline_ms).to_wire(1, timeout_us)["deadline_ns"] == 3_000_001
+    assert options(deadline_ms=deadline_ms).deadline_ns(1, timeout_us) == 3_000_001

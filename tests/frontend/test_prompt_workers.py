@@ -18,8 +18,17 @@ from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, byte_level_bpe
 from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
 from tidewheel.frontend import prompt_process
-from tidewheel.frontend.conversation import Conversation
-from tidewheel.frontend.prompt_process import Encode, Folder, Job, Limits, LocalEncoder, Tokenize, Try, try_out
+from tidewheel.frontend.chat import Conversation
+from tidewheel.frontend.prompt_process import (
+    EncodeJob,
+    GrammarTrial,
+    Job,
+    Limits,
+    LocalEncoder,
+    TokenizeJob,
+    TokenizerFolder,
+    try_out,
+)
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
@@ -34,15 +43,15 @@ LIMITS = Limits(trial_s=3.0, job_s=1.0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolder:
     path = tmp_path_factory.mktemp("model")
     vocab_size = write_model_folder(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    return Folder(path, vocab_size, 4096)
+    return TokenizerFolder(path, vocab_size, 4096)
 
 
 @pytest.fixture(scope="module")
-def workers(folder: Folder) -> Iterator[PromptWorkers]:
+def workers(folder: TokenizerFolder) -> Iterator[PromptWorkers]:
     made = PromptWorkers(folder, 2, LIMITS)
     made.wait_tried()
     yield made
@@ -60,7 +69,7 @@ def write_tokenizer(path: Path, pattern: str) -> None:
     backend.save(str(path / "tokenizer.json"))
 
 
-def test_as_in_this_process(workers: PromptWorkers, folder: Folder) -> None:
+def test_as_in_this_process(workers: PromptWorkers, folder: TokenizerFolder) -> None:
     local = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
     for text in ("Hello wörld 🎉", "", "a" * 5000):
         for special in (False, True):
@@ -71,7 +80,7 @@ def test_as_in_this_process(workers: PromptWorkers, folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("escapes", [True, False])
-def test_special_tokens_in_messages(workers: PromptWorkers, folder: Folder, escapes: bool) -> None:
+def test_special_tokens_in_messages(workers: PromptWorkers, folder: TokenizerFolder, escapes: bool) -> None:
     (end,) = workers.encode("</s>", add_special_tokens=False).tolist()
     messages = [{"role": "user", "content": "a </s> b"}]
     prompt = workers.render(Conversation(messages, escapes_special_tokens=escapes))
@@ -85,7 +94,7 @@ def test_special_tokens_in_messages(workers: PromptWorkers, folder: Folder, esca
     assert json.loads(told)["tokens"] == ids
 
 
-def test_no_request_waits_for_the_start_of_a_process(folder: Folder) -> None:
+def test_no_request_waits_for_the_start_of_a_process(folder: TokenizerFolder) -> None:
     workers = PromptWorkers(folder, 3, LIMITS)
     workers.wait_tried()
     assert [worker is not None for worker in workers._workers] == [True] * 3
@@ -112,7 +121,7 @@ def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
 
 
 def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers) -> None:
-    assert LIMITS.of_job(Encode("x" * (512 << 10), add_special_tokens=False)) == 2.0
+    assert LIMITS.of_job(EncodeJob("x" * (512 << 10), add_special_tokens=False)) == 2.0
     with pytest.raises(InvalidRequest, match=r"within 1 s of CPU time"):
         workers.render(Conversation([{"role": "user", "content": "time"}]))
     assert workers.render(Conversation([{"role": "user", "content": "x"}])).text == "<user>x"
@@ -122,7 +131,7 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
     """The trial has no run of x, so the folder loads."""
     vocab_size = write_model_folder(tmp_path)
     write_tokenizer(tmp_path, r"(x+x+)+y")
-    workers = PromptWorkers(Folder(tmp_path, vocab_size, 4096), 1, LIMITS)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096), 1, LIMITS)
     try:
         workers.wait_tried()
         with pytest.raises(InvalidRequest, match=r"tokenizer fails at this text: .*retry-limit"):
@@ -146,7 +155,7 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
 def test_a_template_that_stops_the_load(tmp_path: Path, template: str, words: str) -> None:
     vocab_size = write_model_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    workers = PromptWorkers(Folder(tmp_path, vocab_size, 4096), 1, LIMITS)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096), 1, LIMITS)
     try:
         with pytest.raises(ConfigError, match=words):
             workers.wait_tried()
@@ -157,7 +166,7 @@ def test_a_template_that_stops_the_load(tmp_path: Path, template: str, words: st
 def test_a_tokenizer_that_stops_the_load(tmp_path: Path) -> None:
     vocab_size = write_model_folder(tmp_path)
     write_tokenizer(tmp_path, r"(a+a+)+$")
-    workers = PromptWorkers(Folder(tmp_path, vocab_size, 4096), 1, LIMITS)
+    workers = PromptWorkers(TokenizerFolder(tmp_path, vocab_size, 4096), 1, LIMITS)
     try:
         with pytest.raises(ConfigError, match=r"tokenizer fails at this text.*60 times"):
             workers.wait_tried()
@@ -181,7 +190,7 @@ def chain(count: int) -> Grammar:
 
 
 def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
-    encoder = LocalEncoder(Folder(tmp_path, write_model_folder(tmp_path), 4096))
+    encoder = LocalEncoder(TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096))
     stages = try_out(encoder)
     assert next(stages) == "its vocabulary"
     assert encoder._compiler is None
@@ -192,17 +201,17 @@ def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "prepared"),
     [
-        (Encode("a </s> b", add_special_tokens=False, plain=[(2, 6)]), (False, True)),
-        (Tokenize("a </s> b", False, 9, with_strings=False, plain=[(2, 6)]), (False, True)),
-        (Encode("a </s> b", add_special_tokens=False), (False, False)),
-        (Try(Grammar.regex("a")), (True, False)),
+        (EncodeJob("a </s> b", add_special_tokens=False, plain=[(2, 6)]), (False, True)),
+        (TokenizeJob("a </s> b", False, 9, with_strings=False, plain=[(2, 6)]), (False, True)),
+        (EncodeJob("a </s> b", add_special_tokens=False), (False, False)),
+        (GrammarTrial(Grammar.regex("a")), (True, False)),
     ],
     ids=["encode", "tokenize", "nothing to prepare", "grammar"],
 )
 def test_the_limit_of_a_job_begins_after_what_jobs_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, prepared: tuple[bool, bool]
 ) -> None:
-    encoder = LocalEncoder(Folder(tmp_path, write_model_folder(tmp_path), 4096))
+    encoder = LocalEncoder(TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096))
     at_limits = []
 
     def limit_cpu(seconds: float) -> None:
@@ -262,6 +271,6 @@ def test_grammars_that_cannot_be_followed(
 
 def test_a_tokenizer_without_bytes_refuses_grammars(tmp_path: Path) -> None:
     BACKENDS["WordPiece"]().save(str(tmp_path / "tokenizer.json"))
-    encoder = LocalEncoder(Folder(tmp_path, 400, 4096))
+    encoder = LocalEncoder(TokenizerFolder(tmp_path, 400, 4096))
     with pytest.raises(Unsupported, match="guided_regex is set, and this model offers no grammars"):
         encoder.compilable(Grammar.regex("a", "guided_regex"))

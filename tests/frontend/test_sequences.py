@@ -13,7 +13,7 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, stats
 from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
 from tidewheel.errors import EngineDead
-from tidewheel.frontend import output, preparation
+from tidewheel.frontend import output, request_reader
 
 EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the request could start")
 
@@ -34,11 +34,12 @@ def test_what_the_engine_gets(harness: FrontendHarness) -> None:
         "n": 3, "tenant": "acme", "deadline_ms": 2_000_000, "soft_deadline_ms": 1_000_000, "seed": 4,
     }  # fmt: skip
     message = harness.message(harness.submit(parameters=parameters).key)
-    assert (message.n, message.tenant, message.sampling.seed) == (3, "acme", 4)
+    assert (message.options.n, message.options.tenant, message.sampling.seed) == (3, "acme", 4)
     assert message.deadline_ns == message.arrival_ns + 2_000_000_000_000
     assert message.soft_deadline_ns == message.arrival_ns + 1_000_000_000_000
     message = harness.message(harness.submit(parameters={"session_id": "s", "session_ttl_s": 9}).key)
-    assert (message.n, message.session_id, message.session_ttl_s, message.deadline_ns) == (1, "s", 9.0, 0)
+    options = message.options
+    assert (options.n, options.session_id, options.session_ttl_s, message.deadline_ns) == (1, "s", 9.0, 0)
 
 
 def test_streaming(harness: FrontendHarness) -> None:
@@ -255,7 +256,7 @@ def test_closing_takes_no_prompt(harness: FrontendHarness) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts what is built for the output of requests, by class."""
     counts: Counter[str] = Counter()
-    for module, name in ((preparation, "StopStrings"), (preparation, "OutputStream"), (output, "Detokenizer")):
+    for module, name in ((request_reader, "StopStrings"), (request_reader, "OutputStream"), (output, "Detokenizer")):
         real = getattr(module, name)
 
         def count(*arguments: object, real: type = real, **options: object) -> object:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.frontend.text import StopChecker, StopStrings
+from tidewheel.frontend.output import StopChecker, StopStrings
 
 letters = st.text(alphabet="ab🎉", max_size=40)
 stop_lists = st.lists(st.text(alphabet="ab🎉", min_size=1, max_size=5), max_size=5)

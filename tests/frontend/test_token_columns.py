@@ -65,7 +65,7 @@ def test_who_waits_longest_is_due_first_and_only_once() -> None:
     columns = TokenColumns()
     keys = [columns.open() for _ in range(4)]
     for key in keys:
-        columns.await_news(key)
+        columns.await_tokens(key)
     assert columns.due(10) == [] and columns.next_taken_ns() is None  # no news
     for at, key in enumerate((keys[2], keys[0], keys[1], keys[3]), start=1):
         columns.take(key, at)
@@ -73,10 +73,10 @@ def test_who_waits_longest_is_due_first_and_only_once() -> None:
     assert columns.next_taken_ns() == 1
     assert columns.due(2) == [keys[2], keys[0]]
     assert columns.due(2) == [] and columns.next_taken_ns() == 3
-    columns.await_news(keys[0])
+    columns.await_tokens(keys[0])
     assert columns.due(9) == [keys[0], keys[1]]
     columns.close(keys[3])
-    columns.await_news(keys[3])
+    columns.await_tokens(keys[3])
     assert columns.num_awaited() == 0
 
 

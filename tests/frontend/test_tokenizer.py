@@ -13,7 +13,7 @@ from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_
 from support.models.odd_files import ODD_FILES, put_odd_file
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.preparation import phrase_ids
+from tidewheel.frontend.request_reader import phrase_ids
 from tidewheel.frontend.tokenizer import Tokenizer
 
 

@@ -80,7 +80,7 @@ def test_prompts_of_the_engine_have_the_same_options(harness: FrontendHarness) -
 def test_an_embedding(harness: FrontendHarness) -> None:
     key, sink = harness.submit("the fox", task="embed", parameters={"cache_salt": "x"})
     message = harness.message(key)
-    assert (message.pooling, message.sampling.max_tokens, message.n) == ("last", 1, 1)
+    assert (message.pooling, message.sampling.max_tokens, message.options.n) == ("last", 1, 1)
     harness.deliver(key, [9], "length", pooled=np.array([3, 0, -4], "<f4").tobytes())
     sink.wait_end()
     ((chunk,),) = sink.responses

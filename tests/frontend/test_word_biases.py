@@ -6,8 +6,7 @@ import pytest
 
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.interface import ParameterSource
-from tidewheel.frontend.preparation import parse_parameters
-from tidewheel.frontend.word_biases import with_token_biases
+from tidewheel.frontend.request_parameters import parse_parameters, with_token_biases
 
 
 def encode(word: str) -> list[int]:

@@ -154,7 +154,7 @@ def test_the_first_ending_counts() -> None:
     assert not request.end(Ending("stop"))
     assert request.claim_turn()
     assert not request.claim_turn()
-    assert request.take_news() == ([], Ending("cancelled"))
+    assert request.take_output() == ([], Ending("cancelled"))
     request.mark_answered()
     assert not request.end_turn()
     assert not request.claim_turn()
@@ -165,7 +165,7 @@ def test_nothing_counts_behind_the_end() -> None:
     assert request.receive(delta(1, [5], "length"))
     assert not request.receive(delta(1, [6]))
     assert not request.receive(delta(1, [7], "stop"))
-    deltas, ending = request.take_news()
+    deltas, ending = request.take_output()
     assert [piece.token_ids for piece in deltas] == [[5]]
     assert ending == Ending("length")
 
@@ -195,7 +195,7 @@ def test_a_snapshot_stands_still() -> None:
 
 def test_imports_without_torch() -> None:
     code = (
-        "import tidewheel.frontend.frontend, tidewheel.frontend.text, sys;"
+        "import tidewheel.frontend.frontend, tidewheel.frontend.output, sys;"
         "print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -87,22 +87,27 @@ def test_an_operation_chooses_once_and_says_so(
 ) -> None:
     op = Op("double", "nowhere", reference=lambda x: 2 * x)
     with caplog.at_level(logging.INFO, logger="tidewheel_kernels"):
-        assert op.on(TENSOR)(3) == 6
+        assert op.chosen[TENSOR.device, TENSOR.dtype](3) == 6
         monkeypatch.setenv("TIDEWHEEL_KERNELS", "fast")
-        assert op.on(TENSOR)(4) == 8
+        assert op.chosen[TENSOR.device, TENSOR.dtype](4) == 8
     assert [record.getMessage() for record in caplog.records] == ["double on cpu in torch.float32: reference"]
 
 
 def test_a_forced_reference_wins_over_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "reference")
-    assert Op("name", "nowhere", reference=lambda: "reference", cpu=lambda: "cpu").on(TENSOR)() == "reference"
+    assert (
+        Op("name", "nowhere", reference=lambda: "reference", cpu=lambda: "cpu").chosen[TENSOR.device, TENSOR.dtype]()
+        == "reference"
+    )
 
 
 def test_switches_are_off_unless_they_are_named() -> None:
     program = "from tidewheel_kernels.switches import is_on; print(is_on('flash_prompts'), is_on('dependent_launch'))"
     for value, expected in {"": "False False\n", "dependent_launch": "False True\n"}.items():
         assert run(program, TIDEWHEEL_TRY=value).stdout == expected
-    program = "import torch; from tidewheel_kernels.attention import _OP; _OP.on(torch.zeros(1))"  # on a CPU too
+    program = (
+        "import torch; from tidewheel_kernels.attention import _OP; _OP.choose(torch.device('cpu'), torch.float32)"
+    )
     refused = run(program, TIDEWHEEL_TRY="dependent_launch,pdl")
     assert "'dependent_launch,pdl' has pdl, which is not known; use some of: dependent_launch, " in refused.stderr
     assert not is_on("fast_accumulation")

@@ -71,7 +71,7 @@ def test_write_without_padding_on_the_cpu() -> None:
 def test_write_of_no_token(device: str) -> None:
     cache = torch.zeros(1, 16, 2, 8, device=device)
     empty = torch.zeros(0, 2, 8, device=device)
-    for write in (write_triton, _WRITE.on(cache)):
+    for write in (write_triton, _WRITE.chosen[cache.device, cache.dtype]):
         write(empty, empty, torch.zeros(0, dtype=torch.int64, device=device), cache, cache, None)
     assert not cache.any()
 

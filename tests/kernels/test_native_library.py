@@ -13,7 +13,7 @@ from support.kernels.kernel_harness import needs_compiler
 from tidewheel_kernels import activation, silu_and_mul
 from tidewheel_kernels.activation import cpu as activation_cpu
 from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
-from tidewheel_kernels.choice import Op
+from tidewheel_kernels.choice import Choices, Op
 from tidewheel_kernels.native import library
 from tidewheel_kernels.norm.cpu import rms_norm_native
 
@@ -24,7 +24,7 @@ X = torch.linspace(-3, 3, 24).view(3, 8)
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TIDEWHEEL_KERNELS", raising=False)
-    monkeypatch.setattr(activation._OP, "_chosen", {})
+    monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP.choose))
     monkeypatch.setattr(activation_cpu._silu_and_mul, "_functions", {})
     library.native_library.cache_clear()
     yield
@@ -150,11 +150,11 @@ def test_two_openmp_runtimes_are_refused(
 
 @pytest.mark.usefixtures("home")
 def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = activation._OP.on(X)
+    chosen = activation._OP.chosen[X.device, X.dtype]
     assert chosen is silu_and_mul_native
-    monkeypatch.setattr(activation._OP, "_chosen", {})
+    monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP.choose))
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "torch")
-    assert activation._OP.on(X) is silu_and_mul_cpu
+    assert activation._OP.chosen[X.device, X.dtype] is silu_and_mul_cpu
 
 
 def test_weights_of_another_dtype_are_refused() -> None:
@@ -176,4 +176,4 @@ def test_threads_change_nothing() -> None:
 
 def test_an_operation_without_a_native_kernel_stays_with_torch() -> None:
     op = Op("name", "nowhere", reference=lambda x: "reference", cpu=lambda x: "cpu")
-    assert op.on(X)(X) == "cpu"
+    assert op.chosen[X.device, X.dtype](X) == "cpu"

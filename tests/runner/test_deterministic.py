@@ -18,6 +18,7 @@ from tidewheel.models.loader import check_through_transformers
 from tidewheel.runner import device, loading
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels.attention import _INVARIANT, _OP
+from tidewheel_kernels.choice import Choices
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -56,9 +57,8 @@ def test_every_product_and_attention_keeps_rows_apart(
     assert {type(layer) for layer in linears} == {InvariantLinear} and len(linears) == 4 * 2 + 1
     calls = []
     invariant = _INVARIANT.implementation("reference")
-    monkeypatch.setattr(_INVARIANT, "_chosen", {(CPU, torch.float32): lambda *given: calls.append(invariant(*given))})
-    monkeypatch.setattr(_OP, "_chosen", {})
-    monkeypatch.setattr(_OP, "implementation", lambda kind: None)
+    monkeypatch.setattr(_INVARIANT, "chosen", {(CPU, torch.float32): lambda *given: calls.append(invariant(*given))})
+    monkeypatch.setattr(_OP, "chosen", Choices(lambda *_: None))
     assert StepLoop(runner).run(workload(KINDS["greedy"], 6)) == expected
     assert calls
 

@@ -74,7 +74,7 @@ def test_nothing_past_the_end_of_a_sequence_changes_a_token(
     model: Callable[[], PreTrainedModel],
 ) -> None:
     tiny_models.save(model, tmp_path)
-    monkeypatch.setattr(_OP, "_chosen", {("cpu", torch.float32): _OP.implementation(attention)})
+    monkeypatch.setattr(_OP, "chosen", {(torch.device("cpu"), torch.float32): _OP.implementation(attention)})
     runner = ModelRunner.load(dataclasses.replace(config, model=str(tmp_path)))
     expected = [StepLoop(runner, prefix_caching=False).run([r])[0] for r in requests() if r.leader is None]
     poisoning = PoisoningRunner(runner)

@@ -7,7 +7,6 @@ Logits and penalties are multiples of 2⁻¹⁰, and factors powers of two: ever
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from support.runner.look_up_engine import BLOCK_SIZE, CONTEXT, HIDDEN, LOGITS, VOCABULARY, Engine
 from support.runner.step_loop import request

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import force_setattr, replace
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from support.models import tiny_models
@@ -209,7 +209,7 @@ def test_logits_that_are_not_finite_end_one_request_only(config: EngineConfig, r
     model.embedding[poisoned] = float("nan")
     runner = ModelRunner(model, RunnerCache(runner.kv, None), runner.info, torch.device("cpu"))
     prompts = [np.array([1, 2, 3], dtype=np.int32), np.array([4, poisoned, 6], dtype=np.int32)]
-    asked = dataclasses.replace(GREEDY, logprobs=1)
+    asked = replace(GREEDY, logprobs=1)
     sampled = first_step(runner, [request(f"{i}", prompt, 3, asked) for i, prompt in enumerate(prompts)])
     assert sampled.token_ids[0] >= 0
     assert sampled.token_ids[1] == SampledTokens.NOT_FINITE
@@ -232,7 +232,7 @@ def test_parameters_that_fail_end_their_request_alone(runner: ModelRunner) -> No
     expected = [answer(runner, GREEDY, prompt) for prompt in prompts]
     requests = [request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(prompts)]
     broken = request("broken", PROMPT, NUM_TOKENS, SamplingParams(temperature=0.0, logit_bias={3: 1.0}))
-    object.__setattr__(broken.sampling, "logit_bias", BrokenBias())
+    force_setattr(broken.sampling, "logit_bias", BrokenBias())
     core = EngineCore(StepLoop(runner).scheduler, runner, lambda outputs: None)
     for one in (requests[0], broken, *requests[1:]):
         core.add(one)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler

@@ -107,6 +107,7 @@ class Session:
         kept = said[: len(said) - int(rng.integers(0, 3))][:80]
         request = self.request()
         request.prompt_token_ids = np.array([*kept, *request.prompt_token_ids.tolist()], dtype=np.int32)
+        request.num_prompt_tokens = len(request.prompt_token_ids)
         request.session_id, request.session_ttl = name, 2.0
         with contextlib.suppress(TidewheelError):
             self.scheduler.add(request, self.now)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from tidewheel.errors import Unsupported
-from tidewheel.grammar import Grammar
-from tidewheel.json_schemas import MOST_BOUND, check_bounds
+from tidewheel.grammar import MOST_BOUND, Grammar, check_bounds
 from tidewheel.runner.grammar_compiler import to_source
 
 BIG = 10**25 + 3

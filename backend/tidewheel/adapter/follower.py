@@ -16,14 +16,13 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.placement import find_engine, may_start
-from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.ended_request import EndedRequest
-from tidewheel.frontend.event_queue import EventQueue
+from tidewheel.frontend.admission_gate import HoldingGate, RefusingGate
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
+from tidewheel.frontend.live_request import EndedRequest
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.prompt_workers import PromptWorkers
-from tidewheel.frontend.request_log import RequestLog
+from tidewheel.frontend.request_log import EventQueue, RequestLog
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.request_spans import RequestSpans
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -103,8 +102,8 @@ class EngineFrontend:
         self.target = target
         self.refused: Counter[str] = Counter()  # by tag, before the front end
         self.is_leaving = False  # another serves new requests
-        door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
-        self._relay = relay = EngineRelay(door)
+        gate = HoldingGate() if settings.has_native_queue else RefusingGate()
+        self._relay = relay = EngineRelay(gate)
         self._client = EngineClient(target, relay, name=f"{name}.{os.getpid()}")
         try:
             info = self._client.start(target.config.engine_start_timeout_s, must_stop)
@@ -113,7 +112,7 @@ class EngineFrontend:
                 _make_reader(settings, target.config, info),
                 self._client,
                 max_prompt_bytes=target.config.max_prompt_bytes,
-                door=door,
+                gate=gate,
                 num_senders=settings.frontend.num_sender_threads,
                 stream_interval_s=1e-3 * settings.frontend.stream_interval_ms,
                 on_idle=self._publish_last,
@@ -173,7 +172,7 @@ class EngineFrontend:
 
 def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> RequestReader:
     """Raise `ConfigError` without a usable tokenizer."""
-    folder = Folder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
+    folder = TokenizerFolder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
     encoder = PromptWorkers(folder, NUM_TOKENIZERS)
     try:
         encoder.wait_tried()  # before this process reads the files

@@ -18,8 +18,8 @@ from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_overrides
 from tidewheel.frontend.request_log import STDERR
-from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S, Objective
 from tidewheel.settings import coerce_setting, unknown_setting
+from tidewheel.stats import DEFAULT_TPOT_S, DEFAULT_TTFT_S, Objective
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from tidewheel.errors import ConfigError
+from tidewheel.frontend.request_parameters import FIELDS, WEIGHTS, WORDS
+from tidewheel.parameters import MAX_INT32
 
 IoDialect = Literal["vllm", "trtllm"]
 
@@ -31,21 +33,30 @@ RETURN_FLAGS = (
     "return_perf_metrics",
 )
 
+_TYPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "integer": ("TYPE_INT32", (1,)), "number": ("TYPE_FP32", (1,)), "true or false": ("TYPE_BOOL", (1,)),
+    "list of texts": ("TYPE_STRING", (-1,)), "list of token ids": ("TYPE_INT32", (-1,)),
+    "object of token id to number": ("TYPE_STRING", (1,)),
+}  # fmt: skip
+
+
+def _parameter_specs() -> Iterator[TensorSpec]:
+    for name, field in FIELDS.items():
+        if field.parameter.is_tensor:
+            data_type, dims = _TYPES[field.kind]
+            if (field.parameter.high or 0) > MAX_INT32:
+                data_type = "TYPE_UINT64"
+            for each in (name, *field.parameter.tensor_aliases):
+                yield TensorSpec(each, data_type, dims)
+
+
 SAMPLING_INPUTS = (
-    *_specs("TYPE_INT32", "max_tokens min_tokens top_k logprobs n prompt_logprobs truncate_prompt_tokens"),
-    *_specs("TYPE_FP32", "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty"),
-    *_specs("TYPE_UINT64", "seed"),
-    *_specs("TYPE_STRING", "stop bad_words", (-1,)),
-    *_specs("TYPE_STRING", "logit_bias"),
-    *_specs("TYPE_INT32", "stop_token_ids allowed_token_ids", (-1,)),
-    *_specs("TYPE_BOOL", "ignore_eos include_stop_str_in_output skip_special_tokens"),
-    *_specs("TYPE_BOOL", "add_special_tokens add_generation_prompt return_token_strs echo"),
+    *_parameter_specs(),
     # of the TensorRT-LLM ensemble
-    *_specs("TYPE_INT32", "min_length end_id pad_id num_return_sequences beam_width"),
+    *_specs("TYPE_INT32", "beam_width"),
     *_specs("TYPE_FP32", "length_penalty"),
-    *_specs("TYPE_UINT64", "random_seed"),
-    *_specs("TYPE_STRING", "stop_words embedding_bias_words", (-1,)),
-    *_specs("TYPE_FP32", "embedding_bias_weights", (-1,)),
+    *_specs("TYPE_STRING", WORDS, (-1,)),
+    *_specs("TYPE_FP32", WEIGHTS, (-1,)),
     *_specs("TYPE_STRING", "guided_decoding_guide_type guided_decoding_guide"),
     *_specs("TYPE_BOOL", "return_context_logits return_generation_logits"),
     *_specs("TYPE_STRING", "image", (-1,)),

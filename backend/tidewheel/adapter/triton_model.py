@@ -20,7 +20,7 @@ from tidewheel.confidential import protect_texts
 from tidewheel.engine.folder import EngineTarget, engine_dir
 from tidewheel.engine.placement import choose_engine, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
-from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.live_request import EndedRequest
 from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)

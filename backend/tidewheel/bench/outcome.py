@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidewheel.objective import Objective
+from tidewheel.stats import Objective
 
 UNANSWERED = "UNANSWERED"  # the run ended first
 TIMEOUT = "TIMEOUT"

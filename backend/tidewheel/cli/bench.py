@@ -11,7 +11,7 @@ from typing import Any
 from tidewheel.bench import SUITES, BenchError
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
-from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S
+from tidewheel.stats import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 
 DEFAULT_MODEL = DEFAULT_REPOSITORY / "demo" / "1" / "weights"
 _DTYPES = ("float32", "bfloat16", "float16")

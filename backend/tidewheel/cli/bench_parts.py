@@ -26,8 +26,8 @@ from tidewheel.bench.terminal import result_tables
 from tidewheel.bench.workloads import Workload, parse_workload
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
-from tidewheel.objective import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 from tidewheel.server.repository import parse_settings
+from tidewheel.stats import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 
 INTERRUPTED = 130
 DTYPE, OFFLINE_DTYPE, REPEATS = "float32", "bfloat16", 3

@@ -22,7 +22,9 @@ from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import LIVE, SIZED, EngineConfig
 from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
 from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
+from tidewheel.frontend.request_parameters import FIELDS
 from tidewheel.metrics import TABLE
+from tidewheel.parameters import Field
 from tidewheel.settings import JSON_SETTINGS
 
 _HEADING = re.compile(r"    # (?P<text>.+)")
@@ -175,7 +177,22 @@ def _metrics() -> str:
     return "\n".join(tables)
 
 
+def _request_parameters() -> str:
+    rows = (_parameter_row(field) for field in FIELDS.values() if field.kind != "grammar")
+    return _table(("parameter", "type", "default", "other names", "meaning"), rows)
+
+
+def _parameter_row(field: Field) -> tuple[str, ...]:
+    """Mark a parameter without a tensor by an asterisk."""
+    parameter = field.parameter
+    name = f"`{field.name}`" + ("" if parameter.is_tensor else " \\*")
+    aliases = ", ".join(f"`{alias}`" for alias in (*parameter.aliases, *parameter.tensor_aliases))
+    default = "" if field.default in (None, "", (), {}) else _shown(field.default)
+    return name, ", ".join((field.kind, *parameter.limits())), default, aliases, parameter.meaning
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
+    "request parameters": _request_parameters,
     "engine settings": _engine_settings,
     "entry settings": _entry_settings,
     "engine arguments": _engine_arguments,

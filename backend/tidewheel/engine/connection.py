@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
-from tidewheel.engine.folder import Status, read_status, socket_address
+from tidewheel.engine.folder import Status, socket_address
 from tidewheel.engine.messages import (
     QUEUE_LIMIT,
     RETRY_AFTER_MS,
@@ -28,7 +28,6 @@ from tidewheel.engine.messages import (
 from tidewheel.errors import Busy, TidewheelError, from_wire
 from tidewheel_process.handle import ProcessHandle
 
-T = TypeVar("T", bound=Message)
 log = logging.getLogger(__name__)
 
 MAX_HELD = 4096
@@ -52,7 +51,7 @@ class _Cancel(NamedTuple):
 class Outbox:
     """Requests until their end: queued, held without an engine, or in flight.
 
-    Any thread may call `put`, `put_cancel` and `wake`; one io thread, which `wake_fd` wakes, the rest.
+    `put`, `put_cancel` and `wake` are thread-safe; one io thread, which `wake_fd` wakes, calls the rest.
     """
 
     def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
@@ -68,10 +67,8 @@ class Outbox:
         self._in_flight: dict[int, int] = {}  # unfinished sequences by key
         self._cancelled = _Cancel([], [])  # in flight, not yet sent
 
-    # --- any thread -------------------------------------------------------------------------------------------
-
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
+        """Raise `Busy` if too many are held, or the error given to `refuse`."""
         with self._lock:
             if self._refusal is not None:
                 refusal = self._refusal  # each raising thread needs its own instance
@@ -101,10 +98,8 @@ class Outbox:
             self._is_signalled = True
             os.eventfd_write(self.wake_fd, 1)
 
-    # --- the io thread ----------------------------------------------------------------------------------------
-
     def take(self) -> list[int]:
-        """Process the queue. Return keys cancelled before they were sent, which are over."""
+        """Process the queue. Return keys cancelled before they were sent."""
         if not self._is_signalled:
             return []
         with self._lock:
@@ -140,14 +135,13 @@ class Outbox:
                 del self._in_flight[delta.key]
 
     def lose_in_flight(self) -> list[int]:
-        """Forget and return the keys that get no answer any more."""
         lost = list(self._in_flight)
         self._in_flight.clear()
         self._cancelled = _Cancel([], [])
         return lost
 
     def lose_expired(self) -> list[int]:
-        """Forget and return keys held too long; `_held` is in order of age."""
+        """Forget and return keys held too long."""
         now = time.monotonic()
         expired = []
         for key, held in self._held.items():
@@ -169,7 +163,6 @@ class Outbox:
         return lost
 
     def close(self) -> None:
-        """Close `wake_fd`, after `refuse`."""
         with self._lock:
             self._is_closed = True
             os.close(self.wake_fd)
@@ -195,7 +188,7 @@ class Connection:
         return self.send_encoded(encoder.encode(message))
 
     def send_encoded(self, payload: bytes) -> bool:
-        """Return False if the engine is too far behind to take it."""
+        """Return False if the engine's queue is full."""
         try:
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
@@ -203,7 +196,7 @@ class Connection:
         return True
 
     def receive(self, timeout_ms: int = 0) -> list[FromEngine]:
-        """Return arrived messages. Wait at most `timeout_ms` for the first."""
+        """Return arrived messages, after at most `timeout_ms` for the first."""
         messages: list[FromEngine] = []
         if timeout_ms:
             self._socket.poll(timeout_ms)
@@ -222,29 +215,11 @@ class Connection:
         return messages
 
     def dump_stacks(self) -> None:
-        """Have the engine log the stacks of its threads."""
         self.process.send_signal(signal.SIGUSR1)
 
     def kill_hung_engine(self) -> None:
-        """Log the stacks of its threads, and kill it."""
         self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
 
     def close(self) -> None:
         self.process.close()
         self._socket.close()
-
-
-def ask(engine_dir: Path, message: Message, kind: type[T], timeout_s: float) -> T | None:
-    """Return the engine's answer to a message that needs no `Hello`, or None without one of the kind in time."""
-    status = read_status(engine_dir)
-    if status is None or status.state != "ready" or not status.is_alive:
-        return None
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    connection = Connection(context, engine_dir, status)
-    try:
-        connection.send(message)
-        answers = connection.receive(int(timeout_s * 1000))
-        return next((answer for answer in answers if isinstance(answer, kind)), None)
-    finally:
-        connection.close()
-        context.term()

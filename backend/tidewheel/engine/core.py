@@ -1,21 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
-from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
-from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
+import numpy as np
+
+from tidewheel.batch import BoolArray, RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
 from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Progress, Request
-from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.stats import EngineStats, WaitingRoom
+from tidewheel.stats import EngineStats
 
 log = logging.getLogger(__name__)
+
+MAX_GIVEN_UP = 3  # requests of one step
+
+T = TypeVar("T")
+Deliver = Callable[[StepOutputs], None]
 
 
 class PendingTokens(Protocol):
@@ -28,21 +33,27 @@ class Runner(Protocol):
     def launch(self, batch: ScheduledBatch) -> PendingTokens: ...
 
 
-class _InFlight(NamedTuple):
+class _StepInFlight(NamedTuple):
     batch: ScheduledBatch
     pending: PendingTokens
     scheduled_at: float
 
 
-Deliver = Callable[[StepOutputs], None]
+class _Failure(NamedTuple):
+    """Failed launch, which raises its error when it is waited for."""
+
+    error: Exception
+
+    def wait(self) -> NoReturn:
+        raise self.error
 
 
 class EngineCore:
     """Loop over scheduler and runner, on one thread.
 
     With two steps in flight, the device computes one while the tokens of the other are applied and sent. `receive`
-    calls `add` and `cancel`: before a step is planned, and before its tokens are applied, so that cancelled requests
-    get none. `deliver` gets every new token and each added request's one end; it may call `cancel`.
+    calls `add` and `cancel`, before a step is planned and before its tokens are applied. `deliver` gets new tokens
+    and each added request's one end; it may call `cancel`.
     """
 
     def __init__(
@@ -56,7 +67,7 @@ class EngineCore:
         first_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `beat` before each step with its predicted time; `first_step_s` is that of the first."""
+        """Call `beat` before each step with its predicted seconds, first `first_step_s`."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
@@ -65,7 +76,7 @@ class EngineCore:
         self._first_step_s = first_step_s
         self._expected_s = 0.0  # of the newest step
         self._clock = clock
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
         self._step_seconds = 0.0
         self._last_end = clock()
@@ -76,20 +87,11 @@ class EngineCore:
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Raise an error if the scheduler refuses. Then nothing is delivered."""
         self._deliver_ended(self._scheduler.add(request, self._clock()))
 
     def add_group(self, requests: Sequence[Request]) -> None:
         """Add all requests of one prompt, or none."""
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
-
-    def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
-        """Take other settings. Steps in flight and requests go on."""
-        self._scheduler.reconfigure(config, session_limits)
-
-    def close_session(self, tenant: str, session_id: str) -> None:
-        """Raise `NotFound` if there is no such session."""
-        self._scheduler.close_session(tenant, session_id)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the request in any state. Ignore unknown and finished ids."""
@@ -98,7 +100,6 @@ class EngineCore:
             self._deliver_ended([request])
 
     def fail_all(self, error: TidewheelError) -> None:
-        """End every request with the error."""
         self._in_flight.clear()
         self._deliver_ended(self._scheduler.fail_all(error))
 
@@ -110,15 +111,26 @@ class EngineCore:
         batch = self._scheduler.schedule(now)
         if batch is not None:
             self._announce(batch)
-            self._in_flight.append(_InFlight(batch, self._launch(batch), now))
+            self._in_flight.append(_StepInFlight(batch, self._launch(batch), now))
         if not self._in_flight:
             return False
         for _ in range(self._num_to_complete(batch)):
             self._complete()
         return True
 
+    def stats(self) -> EngineStats:
+        """Return a snapshot. `busy_fraction` is since the last one."""
+        now = self._clock()
+        then, busy = self._last_stats
+        self._last_stats = (now, self._step_seconds)
+        stats = self._scheduler.stats()
+        stats.step_seconds = self._step_seconds
+        stats.oldest_wait_by_class = self._scheduler.oldest_waits(now)
+        stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
+        return stats
+
     def _announce(self, batch: ScheduledBatch) -> None:
-        """Beat for the step and the one before it, which may be in flight."""
+        """Beat for the step and one in flight."""
         before, predicted = self._expected_s, self._scheduler.predict_seconds(batch)
         self._expected_s = self._first_step_s if predicted is None else predicted
         self._beat(before + self._expected_s)
@@ -126,19 +138,19 @@ class EngineCore:
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         for new in batch.new_rows:
             self._request_ids[new.row] = new.request_id
-        return attempt(lambda: self._runner.launch(batch))
+        return _attempt(lambda: self._runner.launch(batch))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
-        """Return the steps to wait for: after a failed launch all, because a later one would read its tokens."""
-        if isinstance(self._in_flight[-1].pending, Failure):
+        """Wait for all steps after a failed launch, because a later one would read its tokens."""
+        if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
         return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
 
     def _complete(self) -> None:
         batch, pending, scheduled_at = self._in_flight.popleft()
-        result = attempt(pending.wait)
+        result = _attempt(pending.wait)
         del pending  # a retry needs its room
-        tokens = self._survive(batch, result) if isinstance(result, Failure) else result
+        tokens = self._recover(batch, result.error) if isinstance(result, _Failure) else result
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
@@ -146,18 +158,34 @@ class EngineCore:
         self._step_seconds += end - max(scheduled_at, self._last_end)
         self._last_end = end
 
-    def _survive(self, batch: ScheduledBatch, failure: Failure) -> SampledTokens:
-        """Run the step again with fewer rows. If a later one has read its missing tokens, end its requests instead.
-
-        Requests that have left their rows since are computed again.
-        """
+    def _recover(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
+        """Run a failed step again with fewer rows, or end its requests if a later step read its missing tokens."""
         if not self._in_flight:
-            return recover(lambda rest: self._runner.launch(rest).wait(), batch, failure, self._give_up)
+            return self._run_rest(batch, error)
         left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
-                self._give_up(row, failure.error)
-        return no_tokens(batch)
+                self._give_up(row, error)
+        return _no_tokens(batch)
+
+    def _run_rest(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
+        """Give up the row that failed, or, short of memory, the longest chunk, and run the others.
+
+        A repeated step writes the same keys and values. Raise the error if that does not help.
+        """
+        keep = np.ones(len(batch.rows), dtype=np.bool_)
+        for _ in range(MAX_GIVEN_UP):
+            is_culprit = batch.rows == error.row if isinstance(error, RowError) else keep * batch.num_scheduled_tokens
+            culprit = int(np.argmax(is_culprit))
+            keep[culprit] = False
+            self._give_up(int(batch.rows[culprit]), error)
+            if not keep.any():
+                return _no_tokens(batch)
+            result = _attempt(lambda: self._runner.launch(_only(batch, keep)).wait())
+            if not isinstance(result, _Failure):
+                return _spread(batch, keep, result)
+            error = result.error
+        raise error
 
     def _give_up(self, row: int, error: Exception) -> None:
         log.error("a request is given up: %s", error, exc_info=error)
@@ -175,26 +203,57 @@ class EngineCore:
         if requests:
             self._deliver(StepOutputs([], no_ids(), None, requests))
 
-    def unfinished(self) -> Iterator[Progress]:
-        """Yield all requests, in order of arrival."""
-        return self._scheduler.unfinished()
 
-    def room(self) -> WaitingRoom:
-        return self._scheduler.waiting_room(self._clock())
+def _attempt(work: Callable[[], T]) -> T | _Failure:
+    """Return the failure of a row or of memory. Raise other errors."""
+    try:
+        return work()
+    except Exception as error:
+        if not isinstance(error, RowError) and not _is_out_of_memory(error):
+            raise
+        return _Failure(error.with_traceback(None))  # its frames hold tensors
 
-    def observe_refused(self, refused: Mapping[str, int]) -> None:
-        self._scheduler.observe_refused(refused)
 
-    def check_invariants(self) -> None:
-        self._scheduler.check_invariants()
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Compare names, because this layer imports no torch."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
-    def stats(self) -> EngineStats:
-        """Return a snapshot. `busy_fraction` is since the last one."""
-        now = self._clock()
-        then, busy = self._last_stats
-        self._last_stats = (now, self._step_seconds)
-        stats = self._scheduler.stats()
-        stats.step_seconds = self._step_seconds
-        stats.oldest_wait_by_class = self._scheduler.oldest_waits(now)
-        stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
-        return stats
+
+def _no_tokens(batch: ScheduledBatch) -> SampledTokens:
+    return SampledTokens(batch.step_id, np.full(len(batch.rows), SampledTokens.NOT_FINITE, dtype=np.int32))
+
+
+def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
+    """Keep some rows. Blocks are not copied again, because they may hold other data by now."""
+    dropped = set(batch.rows[~keep].tolist())
+    return dataclasses.replace(
+        batch,
+        new_rows=tuple(new for new in batch.new_rows if new.row not in dropped),
+        rows=batch.rows[keep],
+        start_positions=batch.start_positions[keep],
+        num_scheduled_tokens=batch.num_scheduled_tokens[keep],
+        samples=batch.samples[keep],
+        num_decodes=int(keep[: batch.num_decodes].sum()),
+        num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
+        copy_sources=no_ids(),
+        copy_targets=no_ids(),
+        swap_out_blocks=no_ids(),
+        swap_out_slots=no_ids(),
+        swap_in_slots=no_ids(),
+        swap_in_blocks=no_ids(),
+    )
+
+
+def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
+    """Align tokens with the whole batch."""
+    token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
+    token_ids[keep] = tokens.token_ids
+    indices = np.flatnonzero(keep).tolist()
+
+    def moved(by_index: dict[int, T] | None) -> dict[int, T] | None:
+        return by_index and {indices[index]: value for index, value in by_index.items()}
+
+    return SampledTokens(
+        batch.step_id, token_ids, moved(tokens.logprobs), moved(tokens.prompt_logprobs), moved(tokens.pooled)
+    )

@@ -22,15 +22,15 @@ from tidewheel.engine.messages import (
     CloseSession,
     Delta,
     Deltas,
+    Disconnection,
     Drain,
-    Dropped,
+    EngineFailure,
     EngineInfo,
-    Failed,
+    EngineReady,
     FromEngine,
     Goodbye,
     Hello,
     Ping,
-    Ready,
     Room,
     Stats,
     encoder,
@@ -59,14 +59,14 @@ class EngineListener(Protocol):
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """End the requests. Without keys, the engine is gone and nothing was in flight."""
+        """End the requests of a lost engine, if any were in flight."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
     def on_room(self, room: Room) -> None: ...
 
     def on_drain(self) -> None:
-        """Note that the engine refuses new requests, until it is lost."""
+        """Note that the engine refuses new requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +79,9 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Client of a folder's engine: start or join it, send requests, end them if it dies.
+    """Client of a folder's engine: starts or joins it, sends requests, ends them if it dies.
 
-    Everything that can block or fail runs on one thread. A request accepted by `add` ends exactly once, with a final
-    delta or `on_lost`.
+    A request accepted by `add` ends once, with a final delta or `on_lost`.
     """
 
     def __init__(
@@ -118,10 +117,8 @@ class EngineClient:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
-    # --- any thread -------------------------------------------------------------------------------------------
-
     def start(self, timeout_s: float, must_stop: Callable[[], bool] = lambda: False) -> EngineInfo:
-        """Wait until the engine serves. Raise `ConfigError` if it cannot, `Draining` if the wait `must_stop`."""
+        """Wait until the engine serves. Raise `ConfigError`, or `Draining` if `must_stop`."""
         self._thread.start()
         end = time.monotonic() + timeout_s
         while not self._settled.wait(POLL_MS / 1000) and time.monotonic() < end:
@@ -143,12 +140,11 @@ class EngineClient:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether this client has given up, or was closed."""
         return self._failure is not None
 
     @property
     def readiness(self) -> Readiness:
-        """Return whether the engine takes requests, and why not, as seen last by the io thread."""
+        """Return whether the engine takes requests, as the io thread saw last."""
         failure, hang = self._failure, self._hang
         if failure is not None:
             return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
@@ -160,8 +156,8 @@ class EngineClient:
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: AddRequest | CloseSession) -> None:
-        """Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if the request is not accepted."""
-        num_sequences = message.n if isinstance(message, AddRequest) else 1
+        """Raise `Busy`, `EngineDead`, `Draining` or `InternalError`."""
+        num_sequences = message.options.n if isinstance(message, AddRequest) else 1
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
     def count_refused(self, tenant: str, count: int) -> None:
@@ -171,7 +167,6 @@ class EngineClient:
             self._refused[tenant if known else ""] += count
 
     def cancel(self, keys: Iterable[int]) -> None:
-        """Ask for a final delta of each sequence, unless one is already on its way."""
         self._outbox.put_cancel(list(keys))
 
     def cancel_sequence(self, key: int, index: int) -> None:
@@ -188,13 +183,11 @@ class EngineClient:
         else:
             self._leave()
 
-    # --- the io thread ----------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while not self._is_closing:
                 try:
-                    self._turn()
+                    self._run_once()
                 except Exception as error:
                     log.exception("the engine client failed")
                     self._put_off(InternalError(f"the engine client failed: {type(error).__name__}"))
@@ -202,7 +195,7 @@ class EngineClient:
         finally:
             self._leave()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         timeout_ms = SEEK_POLL_MS if self._connection is None and self._failure is None else POLL_MS
         self._poller.poll(timeout_ms)
         cancelled = self._outbox.take()
@@ -210,7 +203,7 @@ class EngineClient:
             self._notify(self._listener.on_deltas, [Delta.whole(key, FinishReason.CANCELLED) for key in cancelled])
         try:
             if self._connection is not None:
-                self._talk(self._connection)
+                self._exchange(self._connection)
             elif self._failure is None:
                 self._seek()
         except PermanentError as error:
@@ -233,7 +226,7 @@ class EngineClient:
             self._poller = self._make_poller()
             self._connection.send(self._hello)
 
-    def _talk(self, connection: Connection) -> None:
+    def _exchange(self, connection: Connection) -> None:
         for message in connection.receive():
             self._handle(message)
         if self._connection is not connection:
@@ -243,7 +236,7 @@ class EngineClient:
             for message in connection.last_words():
                 self._handle(message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
-        elif self._is_beyond_hope(connection):
+        elif self._must_kill(connection):
             connection.kill_hung_engine()
             self._disconnect(_lost("the engine hung and was killed; it is being started again"))
         elif self._is_ready:
@@ -253,8 +246,8 @@ class EngineClient:
             connection.send(Ping(self._take_refused()))
             self._launcher.try_lock()
 
-    def _is_beyond_hope(self, connection: Connection) -> bool:
-        """Watch the heartbeat. Return whether this front end has to end the engine."""
+    def _must_kill(self, connection: Connection) -> bool:
+        """Watch the heartbeat. Return whether to kill the engine."""
         hang, now = self._hang, time.monotonic()
         if hang is None or now < self._next_look:
             return False
@@ -288,7 +281,7 @@ class EngineClient:
                 self._notify(self._listener.on_stats, message.stats)
             case Room():
                 self._notify(self._listener.on_room, message)
-            case Ready():
+            case EngineReady():
                 self.num_restarts += self._info is not None and self._info.pid != message.info.pid
                 self._info = message.info
                 self._is_ready = True
@@ -297,13 +290,13 @@ class EngineClient:
             case Drain():
                 self._is_draining = True
                 self._notify(self._listener.on_drain)
-            case Dropped():
+            case Disconnection():
                 self._disconnect(message.error.to_error())
-            case Failed():
+            case EngineFailure():
                 raise PermanentError(message.message) if message.is_permanent else ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
-        """End what is in flight. The next turn looks for another engine."""
+        """End requests in flight, and look for another engine."""
         if self._connection is None:
             return
         log.warning("connection to the engine lost: %s", error.message)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,9 +20,8 @@ from tidewheel.engine.messages import (
     RequestRow,
     Room,
     encoder,
-    prompt_news,
+    unsent_prompt_logprobs,
 )
-from tidewheel.engine.request_rows import row_of
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Progress, Request
 from tidewheel.sampling import TopLogprobs
@@ -30,8 +30,27 @@ from tidewheel.stats import WaitingRoom
 log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
+MAX_GAP_S = 1.0
 _NO_LOGPROBS: dict[int, TopLogprobs] = {}
 MAX_UNSENT = 1 << 18  # tokens and ends of a front end, which then counts as gone
+
+
+class ListeningClock:
+    """Clock that measures the silence of others.
+
+    A gap between two readings, such as a pause of this process, counts as `MAX_GAP_S` at most.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._paused_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._paused_s += max(0.0, now - self._last - MAX_GAP_S)
+        self._last = now
+        return now - self._paused_s
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +75,7 @@ class _Route(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Way of a step's tokens, the same for all steps of the same requests."""
+    """Routes of a step's tokens, the same for all steps of the same requests."""
 
     requests: list[Request]
     columns: list[tuple[FrontEnd, RowArray, Int64Array]]  # positions within the step, and keys
@@ -67,7 +86,7 @@ _NO_LAYOUT = _Layout([], [], [])
 
 
 class FrontEnds:
-    """Front ends, their requests and unsent deltas. The socket has ROUTER_MANDATORY: a gone peer is an error."""
+    """Front ends, their requests and unsent deltas. The socket has ROUTER_MANDATORY."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -84,7 +103,6 @@ class FrontEnds:
         return self._by_identity.get(identity)
 
     def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
-        """Add a front end, or keep the one of this identity."""
         front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
         front_end.last_seen = now
         return front_end
@@ -110,10 +128,8 @@ class FrontEnds:
                 gone.append((front_end, f"it did not read {num_unsent} tokens and ends"))
         return gone
 
-    # --- requests ---------------------------------------------------------------------------------------------
-
     def open(self, front_end: FrontEnd, key: int, n: int, client_id: str = "") -> list[str]:
-        """Return an id per sequence. Raise `InvalidRequest` if the key is in use."""
+        """Return an id per sequence. Raise `InvalidRequest`."""
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
         ids = {index: str(self._num_opened + 1 + index) for index in range(n)}
@@ -124,7 +140,7 @@ class FrontEnds:
         return list(ids.values())
 
     def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[RequestRow]:
-        """Return rows of at most `limit` requests, in the order in which the first sequence of each comes."""
+        """Return rows of at most `limit` requests, in the order of their first sequences."""
         groups: dict[tuple[bytes, int], list[Progress]] = {}
         for one in unfinished:
             route = self._routes.get(one.request.request_id)
@@ -135,7 +151,7 @@ class FrontEnds:
             if len(groups) > limit:
                 groups.popitem()
                 break
-        return [row_of(group, self._routes[group[0].request.request_id].client_id, now) for group in groups.values()]
+        return [_row(group, self._routes[group[0].request.request_id].client_id, now) for group in groups.values()]
 
     def siblings(self, request_id: str) -> list[str]:
         """Return the open sequences of a sequence's request, the last one first."""
@@ -143,11 +159,11 @@ class FrontEnds:
         return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """Answer a request that is not open."""
+        """End a request that is not open, with an error."""
         front_end.unsent.append(Delta.whole(key, FinishReason.ERROR, error))
 
     def confirm(self, front_end: FrontEnd, key: int, reason: FinishReason = FinishReason.STOP) -> None:
-        """Answer a message that asks for no tokens, or a request that is not open."""
+        """End a request that is not open, or confirm a message."""
         front_end.unsent.append(Delta.whole(key, reason))
 
     def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
@@ -200,7 +216,7 @@ class FrontEnds:
         elif route := self._routes.get(request.request_id):
             wire = None if logprobs is None else [logprobs]
             route.front_end.unsent.append(
-                Delta(route.key, token_ids, "", None, wire, None, route.sequence, prompt_news(request))
+                Delta(route.key, token_ids, "", None, wire, None, route.sequence, unsent_prompt_logprobs(request))
             )
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
@@ -213,8 +229,6 @@ class FrontEnds:
             del route.front_end.request_ids[route.key]
         route.front_end.unsent.append(Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
-    # --- sending ----------------------------------------------------------------------------------------------
-
     def flush(self) -> None:
         """Send each front end one message. A full queue delays it to the next flush."""
         for front_end in self._by_identity.values():
@@ -223,8 +237,7 @@ class FrontEnds:
             if self.send(front_end.identity, Deltas(front_end.unsent_tokens, front_end.unsent)):
                 front_end.unsent, front_end.unsent_tokens, front_end.num_unsent = [], [], 0
 
-    def tell_room(self, room: WaitingRoom) -> None:
-        """Send the room if it has changed or requests came."""
+    def send_room(self, room: WaitingRoom) -> None:
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
@@ -236,7 +249,7 @@ class FrontEnds:
             self.send(identity, message)
 
     def send(self, identity: bytes, message: FromEngine) -> bool:
-        """Send to any peer. Return False if it is gone or does not read."""
+        """Return False if the peer is gone or does not read."""
         try:
             self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -249,3 +262,28 @@ class FrontEnds:
                 self._unreachable.append(front_end)
             return False
         return True
+
+
+def _row(group: Sequence[Progress], client_id: str, now: float) -> RequestRow:
+    first = group[0].request
+    return RequestRow(
+        number=int(first.request_id),
+        request_id=client_id,
+        tenant=first.tenant,
+        priority=int(first.priority),
+        state=first.state.name.lower(),
+        age_s=now - first.arrival_time,
+        waited_s=(now if first.first_scheduled_time is None else first.first_scheduled_time) - first.arrival_time,
+        first_token_s=_first_token_s([one.request for one in group]),
+        num_sequences=len(group),
+        num_prompt_tokens=first.num_prompt_tokens,
+        num_output_tokens=sum(one.num_tokens - one.request.num_prompt_tokens for one in group),
+        max_tokens=first.max_tokens * len(group),
+        num_cached_tokens=first.num_cached_tokens,
+        num_preemptions=sum(one.num_preemptions for one in group),
+    )
+
+
+def _first_token_s(requests: Sequence[Request]) -> float | None:
+    times = [one.first_token_time for one in requests if one.first_token_time is not None]
+    return min(times) - requests[0].arrival_time if times else None

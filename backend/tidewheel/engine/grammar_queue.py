@@ -26,7 +26,6 @@ class GrammarCache:
     """Compiled grammars, least recently used first. Raise the errors of the compiler."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        """Call `make_compiler` once, in `prepare` or for the first grammar."""
         self._make_compiler = make_compiler
         self._compiler: Compiler | ConfigError | None = None
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
@@ -39,14 +38,14 @@ class GrammarCache:
         return grammar
 
     def compile(self, source: str, name: str) -> TokenGrammar:
-        """Keep nothing. One thread at a time may call it."""
+        """Compile without keeping. Not thread-safe."""
         compiler = self.prepare()
         if isinstance(compiler, ConfigError):
             raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {compiler}")
         return compiler.compile(source, name)
 
     def prepare(self) -> Compiler | ConfigError:
-        """Read the vocabulary. A large one holds the interpreter for a second."""
+        """Read the vocabulary, up to a second."""
         if self._compiler is None:
             try:
                 self._compiler = self._make_compiler()
@@ -63,17 +62,14 @@ class GrammarCache:
             self._num_chars -= len(dropped)
 
 
-class Compiled(NamedTuple):
+class CompiledRequest(NamedTuple):
     front_end: FrontEnd
     message: AddRequest
     grammar: TokenGrammar | TidewheelError
 
 
 class GrammarQueue:
-    """Requests that wait for their grammar, which another thread compiles between the steps of others.
-
-    The compiler releases the interpreter, and its grammars have been tried in a process with limits before.
-    """
+    """Requests that wait for their grammar, which another thread compiles beside the steps of others."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         """Read the vocabulary now: between steps it would hold them up."""
@@ -85,8 +81,8 @@ class GrammarQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Return the sequences of waiting requests."""
-        return sum(message.n for _, message in self._waiting)
+        """Return the number of waiting sequences."""
+        return sum(message.options.n for _, message in self._waiting)
 
     def find(self, source: str) -> TokenGrammar | None:
         return self._cache.find(source)
@@ -100,7 +96,7 @@ class GrammarQueue:
             self._jobs[source] = self._thread.submit(self._cache.compile, source, message.grammar_name)
         self._waiting.append((front_end, message))
 
-    def take_compiled(self) -> list[Compiled]:
+    def take_compiled(self) -> list[CompiledRequest]:
         done = {source: _result(job) for source, job in self._jobs.items() if job.done()}
         if not done:
             return []
@@ -112,7 +108,7 @@ class GrammarQueue:
         ready = []
         for front_end, message in waiting:
             if message.grammar in done:
-                ready.append(Compiled(front_end, message, done[message.grammar]))
+                ready.append(CompiledRequest(front_end, message, done[message.grammar]))
             else:
                 self._waiting.append((front_end, message))
         return ready
@@ -125,7 +121,7 @@ class GrammarQueue:
         self._remove(lambda owner, _: owner is front_end)
 
     def _remove(self, leaves: Callable[[FrontEnd, AddRequest], bool]) -> bool:
-        """Remove requests, and jobs that have not begun and have none left. Return whether any request left."""
+        """Remove requests, and jobs that none waits for. Return whether a request was removed."""
         num_before = len(self._waiting)
         self._waiting = [item for item in self._waiting if not leaves(*item)]
         for source in self._jobs.keys() - {message.grammar for _, message in self._waiting}:

@@ -1,8 +1,8 @@
 """Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket.
 
-`Ready` or `Failed` answers `Hello`. Deltas answer a request, by its `key`, until each sequence has a finish reason or
-`Dropped` ends all requests of the front end. `Drain`, `ListRequests` and `CancelRequest` need no `Hello`: the
-server's user, who alone may open the socket, may send them.
+`EngineReady` or `EngineFailure` answers `Hello`. Deltas answer a request, by its `key`, until each sequence has a
+finish reason or `Disconnection` ends all requests of the front end. `Drain`, `ListRequests` and `CancelRequest` need
+no `Hello`: only the server's user may open the socket.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import numpy as np
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
 from tidewheel.request import FinishReason, Pooling, Request
+from tidewheel.request_options import RequestOptions
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.settings import MIB
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 9
+PROTOCOL = 10
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
-MAX_LISTED = 1000  # requests in one `Requests`
+MAX_LISTED = 1000  # requests in one `RequestList`
 MAX_REQUEST_ID_CHARS = 128  # of a longer one, the first are kept
 
 Key = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -36,11 +37,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     pass
 
 
-# --- front end → engine ---------------------------------------------------------------------------------------
-
-
 class Hello(Message, frozen=True):
-    """First message. The engine takes the settings of the newest reading, between two steps."""
+    """First message. The engine takes its settings, if they were read later than its own."""
 
     protocol: int
     client: str  # unique name
@@ -55,15 +53,10 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams  # without `stop`, `bad_words`, `logit_bias` and `grammar`
     stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    priority: int = 3
-    cache_salt: str = ""
+    options: RequestOptions = RequestOptions()
     arrival_ns: int = 0  # monotonic clock
-    n: int = 1  # sequences
-    tenant: str = ""
-    deadline_ns: int = 0  # 0: none
+    deadline_ns: int = 0  # 0: none; as the next, from the arrival and `options`
     soft_deadline_ns: int = 0
-    session_id: str = ""
-    session_ttl_s: float | None = None  # None: the engine's default
     bias_token_ids: bytes = b""  # from `pack_biases`
     bias_amounts: bytes = b""
     pooling: Pooling = ""
@@ -89,14 +82,11 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second. After 5 s of silence, requests end."""
 
-    refused: dict[str, _Count] = {}  # at the door since the last ping, by tenant
+    refused: dict[str, _Count] = {}  # by the front end since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):
-    """Order to refuse all new requests. Accepted ones continue. The engine passes it on to its front ends.
-
-    Answered by `Stats`.
-    """
+    """Order to refuse all new requests, which the engine passes on to its front ends. Answered by `Stats`."""
 
 
 class Goodbye(Message, frozen=True):
@@ -104,25 +94,19 @@ class Goodbye(Message, frozen=True):
 
 
 class ListRequests(Message, frozen=True):
-    """Answered by `Requests`."""
+    """Answered by `RequestList`."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)]
 
 
 class CancelRequest(Message, frozen=True):
-    """Order to end all sequences of a request of any front end, whose client is told. Answered by `CancelTaken`.
+    """Order to end all sequences of a request of any front end. Answered by `CancelReply`."""
 
-    Another engine, which counts anew, ignores it.
-    """
-
-    pid: int  # from `Requests`, as the number
+    pid: int  # of the engine, from `RequestList`; another engine, which counts anew, ignores the order
     number: Key
 
 
 ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye | ListRequests | CancelRequest
-
-
-# --- engine → front end ---------------------------------------------------------------------------------------
 
 
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
@@ -138,7 +122,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Longest prompt with output. The last token is never cached."""
+        """Return the most tokens of prompt and output. The last one is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
@@ -150,7 +134,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return self.num_cache_tokens / self.max_model_len
 
     def describe(self) -> list[str]:
-        """Return log lines of memory, cache and time to load."""
+        """Return log lines."""
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "
@@ -170,11 +154,11 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return lines
 
 
-class Ready(Message, frozen=True):
+class EngineReady(Message, frozen=True):
     info: EngineInfo
 
 
-class Failed(Message, frozen=True):
+class EngineFailure(Message, frozen=True):
     message: str
     is_permanent: bool = False
 
@@ -193,7 +177,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return from_wire(self.tag, self.message, self.retry_after_ms)
 
 
-class Dropped(Message, frozen=True):
+class Disconnection(Message, frozen=True):
     error: ErrorInfo
 
 
@@ -224,11 +208,11 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-def prompt_news(request: Request) -> list[TopLogprobs] | None:
-    """Return the log-probabilities of the prompt, once."""
-    if request.has_told_prompt or request.leader is not None or request.sampling.prompt_logprobs is None:
+def unsent_prompt_logprobs(request: Request) -> list[TopLogprobs] | None:
+    """Return the log-probabilities of the prompt once, then None."""
+    if request.has_sent_prompt or request.leader is not None or request.sampling.prompt_logprobs is None:
         return None
-    request.has_told_prompt = True
+    request.has_sent_prompt = True
     return request.prompt_logprobs
 
 
@@ -247,7 +231,6 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def last(
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
     ) -> Delta:
-        """Return the end of a sequence, with its last tokens."""
         error = request.error
         if error is None and request.finish_reason is FinishReason.ERROR:
             error = InternalError("the request ended with an error that left no message")
@@ -259,18 +242,17 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
             logprobs=None if logprobs is None else [logprobs],
             stats=RequestStats.of(request),
             index=index,
-            prompt_logprobs=prompt_news(request),
+            prompt_logprobs=unsent_prompt_logprobs(request),
             pooled=b"" if request.pooled is None else request.pooled.astype("<f4").tobytes(),
         )
 
     @classmethod
     def whole(cls, key: int, reason: FinishReason, error: TidewheelError | None = None) -> Delta:
-        """Return the end of a request without tokens."""
         return cls(key, [], reason.value, None if error is None else ErrorInfo.of(error), index=WHOLE_REQUEST)
 
 
 class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token for each of some requests of one sequence, which want no logprobs and go on."""
+    """Tokens of a step for requests of one sequence that go on and want no log-probabilities."""
 
     keys: bytes  # int64 little endian
     token_ids: bytes  # int32 little endian
@@ -295,13 +277,13 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Sent when it changes, so that front ends refuse before the engine's step ends."""
+    """Fill of the waiting set, sent when it changes, so that front ends refuse requests at once."""
 
     received: list[int]  # keys of requests since the last `Room`
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Unfinished request, without its text. Sums are over its sequences, times in seconds since its arrival."""
+    """Unfinished request. Counts are sums over its sequences, times are seconds since its arrival."""
 
     number: int  # of this engine
     request_id: str  # the client's
@@ -319,17 +301,17 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: int
 
 
-class Requests(Message, frozen=True):
+class RequestList(Message, frozen=True):
     pid: int  # of the engine
     rows: list[RequestRow]  # the oldest
     num_sequences: int  # unfinished, of all requests
 
 
-class CancelTaken(Message, frozen=True):
+class CancelReply(Message, frozen=True):
     was_there: bool
 
 
-FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room | Drain | Requests | CancelTaken
+FromEngine = EngineReady | EngineFailure | Disconnection | Deltas | Stats | Room | Drain | RequestList | CancelReply
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

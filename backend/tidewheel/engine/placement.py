@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.config import EngineConfig, describe_changes
+from tidewheel.engine.control_calls import drain
 from tidewheel.engine.folder import (
     CURRENT,
     EngineTarget,
@@ -22,7 +23,6 @@ from tidewheel.engine.folder import (
 )
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.operating import drain
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes

@@ -12,26 +12,23 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
 from tidewheel.grammar import RowGrammar, TokenGrammar
-from tidewheel.request import Priority, Request
+from tidewheel.parameters import check_count
+from tidewheel.request import Request
+from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
     LogitBias,
-    SamplingParams,
 )
 from tidewheel.scheduler.admission import check_lengths
-from tidewheel.tenants import MAX_TENANT_CHARS, control_character
 
 # A front end adds ids to both.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_BAD_TOKENS = 4096  # in total
-MAX_SALT_BYTES = 256
-MAX_SESSION_ID_BYTES = 256
-MAX_SEQUENCES = 16
 MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
 
@@ -39,12 +36,11 @@ class CheckedRequest(NamedTuple):
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
     max_tokens: int
-    priority: Priority
 
 
 def to_requests(
     message: AddRequest,
-    info: EngineInfo,
+    checked: CheckedRequest,
     config: EngineConfig,
     *,
     request_ids: Sequence[str],
@@ -56,9 +52,9 @@ def to_requests(
 
     `seed` is for messages without one, `grammar` the compiled one of the message. Raise `InvalidRequest`.
     """
-    checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
-    ttl = _session_ttl(message, config)
+    options = message.options
+    ttl = _session_ttl(options, config)
     requests: list[Request] = []
     for index, request_id in enumerate(request_ids):
         request = Request(
@@ -68,17 +64,17 @@ def to_requests(
             max_tokens=checked.max_tokens,
             arrival_time=min(now, message.arrival_ns * 1e-9) if message.arrival_ns > 0 else now,
             seed=(first_seed + index) % (MAX_SEED + 1),
-            priority=checked.priority,
+            priority=options.priority,
             stop_token_ids=message.stop_token_ids,
             bad_words_ids=message.bad_words_ids,
             logit_bias=checked.logit_bias,
             grammar=None if grammar is None else RowGrammar(grammar, message.end_token_ids),
-            cache_salt=message.cache_salt,
+            cache_salt=options.cache_salt,
             pooling=message.pooling,
-            tenant=message.tenant,
+            tenant=options.tenant,
             deadline=_seconds(message.deadline_ns),
             soft_deadline=_seconds(message.soft_deadline_ns),
-            session_id=message.session_id,
+            session_id=options.session_id,
             session_ttl=ttl,
             leader=requests[0] if requests else None,
         )
@@ -88,46 +84,21 @@ def to_requests(
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
     """Raise `InvalidRequest`. `prompt_name` is the prompt's field, for messages."""
+    sampling = message.sampling
     prompt = _prompt(prompt_name, message.prompt, info)
-    max_tokens = _max_tokens(message.sampling, len(prompt), info)
-    for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
+    max_tokens = info.max_num_tokens - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
+    check_lengths(len(prompt), max_tokens, sampling.min_tokens, info.max_num_tokens)
+    for ids in (message.stop_token_ids, sampling.stop_token_ids):
         _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
     _check_allowed(message, info)
     _check_grammar(message)
-    check_labels(message.tenant, message.cache_salt, message.session_id)
-    check_num_sequences(message.n)
     _check_logprobs(message, info, len(prompt))
     if message.pooling and not info.can_embed:
         raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
-    if message.session_id and not info.enable_prefix_caching:
+    if message.options.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
-    return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))
-
-
-def _check_grammar(message: AddRequest) -> None:
-    if message.sampling.grammar is not None:
-        raise InvalidRequest("grammar is not compiled: send its source")
-    if message.grammar and not (message.end_token_ids and set(message.end_token_ids) <= set(message.stop_token_ids)):
-        raise InvalidRequest(
-            f"{message.grammar_name} needs a token that ends the answer, and the model names none: give a special "
-            "token in stop_token_ids"
-        )
-
-
-def check_num_sequences(n: int) -> None:
-    if not 1 <= n <= MAX_SEQUENCES:
-        raise InvalidRequest(f"n is {n}: it must be 1 to {MAX_SEQUENCES}")
-
-
-def check_labels(tenant: str, cache_salt: str, session_id: str) -> None:
-    if len(tenant) > MAX_TENANT_CHARS:
-        raise InvalidRequest(f"tenant has {len(tenant)} characters: at most {MAX_TENANT_CHARS} are allowed")
-    _check_bytes("cache_salt", cache_salt, MAX_SALT_BYTES)
-    _check_bytes("session_id", session_id, MAX_SESSION_ID_BYTES)
-    for name, value in (("tenant", tenant), ("session_id", session_id)):
-        if control := control_character(value):
-            raise InvalidRequest(f"{name} holds {control}: remove it")
+    return CheckedRequest(prompt, _logit_bias(message, info), max_tokens)
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:
@@ -154,8 +125,8 @@ def _seconds(moment_ns: int) -> float | None:
     return moment_ns * 1e-9 if moment_ns else None
 
 
-def _session_ttl(message: AddRequest, config: EngineConfig) -> float:
-    ttl, limit = message.session_ttl_s, config.max_session_ttl_s
+def _session_ttl(options: RequestOptions, config: EngineConfig) -> float:
+    ttl, limit = options.session_ttl_s, config.max_session_ttl_s
     if ttl is None:
         return config.session_ttl_s
     if not 0.0 < ttl <= limit:
@@ -163,12 +134,6 @@ def _session_ttl(message: AddRequest, config: EngineConfig) -> float:
             f"session_ttl_s is {ttl:.12g}: it must be above 0 and at most {limit:.12g} (max_session_ttl_s)"
         )
     return ttl
-
-
-def _check_bytes(name: str, text: str, limit: int) -> None:
-    size = len(text.encode("utf-8", "surrogatepass"))
-    if size > limit:
-        raise InvalidRequest(f"{name} has {size} bytes: at most {limit} are allowed")
 
 
 def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
@@ -180,12 +145,6 @@ def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
     prompt = np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
     check_token_ids(name, prompt, info)
     return prompt
-
-
-def _max_tokens(sampling: SamplingParams, num_prompt_tokens: int, info: EngineInfo) -> int:
-    max_tokens = info.max_num_tokens - num_prompt_tokens if sampling.max_tokens is None else sampling.max_tokens
-    check_lengths(num_prompt_tokens, max_tokens, sampling.min_tokens, info.max_num_tokens)
-    return max_tokens
 
 
 def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
@@ -201,20 +160,22 @@ def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
     return bias
 
 
-def _priority(value: int) -> Priority:
-    try:
-        return Priority.from_wire(value)
-    except ValueError:
-        raise InvalidRequest(f"priority is {value}: it must be 0 (default) or 1 (first) to 4 (last)") from None
-
-
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> None:
-    if len(ids) > limit:
-        raise InvalidRequest(f"{name} has {len(ids)} entries: at most {limit} are allowed")
+    check_count(name, len(ids), limit)
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
+
+
+def _check_grammar(message: AddRequest) -> None:
+    if message.sampling.grammar is not None:
+        raise InvalidRequest("grammar is not compiled: send its source")
+    if message.grammar and not (message.end_token_ids and set(message.end_token_ids) <= set(message.stop_token_ids)):
+        raise InvalidRequest(
+            f"{message.grammar_name} needs a token that ends the answer, and the model names none: give a special "
+            "token in stop_token_ids"
+        )
 
 
 def _check_logprobs(message: AddRequest, info: EngineInfo, num_prompt_tokens: int) -> None:

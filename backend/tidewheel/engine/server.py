@@ -13,33 +13,32 @@ import zmq
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
-from tidewheel.engine.front_ends import FrontEnd, FrontEnds
+from tidewheel.engine.front_ends import FrontEnd, FrontEnds, ListeningClock
 from tidewheel.engine.grammar_queue import GrammarQueue
-from tidewheel.engine.listening_clock import ListeningClock
 from tidewheel.engine.messages import (
     PROTOCOL,
     RETRY_AFTER_MS,
     AddRequest,
     Cancel,
+    CancelReply,
     CancelRequest,
-    CancelTaken,
     CloseSession,
+    Disconnection,
     Drain,
-    Dropped,
+    EngineFailure,
     EngineInfo,
+    EngineReady,
     ErrorInfo,
-    Failed,
     Goodbye,
     Hello,
     ListRequests,
     Ping,
-    Ready,
-    Requests,
+    RequestList,
     Stats,
     ToEngine,
     to_engine_decoder,
 )
-from tidewheel.engine.requests import check_num_sequences, to_requests
+from tidewheel.engine.requests import check_request, to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason
@@ -86,6 +85,7 @@ class EngineServer:
         self._clock = clock
         self._listened = ListeningClock(clock)  # for the silence of front ends
         self._front_ends = FrontEnds(socket)
+        self._scheduler = scheduler
         self._core = EngineCore(
             scheduler,
             runner,
@@ -98,28 +98,26 @@ class EngineServer:
         self._grammars = GrammarQueue(self._make_compiler)
         self._is_draining = False
         self._next_stats = 0.0
-        self._lonely_since = clock()
-
-    # --- the loop ---------------------------------------------------------------------------------------------
+        self._alone_since = clock()
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Return the reason to stop: that of `must_stop`, or `linger_s` without a front end."""
+        """Return the reason to stop: of `must_stop`, or `linger_s` without a front end."""
         while True:
             worked = self._core.step()
-            self._front_ends.tell_room(self._core.room())
+            self._front_ends.send_room(self._scheduler.waiting_room(self._clock()))
             if worked and not self._core.has_unfinished:
                 self._send_figures()  # before the last answer, so that its client sees them
             self._front_ends.flush()
-            reason = self._keep_house(must_stop)
+            reason = self._maintain(must_stop)
             if reason:
                 return reason
             if not worked:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """Send the last answers without scheduler and runner, which may be broken."""
+        """Send unsent tokens and end all requests, without scheduler and runner, which may be broken."""
         self._front_ends.flush()
-        self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
+        self._front_ends.broadcast(Disconnection(ErrorInfo.of(error)))
 
     def _beat(self, expected_s: float | None) -> None:
         self._write_beat(expected_s, len(self._front_ends))
@@ -127,11 +125,11 @@ class EngineServer:
     def _wait(self) -> None:
         self._beat(None)
         if self._config.debug_invariants:
-            self._core.check_invariants()
+            self._scheduler.check_invariants()
         self._socket.poll(1 if self._core.has_unfinished or self._grammars.num_waiting else IDLE_POLL_MS)
 
-    def _keep_house(self, must_stop: Callable[[], str]) -> str:
-        """Send figures and drop dead front ends. Return a reason to stop, if any."""
+    def _maintain(self, must_stop: Callable[[], str]) -> str:
+        """Send figures and drop dead front ends. Return a reason to stop, or an empty text."""
         now, listened = self._clock(), self._listened()
         if now < self._next_stats:
             return ""
@@ -139,10 +137,10 @@ class EngineServer:
         self._send_figures()
         for front_end, reason in self._front_ends.find_gone(listened):
             self._drop(front_end, f"is gone ({reason})")
-            self._tell_dropped(front_end.identity, f"the engine counts this front end as gone: {reason}")
+            self._send_disconnection(front_end.identity, f"the engine counts this front end as gone: {reason}")
         if self._front_ends:
-            self._lonely_since = now
-        elif now - self._lonely_since >= self._linger_s:
+            self._alone_since = now
+        elif now - self._alone_since >= self._linger_s:
             return "the last front end is gone"
         return must_stop()
 
@@ -150,7 +148,7 @@ class EngineServer:
         self._front_ends.broadcast(Stats(self._stats()))
 
     def _stats(self) -> EngineStats:
-        """Return figures in which requests that wait for a grammar count as waiting."""
+        """Count requests that wait for a grammar as waiting."""
         stats = self._core.stats()
         stats.num_waiting += self._grammars.num_waiting
         return stats
@@ -162,13 +160,12 @@ class EngineServer:
         for request_id in orphans:
             self._core.cancel(request_id)
 
-    def _tell_dropped(self, identity: bytes, reason: str) -> None:
-        self._front_ends.send(identity, Dropped(ErrorInfo.of(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))))
-
-    # --- messages ---------------------------------------------------------------------------------------------
+    def _send_disconnection(self, identity: bytes, reason: str) -> None:
+        self._front_ends.send(
+            identity, Disconnection(ErrorInfo.of(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS)))
+        )
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`."""
         for front_end, message, grammar in self._grammars.take_compiled():
             self._add_compiled(front_end, message, grammar)
         until = self._clock() + RECEIVE_S
@@ -204,7 +201,7 @@ class EngineServer:
                 self._cancel_request(identity, message)
             case _ if front_end is None:
                 if not isinstance(message, Goodbye):
-                    self._tell_dropped(identity, "the engine does not know this front end")
+                    self._send_disconnection(identity, "the engine does not know this front end")
             case _:
                 self._handle_known(front_end, message)
 
@@ -217,28 +214,28 @@ class EngineServer:
             case Cancel():
                 self._cancel(front_end, message)
             case Ping():
-                self._core.observe_refused(message.refused)
+                self._scheduler.observe_refused(message.refused)
             case Goodbye():
                 self._drop(front_end, "leaves")
                 if not self._front_ends:
-                    self._lonely_since = -math.inf
+                    self._alone_since = -math.inf
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
-            self._front_ends.send(identity, Failed(text, is_permanent=True))
+            self._front_ends.send(identity, EngineFailure(text, is_permanent=True))
         elif hello.identity not in ("", self._identity):
             text = "the engine of this model was started with other settings or files: load the model again"
-            self._front_ends.send(identity, Failed(text))
+            self._front_ends.send(identity, EngineFailure(text))
         elif failure := self._take_settings(hello):
-            self._front_ends.send(identity, Failed(failure))
+            self._front_ends.send(identity, EngineFailure(failure))
         else:
             self._front_ends.admit(identity, hello.client, self._listened())
             log.info("front end %s joins", hello.client)
-            self._front_ends.send(identity, Ready(self._info))
+            self._front_ends.send(identity, EngineReady(self._info))
 
     def _take_settings(self, hello: Hello) -> str:
-        """Take settings of a newer reading. Return why they cannot be taken, or an empty string."""
+        """Take settings that were read later. Return the problem, or an empty text."""
         if hello.read_ns <= self._read_ns:
             return ""
         try:
@@ -246,7 +243,7 @@ class EngineServer:
             if not self._started.can_become(config):
                 raise ConfigError(f"the engine cannot take {describe_changes(self._config, config)} while it runs")
             if config != self._config:
-                self._core.reconfigure(scheduler_config(config, self._info), session_limits(config))
+                self._scheduler.reconfigure(scheduler_config(config, self._info), session_limits(config))
                 log.info("takes other settings: %s", describe_changes(self._config, config))
         except ConfigError as error:
             return str(error)
@@ -265,9 +262,9 @@ class EngineServer:
         self._front_ends.send(identity, Stats(self._stats()))
 
     def _list_requests(self, identity: bytes, message: ListRequests) -> None:
-        unfinished = list(self._core.unfinished())
+        unfinished = list(self._scheduler.unfinished())
         rows = self._front_ends.list_requests(unfinished, self._clock(), message.limit)
-        self._front_ends.send(identity, Requests(self._info.pid, rows, len(unfinished)))
+        self._front_ends.send(identity, RequestList(self._info.pid, rows, len(unfinished)))
 
     def _cancel_request(self, identity: bytes, message: CancelRequest) -> None:
         is_meant = message.pid == self._info.pid
@@ -276,13 +273,12 @@ class EngineServer:
             log.info("request %d is cancelled by an operator", message.number)
         for request_id in leaving:
             self._core.cancel(request_id)
-        self._front_ends.send(identity, CancelTaken(bool(leaving)))
+        self._front_ends.send(identity, CancelReply(bool(leaving)))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
         front_end.received.append(message.key)
         try:
             self._check_draining()
-            check_num_sequences(message.n)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return
@@ -301,14 +297,15 @@ class EngineServer:
         try:
             if isinstance(grammar, TidewheelError):
                 raise grammar
-            request_ids = self._front_ends.open(front_end, message.key, message.n, message.request_id)
+            request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return
         try:
             seed, now = self._seeds.getrandbits(64), self._clock()
+            checked = check_request(message, self._info)
             requests = to_requests(
-                message, self._info, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
+                message, checked, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
             )
             self._core.add_group(requests)
         except TidewheelError as error:
@@ -331,7 +328,7 @@ class EngineServer:
     def _close_session(self, front_end: FrontEnd, message: CloseSession) -> None:
         try:
             self._check_draining()
-            self._core.close_session(message.tenant, message.session_id)
+            self._scheduler.close_session(message.tenant, message.session_id)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
         else:

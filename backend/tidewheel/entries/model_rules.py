@@ -15,7 +15,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.entries.findings import Problem, error, note, warning
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.architectures import native_traits, parse_config
@@ -132,7 +132,9 @@ class ModelJudge:
 
     def _try_tokenizer(self, folder: Path) -> None:
         config, vocab_size = self._config, self._vocab_size or UNKNOWN_VOCABULARY
-        encoder = PromptWorkers(Folder(Path(config.tokenizer or folder), vocab_size, config.max_prompt_bytes), 1)
+        encoder = PromptWorkers(
+            TokenizerFolder(Path(config.tokenizer or folder), vocab_size, config.max_prompt_bytes), 1
+        )
         with contextlib.closing(encoder):
             encoder.wait_tried()
 

@@ -34,7 +34,7 @@ def show(value: object) -> str:
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Raise `InvalidRequest` naming the field, also for duplicate keys. NaN and Infinity become floats."""
+    """Accept NaN and Infinity. Raise `InvalidRequest` naming the field, also for duplicate keys."""
     try:
         return json.loads(to_text(name, text), object_pairs_hook=lambda pairs: _unique(pairs, name))
     except json.JSONDecodeError as error:
@@ -101,7 +101,7 @@ def to_text(name: str, value: object) -> str:
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """Drop empty texts, which clients of TensorRT-LLM send for none. Refuse them for `stop`, as vLLM does."""
+    """Drop empty texts, which clients of TensorRT-LLM send, but refuse them for `stop`, as vLLM does."""
     items = value if isinstance(value, list | tuple) else [value]
     texts = tuple(to_text(name, item) for item in items)
     if name == "stop" and "" in texts:

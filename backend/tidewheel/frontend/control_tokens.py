@@ -20,7 +20,7 @@ import tokenizers
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.conversation import Conversation
+from tidewheel.frontend.chat import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
 
 Spans = Sequence[tuple[int, int]]  # characters of a prompt that are plain text, in order
@@ -30,7 +30,7 @@ _NOTHING = r"(?!)"  # matches no text
 
 
 class _RenamedTokenizer(NamedTuple):
-    """Copy of a tokenizer that knows control tokens only by private names, never by their own texts."""
+    """Copy of a tokenizer with private names for control tokens."""
 
     tokenizer: Tokenizer
     names: dict[str, str]  # by control token
@@ -39,9 +39,9 @@ class _RenamedTokenizer(NamedTuple):
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """Return an expression that matches the longest of `texts`, as tokenizers do. They are different, at least one.
+    """Return an expression that matches the longest of different `texts`.
 
-    No two alternatives begin with the same character, so a search does not try every text at every place.
+    No two alternatives begin with the same character, so that a search tries few of them.
     """
     alternatives = []
     # In reverse, so that an empty rest comes last.
@@ -72,10 +72,9 @@ class ControlTokens:
         self._renamed: _RenamedTokenizer | None = None
 
     def plain_spans(self, conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> Spans:
-        """Return the spans of `text`, the rendered conversation, where messages may spell control tokens.
+        """Return the spans of `text`, the rendered conversation, where messages spell control tokens.
 
-        `render` applies the chat template. Empty if no such text would become a control token. Raise `InvalidRequest`
-        if the template changes such text, so that its place cannot be found.
+        Raise `InvalidRequest` if the template changes such a span.
         """
         marks = _Marks(self.risky_spans)
         marked = marks.conversation(conversation)
@@ -95,10 +94,7 @@ class ControlTokens:
         return spans if becomes_control else ()
 
     def risky_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the spans of `text` that spell a control token, in order.
-
-        A beginning or end of `text` counts too if neighbouring text may complete it to a control token.
-        """
+        """Return the spans that spell a control token, or, at the ends, a part of one."""
         spans = [match.span() for match in self._pattern.finditer(text)]
         if not spans and self._normalizer is not None and self._find_controls(text):
             return [(0, len(text))]
@@ -110,15 +106,12 @@ class ControlTokens:
         return [(start, end) for start, end in ((0, head), *spans, (tail, len(text))) if start < end]
 
     def prepare(self) -> _RenamedTokenizer:
-        """Make the tokenizer of `encode`, once. A large vocabulary takes seconds."""
+        """Make the tokenizer of `encode` once, up to seconds."""
         self._renamed = self._renamed or self._rename()
         return self._renamed
 
     def encode(self, text: str, plain: Spans, *, add_special_tokens: bool) -> Int32Array:
-        """Return token ids [num_tokens] int32. Plain spans make no control token.
-
-        Raise `InvalidRequest` if the tokenizer has no other way to encode such a span.
-        """
+        """Return token ids [num_tokens] int32. Raise `InvalidRequest` if a plain span makes a control token."""
         tokenizer, names, ids, counted = self.prepare()
         parts, written, begin = [], [], 0
         for start, end in (*plain, (len(text), len(text))):
@@ -136,13 +129,12 @@ class ControlTokens:
         return np.array([*before, *token_ids, *after], dtype=np.int32)
 
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """Return the ids of the special tokens that the tokenizer adds before and after any text."""
+        """Return the ids that the tokenizer adds before and after a text."""
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=flag).tolist() for flag in (False, True))
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
 
     def _find_controls(self, text: str) -> list[str]:
-        """Return the control tokens that `text` spells, and also its normalised form if tokens are matched there."""
         found: list[str] = self._pattern.findall(text)
         if self._normalizer is not None:
             found += self._pattern.findall(self._normalizer.normalize_str(text))
@@ -163,7 +155,7 @@ class ControlTokens:
 
 
 class _Marks:
-    """Random marks that replace the risky spans of a conversation, and are found again after rendering."""
+    """Random marks in place of the risky spans of a conversation."""
 
     def __init__(self, risky_spans: Callable[[str], list[tuple[int, int]]]) -> None:
         self.texts: list[str] = []  # what each mark stands for
@@ -179,7 +171,7 @@ class _Marks:
         )
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return `text` with the marks replaced by their originals, and the spans of these."""
+        """Return `text` with the spans in place of their marks, and their positions."""
         parts, spans, length = [], [], 0
         for index, part in enumerate(re.split(f"{self._name}n([0-9]+)x", text)):
             parts.append(self.texts[int(part)] if index % 2 else part)

@@ -1,9 +1,9 @@
 """Path of a request through the front end.
 
-    submit ─► tokeniser threads ─► door ─► engine ─► on_tokens, on_deltas ─► turn of the request, by a sender ─► sink
+    submit ─► tokeniser threads ─► gate ─► engine ─► on_tokens, on_deltas ─► response senders ─► sink
                                     ▲                    │
                                     └── no room for it ──┤
-             watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
+             watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine drops it
 
 Every submitted request ends its sink exactly once.
 """
@@ -19,19 +19,17 @@ from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
-from tidewheel.frontend.door import Door
-from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.interface import GenerateRequest, Sink
-from tidewheel.frontend.live_request import Ending, LiveRequest
-from tidewheel.frontend.preparation import read_urgency
+from tidewheel.frontend.live_request import EndedRequest, Ending, LiveRequest
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_parameters import read_urgency
 from tidewheel.frontend.request_reader import RequestReader
+from tidewheel.frontend.response_senders import ResponseSenders
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
 from tidewheel.frontend.token_columns import TokenColumns
-from tidewheel.frontend.turns import Turns
-from tidewheel.objective import Objective
 from tidewheel.request import FinishReason
-from tidewheel.stats import EngineStats
+from tidewheel.stats import EngineStats, Objective
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class Frontend:
         engine: EngineClient,
         *,
         max_prompt_bytes: int,
-        door: Door,
+        gate: AdmissionGate,
         num_senders: int = 4,
         stream_interval_s: float = 0.02,
         on_idle: Callable[[], None] = lambda: None,
@@ -59,16 +57,14 @@ class Frontend:
         on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Call `on_idle` before the last response of the last live request, which `stats` has, if no error ends it.
-
-        Call `on_ended` after the last response of each request.
+        """Call `on_idle` before the last response of the last live request, and `on_ended` after each one's last.
 
         `close` closes the reader, too.
         """
         self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
-        self._door = door
+        self._gate = gate
         self._recorder = StatsRecorder(info.max_model_len, objective)
         self._columns = TokenColumns()
         self._lock = threading.Lock()
@@ -76,7 +72,7 @@ class Frontend:
         self._closed_by: TidewheelError | None = None
         self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
         self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
-        self._turns = Turns(
+        self._senders = ResponseSenders(
             num_senders,
             stream_interval_s,
             self._live,
@@ -107,15 +103,15 @@ class Frontend:
             refusal = self._closed_by or self._drained_by or self._prompts.refusal(request.prompt_bytes)
             if refusal is None:
                 self._live[live.key] = live
-                self._door.enter(live.key)
+                self._gate.enter(live.key)
                 if live.urgency.deadline_ns:
                     self._watcher.set_deadline(live, live.urgency.deadline_ns)
                 self._prompts.put(live)
         if refusal is not None:
-            self._turns.fail(live, refusal)
+            self._senders.fail(live, refusal)
 
     def wait_for_room(self) -> None:
-        self._door.wait()
+        self._gate.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
         """End live and later requests with the error."""
@@ -125,16 +121,14 @@ class Frontend:
             self._closed_by = error = error or Draining(_SHUTTING_DOWN)
             live = list(self._live.values())
         self._watcher.close()
-        self._door.close()
+        self._gate.close()
         self._prompts.close()
         for request in live:
             self._end(request, Ending(error=error))
         self._reader.close()
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
-        if not self._turns.close(_CLOSE_TIMEOUT_S):
+        if not self._senders.close(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))
-
-    # --- to the engine ----------------------------------------------------------------------------------------
 
     def _prepare(self, request: LiveRequest) -> None:
         try:
@@ -166,20 +160,18 @@ class Frontend:
             if request.mark_sent():
                 return
             self._engine.cancel([request.key])
-        self._door.forget(request.key)
+        self._gate.forget(request.key)
 
     def _claim(self, message: AddRequest) -> None:
         try:
-            self._door.claim(message)
+            self._gate.claim(message)
         except WaitingSetFull:
-            self._engine.count_refused(message.tenant, message.n)
+            self._engine.count_refused(message.options.tenant, message.options.n)
             raise
 
     def _send_held(self) -> None:
-        for request in self._known(self._door.offer()):
+        for request in self._known(self._gate.release()):
             self._send_to_engine(request)
-
-    # --- from the engine --------------------------------------------------------------------------------------
 
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
         now_ns = time.monotonic_ns()
@@ -188,9 +180,9 @@ class Frontend:
         for request in self._known(first):
             timings.append(_timing(request, 1, self._begin(request, now_ns), now_ns))
             if request.receive_first():
-                self._turns.put(request)
+                self._senders.put(request)
         self._recorder.tokens(timings, seconds)
-        self._turns.wake()
+        self._senders.wake()
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
@@ -203,14 +195,14 @@ class Frontend:
                 since_ns = self._note_token(request, delta, now_ns)
                 timings.append(_timing(request, len(delta.token_ids), since_ns, now_ns))
             if request.receive(delta):
-                self._turns.put(request)
+                self._senders.put(request)
             else:
-                self._columns.note_news(delta.key)
+                self._columns.note_output(delta.key)
         self._recorder.tokens(timings)
-        self._turns.wake()
+        self._senders.wake()
 
     def _note_token(self, request: LiveRequest, delta: Delta, now_ns: int) -> int:
-        """Return the time of the sequence's last token, of the arrival before the first one of all, or 0."""
+        """Return the time of the sequence's last token or of the request's arrival, or 0."""
         if delta.index > 0:
             since_ns = request.last_token_ns.get(delta.index, 0)
             request.last_token_ns[delta.index] = now_ns
@@ -219,14 +211,14 @@ class Frontend:
         return since_ns or self._begin(request, now_ns)
 
     def _begin(self, request: LiveRequest, now_ns: int) -> int:
-        """Note a sequence's first token. Return the time of the arrival if it is the request's first, else 0."""
+        """Return the arrival time for the request's first token, else 0."""
         if request.has_output:
             return 0
         request.first_output_ns = now_ns
         return request.arrival_ns
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        self._door.hear(None)
+        self._gate.set_room(None)
         self._drained_by = None
         for request in self._known(keys):
             self._end(request, Ending(error=error), is_at_engine=False)
@@ -235,11 +227,11 @@ class Frontend:
     def on_room(self, room: Room) -> None:
         for request in self._known(room.received):
             request.is_known_to_engine = True
-        self._door.hear(room)
+        self._gate.set_room(room)
         self._send_held()
 
     def on_drain(self) -> None:
-        """End the requests that the engine does not have: it would refuse them, and the server ends without it."""
+        """End the requests that the engine does not have."""
         with self._lock:
             self._drained_by = error = Draining(_SHUTTING_DOWN)
             left = [request for request in self._live.values() if not request.is_at_engine]
@@ -253,20 +245,18 @@ class Frontend:
         message = request.message
         if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
             return False
-        if not self._door.hold(message):
+        if not self._gate.hold(message):
             return False
         if not request.mark_held():
-            self._door.forget(request.key)
+            self._gate.forget(request.key)
         self._send_held()  # room may have appeared since
         return True
-
-    # --- ends -------------------------------------------------------------------------------------------------
 
     def _cancel(self, request: LiveRequest) -> None:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, after a short time for the engine if it knows it."""
+        """End the request, a little later if the engine knows it, and may end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
@@ -279,21 +269,21 @@ class Frontend:
         if request.end(ending) and is_at_engine:
             self._engine.cancel([request.key])
         if request.claim_turn():
-            self._turns.put(request)
+            self._senders.put(request)
 
     def _forget(self, request: LiveRequest) -> None:
         with self._lock:
             self._live.pop(request.key, None)
         self._columns.close(request.key)
-        self._door.forget(request.key)
+        self._gate.forget(request.key)
         self._send_held()
 
 
 class EngineRelay:
-    """Listener that passes messages on to the front end, which is made after the engine is ready."""
+    """Listener for a front end that is made after the engine is ready."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, gate: AdmissionGate) -> None:
+        self._gate = gate
         self.frontend: Frontend | None = None
         self.stats: EngineStats | None = None
 
@@ -309,13 +299,13 @@ class EngineRelay:
         if self.frontend is not None:
             self.frontend.on_lost(keys, error)
         else:
-            self._door.hear(None)
+            self._gate.set_room(None)
 
     def on_room(self, room: Room) -> None:
         if self.frontend is not None:
             self.frontend.on_room(room)
         else:
-            self._door.hear(room)
+            self._gate.set_room(room)
 
     def on_drain(self) -> None:
         if self.frontend is not None:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import parse_json, show, to_bool, to_text
 from tidewheel.frontend.interface import ParameterSource
-from tidewheel.grammar import Grammar
-from tidewheel.json_schemas import check_options
+from tidewheel.grammar import Grammar, check_options
 
 _FLAT = "guided_"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -33,7 +32,7 @@ _NAMES = frozenset(GRAMMAR_PARAMETERS)
 
 
 def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource, ...]:
-    """Replace these parameters by `grammar`. Raise `InvalidRequest` or `Unsupported`."""
+    """Replace the parameters of grammars by `grammar`. Raise `InvalidRequest` or `Unsupported`."""
     if not names_grammar(sources):
         return sources
     replaced: list[ParameterSource] = []
@@ -48,7 +47,6 @@ def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource,
 
 
 def _check_same(given: list[tuple[Grammar, str]]) -> None:
-    """Raise `InvalidRequest` for grammars that differ, by whichever names."""
     for grammar, origin in given[1:]:
         first, first_origin = given[0]
         if grammar != first:
@@ -74,7 +72,7 @@ def _flat_members(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
-    """Return the grammar of members of vLLM's `StructuredOutputsParams` and `GuidedDecodingParams`."""
+    """Read members of vLLM's `StructuredOutputsParams` and `GuidedDecodingParams`."""
     given = {name: value for name, value in members.items() if _is_given(name, value)}
     backend = given.pop("backend", given.pop("_backend", "auto"))
     if backend not in _BACKENDS:
@@ -93,7 +91,7 @@ def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
 
 
 def _is_given(name: str, value: object) -> bool:
-    """Return whether a member counts. An empty grammar does, and is refused: it is no wish for free text."""
+    """Return whether a member counts. An empty grammar does, and is refused."""
     return value is not None if name in _NEVER_EMPTY else not _is_off(value)
 
 
@@ -112,7 +110,7 @@ def _object(name: str, value: object) -> Mapping[str, object]:
 
 
 def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
-    """Keep the text of a schema, or write it with options of llguidance for whitespace."""
+    """Keep the text of a schema, or add options of llguidance for whitespace."""
     if isinstance(value, str) and not whitespace:
         grammar = Grammar.json_schema(value, name)
         _schema_object(name, value)
@@ -197,7 +195,7 @@ def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
 
 
 def _of_wrapper(place: str, wrapper: object) -> Grammar:
-    """Return the schema of OpenAI's object. Its name and description have no effect; answers are always `strict`."""
+    """Return the schema of OpenAI's object, whose name and description have no effect."""
     if not isinstance(wrapper, Mapping) or wrapper.get("schema") is None:
         raise InvalidRequest(f"{_FORMAT} needs json_schema, an object with name and schema")
     for name in ("name", "description"):

@@ -9,8 +9,8 @@ import msgspec
 from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
-from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.request import Pooling
+from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams, TopLogprobs
 
 INPUT_TENSOR = "input tensor"  # origin of parameters
@@ -39,7 +39,7 @@ class GenerateRequest:
 
     @property
     def prompt_bytes(self) -> int:
-        """Return a lower bound."""
+        """Return a lower bound of the prompt's size."""
         ids = 0 if self.input_ids is None else self.input_ids.nbytes
         return len(self.text or "") + len(self.messages or "") + ids
 
@@ -82,7 +82,7 @@ def is_last(response: Response) -> bool:
 
 
 class Sink(Protocol):
-    """Receiver of one request's responses, from one thread at a time. The last `send` or `fail` ends it."""
+    """Receiver of one request's responses, from one thread at a time, up to the last `send` or `fail`."""
 
     def send(self, response: Response) -> None: ...
 

@@ -23,7 +23,7 @@ _OVERRIDES = {**_KEYS, "max_new_tokens": "max_tokens"}
 
 
 def read_text(path: Path) -> str | None:
-    """Return None if the file is missing. Raise `ConfigError`."""
+    """Return the text, or None without the file. Raise `ConfigError`."""
     try:
         content = read_at_most(path, MAX_FILE_BYTES)
         return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()  # with one kind of line end
@@ -34,7 +34,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Return an empty object if the file is missing. Raise `ConfigError`."""
+    """Return the JSON object, empty without the file. Raise `ConfigError`."""
     text = read_text(path)
     if text is None:
         return {}
@@ -55,7 +55,7 @@ class GenerationDefaults(NamedTuple):
     def load(cls, folder: Path, source: str = "auto", overrides: str = "{}") -> GenerationDefaults:
         """Read `generation_config.json` and `config.json`, both optional. Raise `ConfigError`.
 
-        `source` is auto for the model's, vllm for no sampling but that of `overrides` (JSON), or a folder.
+        `source`: auto (the model's), vllm (only `overrides`, JSON), or a folder.
         """
         path = (folder if source in ("auto", "vllm") else Path(source)) / "generation_config.json"
         if source not in ("auto", "vllm") and not path.is_file():
@@ -67,7 +67,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def read_overrides(text: str) -> dict[str, Any]:
-    """Return fields of `SamplingParams` from the setting `override_generation_config`. Raise `ConfigError`."""
+    """Return fields of `SamplingParams`. Raise `ConfigError`."""
     name = "override_generation_config"
     try:
         values = json.loads(text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -8,19 +9,72 @@ import numpy as np
 from tidewheel.batch import Float32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
 from tidewheel.frontend.interface import Chunk, Generation, Response
-from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
-from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
 from tidewheel.request import FinishReason
 from tidewheel.sampling import TopLogprobs
 
 _TINY = 1e-30  # for states that are all zero
 
 
-class OutputStream:
-    """Output of one sequence, collected until `take`. Not thread safe.
+class StopStrings:
+    """Stop strings of one request, sorted for binary search."""
 
-    The joined text does not depend on deltas and chunks. Without a tokenizer there is none.
-    """
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._sorted = sorted(set(strings))
+        self.first_chars = frozenset(string[0] for string in self._sorted)
+        self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
+
+    def extend(self, held: str, char: str) -> str:
+        """Return the longest end of `held + char` that begins a stop string."""
+        text = held + char
+        while text and not self._begin_with(text):
+            text = text[1:]
+        return text
+
+    def match_length(self, held: str) -> int:
+        """Return the length of the longest stop string that ends `held`, or 0."""
+        if not held.endswith(self._longest_first):
+            return 0
+        return next(len(string) for string in self._longest_first if held.endswith(string))
+
+    def _begin_with(self, text: str) -> bool:
+        index = bisect_left(self._sorted, text)
+        return index < len(self._sorted) and self._sorted[index].startswith(text)
+
+
+class StopChecker:
+    def __init__(self, strings: StopStrings, *, include_in_output: bool = False) -> None:
+        self._strings = strings
+        self._include = include_in_output
+        self._held = ""  # longest end that may begin a stop string
+        self.is_hit = False
+
+    def may_change(self, text: str) -> bool:
+        """Return whether `push` may hold or stop the text."""
+        return bool(self._held) or not self._strings.first_chars.isdisjoint(text)
+
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Return text that is certain. Without `may_stop`, no stop string ends in `text`."""
+        if self.is_hit:
+            return ""
+        if not self.may_change(text):
+            return text
+        buffer = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            self._held = self._strings.extend(self._held, char)
+            match_length = self._strings.match_length(self._held) if may_stop and self._held else 0
+            if match_length:
+                self.is_hit, self._held = True, ""
+                return buffer[: end if self._include else end - match_length]
+        return buffer[: len(buffer) - len(self._held)]
+
+    def flush(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+class OutputStream:
+    """Output of one sequence, collected until `take`. Not thread safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +95,7 @@ class OutputStream:
         self._text = [self._prompt_text(given)] if given.echo else []
 
     @property
-    def has_news(self) -> bool:
+    def has_tokens(self) -> bool:
         return bool(self._token_ids)
 
     @property
@@ -88,7 +142,7 @@ class OutputStream:
             self._prompt_logprobs = delta.prompt_logprobs
 
     def _push_text(self, token_ids: list[int]) -> int:
-        """Return how many tokens are used, up to a stop string."""
+        """Return the number of tokens up to a stop string."""
         if self._detokenizer is None:
             return len(token_ids)
         if not self._sampling.stop:
@@ -130,7 +184,7 @@ class OutputStream:
 
 
 class PromptStream(OutputStream):
-    """Output of a request that scores or echoes its prompt and generates nothing."""
+    """Output of a request that only scores or echoes its prompt."""
 
     def push(self, delta: Delta) -> None:
         self._take_prompt(delta)
@@ -139,7 +193,7 @@ class PromptStream(OutputStream):
 
 
 class EmbeddingStream(OutputStream):
-    """Output of an embedding: one chunk without text, with the pooled states as a vector of length 1."""
+    """Output of an embedding: the pooled states as a vector of length 1."""
 
     _embedding: Float32Array | None = None
 
@@ -157,10 +211,7 @@ class EmbeddingStream(OutputStream):
 
 
 class Outputs:
-    """Outputs of a request's sequences. Not thread safe.
-
-    `open_streams` is called at the first output, so that refused requests cost nothing.
-    """
+    """Outputs of a request's sequences. Not thread safe. `open_streams` is called at the first output."""
 
     def __init__(self, message: AddRequest, open_streams: Callable[[], list[OutputStream]]) -> None:
         self.num_input_tokens = len(message.prompt) // 4
@@ -178,11 +229,11 @@ class Outputs:
         return [stream.num_tokens for stream in self._streams]
 
     @property
-    def has_news(self) -> bool:
-        return any(stream.has_news for stream in self._streams)
+    def has_tokens(self) -> bool:
+        return any(stream.has_tokens for stream in self._streams)
 
     def push(self, deltas: Iterable[Delta]) -> list[int]:
-        """Return sequences that a stop string ended."""
+        """Return the sequences that a stop string ended."""
         return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
 
     def end(self, finish_reason: str) -> None:

@@ -23,10 +23,9 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.confidential import protect_texts
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.chat_template import ChatTemplate
+from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.control_tokens import ControlTokens, Spans
-from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
@@ -41,17 +40,21 @@ _CONVERSATIONS = (["user"], ["system", "user"], ["system", *["user", "assistant"
 _CONTENTS = ("Hello", "", "{{ 1 }} <|im_end|> </s>\n\x00", "word " * 10_000)
 
 
-class Render(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class RenderJob(_Message, frozen=True):
     conversation: Conversation
 
 
-class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class EncodeJob(_Message, frozen=True):
     text: str
     add_special_tokens: bool
     plain: Spans = ()
 
 
-class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class TokenizeJob(_Message, frozen=True):
     text: str
     add_special_tokens: bool
     max_model_len: int
@@ -59,43 +62,39 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=True):
     plain: Spans = ()
 
 
-class Decode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DecodeJob(_Message, frozen=True):
     token_ids: bytes  # little-endian int32
 
 
-class Try(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class GrammarTrial(_Message, frozen=True):
     grammar: Grammar
 
 
-class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PromptText(_Message, frozen=True):
     text: str
     plain: Spans = ()  # of a prompt: text of messages that must make no special token
 
 
-class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class TokenIds(_Message, frozen=True):
     token_ids: bytes  # little-endian int32
 
 
-class Tried(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    source: str
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Refusal(_Message, frozen=True):
     tag: str  # of the error; empty: the folder cannot be served
     message: str
 
 
-class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Stage(_Message, frozen=True):
     """Work of the process before it serves; empty: it serves."""
 
     name: str
 
 
-Job = Render | Encode | Tokenize | Decode | Try
-Answer = Rendered | Encoded | Tried | Refused | Stage
+Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
+Answer = PromptText | TokenIds | Refusal | Stage
 
 
-class Folder(NamedTuple):
+class TokenizerFolder(NamedTuple):
     path: Path
     vocab_size: int
     max_prompt_bytes: int
@@ -110,23 +109,23 @@ class Limits(NamedTuple):
     grammar_s: float = 1.0
 
     def of_job(self, job: Job) -> float:
-        return self.grammar_s if isinstance(job, Try) else self.job_s * (1 + _size(job) / _CPU_STEP)
+        return self.grammar_s if isinstance(job, GrammarTrial) else self.job_s * (1 + _size(job) / _CPU_STEP)
 
 
-def _size(job: Render | Encode | Tokenize | Decode) -> int:
-    if isinstance(job, Render):
+def _size(job: RenderJob | EncodeJob | TokenizeJob | DecodeJob) -> int:
+    if isinstance(job, RenderJob):
         return job.conversation.num_bytes
-    return len(job.token_ids if isinstance(job, Decode) else job.text)
+    return len(job.token_ids if isinstance(job, DecodeJob) else job.text)
 
 
 class PromptEncoder(Protocol):
     """Thread-safe. Its methods raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
-    def render(self, conversation: Conversation) -> Rendered:
-        """Return the text that the chat template writes, with its plain spans."""
+    def render(self, conversation: Conversation) -> PromptText:
+        """Apply the chat template. Return the text with its plain spans."""
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        """Return token ids [num_tokens] int32. The plain spans of `text` make no special token."""
+        """Return token ids [num_tokens] int32. Plain spans make no special token."""
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
@@ -134,20 +133,20 @@ class PromptEncoder(Protocol):
         """Return JSON of the tokens, as vLLM's server answers."""
 
     def decode(self, token_ids: Int32Array) -> str:
-        """Return the text of [num_tokens], special tokens included."""
+        """Return the text with special tokens."""
 
     def compilable(self, grammar: Grammar) -> str:
         """Return the source of a grammar that compiles. Raise `Unsupported` too."""
 
     def close(self) -> None:
-        """End jobs with an error. Any thread may call it."""
+        """Thread-safe."""
 
 
 class LocalEncoder:
     """Encoder in this process, without limits."""
 
-    def __init__(self, folder: Folder) -> None:
-        """Raise `ConfigError` without a usable tokenizer or with a broken template."""
+    def __init__(self, folder: TokenizerFolder) -> None:
+        """Raise `ConfigError`."""
         self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
         self._controls = ControlTokens(self._tokenizer)
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
@@ -155,15 +154,15 @@ class LocalEncoder:
         self._folder = folder
         self._compiler: GrammarCompiler | ConfigError | None = None
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation) -> PromptText:
         if self.template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
         text = to_text("messages", self.template.render(conversation))
         size = len(text.encode("utf-8"))
         check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
         if not conversation.escapes_special_tokens:
-            return Rendered(text)
-        return Rendered(text, self._controls.plain_spans(conversation, text, self.template.render))
+            return PromptText(text)
+        return PromptText(text, self._controls.plain_spans(conversation, text, self.template.render))
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
         if plain:
@@ -190,14 +189,14 @@ class LocalEncoder:
         return source
 
     def prepare(self, job: Job) -> None:
-        """Make what jobs of this kind share, once. The limit of a job does not count it."""
-        if isinstance(job, Try):
+        """Make shared parts once, outside of the limit of a job."""
+        if isinstance(job, GrammarTrial):
             self.prepare_grammars()
-        elif isinstance(job, Encode | Tokenize) and job.plain:
+        elif isinstance(job, EncodeJob | TokenizeJob) and job.plain:
             self._controls.prepare()
 
     def prepare_grammars(self) -> GrammarCompiler | ConfigError:
-        """Read the vocabulary, once. A large one takes a second."""
+        """Read the vocabulary once, up to a second."""
         if self._compiler is None:
             try:
                 self._compiler = GrammarCompiler(self._folder.path, self._folder.vocab_size)
@@ -209,10 +208,7 @@ class LocalEncoder:
 
 
 def try_out(encoder: LocalEncoder) -> Iterator[str]:
-    """Encode and render long and odd inputs. Yield what is tried next. Raise `ConfigError` where they fail.
-
-    A model whose vocabulary does not fit grammars is served without them.
-    """
+    """Encode and render odd inputs. Yield the name of each part. Raise `ConfigError`."""
     yield "its vocabulary"
     encoder.prepare_grammars()
     yield "its tokenizer"
@@ -230,9 +226,6 @@ def try_out(encoder: LocalEncoder) -> Iterator[str]:
             encoder.template.try_out(Conversation([{"role": role, "content": content} for role in roles]))
 
 
-# --- both sides ---------------------------------------------------------------------------------------------------
-
-
 def write(stream: io.BufferedRWPair, message: Job | Answer) -> None:
     data = msgspec.msgpack.encode(message)
     stream.write(_LENGTH.pack(len(data)) + data)
@@ -243,9 +236,6 @@ def read(stream: io.BufferedRWPair) -> bytes:
     """Return the next message; empty at the end."""
     head = stream.read(_LENGTH.size)
     return stream.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
-
-
-# --- the process --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -263,14 +253,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (args.memory_mb << 20, args.memory_mb << 20))
     protect_texts()
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
-        folder = Folder(args.folder, args.vocab_size, args.max_prompt_bytes)
+        folder = TokenizerFolder(args.folder, args.vocab_size, args.max_prompt_bytes)
         limits = Limits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)
         encoder = _start(stream, folder, limits.trial_s, is_trial=args.trial)
         if encoder is not None:
             _serve(stream, encoder, limits)
 
 
-def _start(stream: io.BufferedRWPair, folder: Folder, limit_s: float, *, is_trial: bool) -> LocalEncoder | None:
+def _start(
+    stream: io.BufferedRWPair, folder: TokenizerFolder, limit_s: float, *, is_trial: bool
+) -> LocalEncoder | None:
     _limit_cpu(limit_s)
     try:
         write(stream, Stage("its files"))
@@ -278,7 +270,7 @@ def _start(stream: io.BufferedRWPair, folder: Folder, limit_s: float, *, is_tria
         for stage in try_out(encoder) if is_trial else ():
             write(stream, Stage(stage))
     except ConfigError as error:
-        write(stream, Refused("", str(error)))
+        write(stream, Refusal("", str(error)))
         return None
     _limit_cpu(0.0)
     write(stream, Stage(""))
@@ -295,29 +287,29 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
             _limit_cpu(limits.of_job(job))
             answer = _work(encoder, job)
         except TidewheelError as error:
-            answer = Refused(error.tag, error.message)
+            answer = Refusal(error.tag, error.message)
         except MemoryError:
-            answer = Refused(InvalidRequest.tag, "the prompt or grammar needs too much memory: shorten it")
+            answer = Refusal(InvalidRequest.tag, "the prompt or grammar needs too much memory: shorten it")
         _limit_cpu(0.0)
         write(stream, answer)
 
 
 def _work(encoder: LocalEncoder, job: Job) -> Answer:
     match job:
-        case Render(conversation):
+        case RenderJob(conversation):
             return encoder.render(conversation)
-        case Encode():
-            return Encoded(encoder.encode(**msgspec.structs.asdict(job)).astype("<i4").tobytes())
-        case Tokenize():
-            return Rendered(encoder.tokenize(**msgspec.structs.asdict(job)))
-        case Decode(token_ids):
-            return Rendered(encoder.decode(np.frombuffer(token_ids, dtype="<i4")))
-        case Try(grammar):
-            return Tried(encoder.compilable(grammar))
+        case EncodeJob():
+            return TokenIds(encoder.encode(**msgspec.structs.asdict(job)).astype("<i4").tobytes())
+        case TokenizeJob():
+            return PromptText(encoder.tokenize(**msgspec.structs.asdict(job)))
+        case DecodeJob(token_ids):
+            return PromptText(encoder.decode(np.frombuffer(token_ids, dtype="<i4")))
+        case GrammarTrial(grammar):
+            return PromptText(encoder.compilable(grammar))
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End the process by SIGPROF after CPU time; 0: never."""
+    """End the process after CPU time; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

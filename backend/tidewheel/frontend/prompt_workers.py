@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from queue import LifoQueue
-from typing import cast
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,28 +16,29 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest, from_wire
 from tidewheel.frontend import prompt_process
+from tidewheel.frontend.chat import Conversation
 from tidewheel.frontend.control_tokens import Spans
-from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.prompt_process import (
     Answer,
-    Decode,
-    Encode,
-    Encoded,
-    Folder,
+    DecodeJob,
+    EncodeJob,
+    GrammarTrial,
     Job,
     Limits,
-    Refused,
-    Render,
-    Rendered,
+    PromptText,
+    Refusal,
+    RenderJob,
     Stage,
-    Tokenize,
-    Tried,
-    Try,
+    TokenIds,
+    TokenizeJob,
+    TokenizerFolder,
 )
 from tidewheel.grammar import Grammar
 from tidewheel_process.child import Child, describe_exit
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", PromptText, TokenIds)
 
 MAX_KNOWN_GRAMMARS = 64
 _ATTEMPTS = 2  # of a job whose process something else ended
@@ -51,7 +52,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 class PromptWorkers:
     """Encoder that gives each job to one of `count` processes, which are replaced when they end."""
 
-    def __init__(self, folder: Folder, count: int, limits: Limits | None = None) -> None:
+    def __init__(self, folder: TokenizerFolder, count: int, limits: Limits | None = None) -> None:
         self._folder = folder
         self._limits = limits or Limits()
         self._is_closed = False
@@ -69,24 +70,24 @@ class PromptWorkers:
         for index in range(1, len(self._workers)):
             self._worker(index)
 
-    def render(self, conversation: Conversation) -> Rendered:
-        return cast(Rendered, self._ask(Render(conversation)))
+    def render(self, conversation: Conversation) -> PromptText:
+        return self._ask(RenderJob(conversation), PromptText)
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        answer = cast(Encoded, self._ask(Encode(text, add_special_tokens, plain)))
+        answer = self._ask(EncodeJob(text, add_special_tokens, plain), TokenIds)
         return np.frombuffer(answer.token_ids, dtype="<i4").astype(np.int32, copy=False)
 
     def tokenize(
         self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
     ) -> str:
-        job = Tokenize(text, add_special_tokens, max_model_len, with_strings, plain)
-        return cast(Rendered, self._ask(job)).text
+        job = TokenizeJob(text, add_special_tokens, max_model_len, with_strings, plain)
+        return self._ask(job, PromptText).text
 
     def decode(self, token_ids: Int32Array) -> str:
-        return cast(Rendered, self._ask(Decode(token_ids.astype("<i4").tobytes()))).text
+        return self._ask(DecodeJob(token_ids.astype("<i4").tobytes()), PromptText).text
 
     def _try(self, grammar: Grammar) -> str:
-        return cast(Tried, self._ask(Try(grammar))).source
+        return self._ask(GrammarTrial(grammar), PromptText).text
 
     def close(self) -> None:
         with self._lock:
@@ -95,7 +96,7 @@ class PromptWorkers:
         for worker in workers:
             worker.end()
 
-    def _ask(self, job: Job) -> Answer:
+    def _ask(self, job: Job, kind: type[T]) -> T:
         index = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):
@@ -109,8 +110,9 @@ class PromptWorkers:
             self._idle.put(index)
         if answer is None:
             raise InternalError("the process that makes token ids ended twice: the server's log may say why")
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refusal):
             raise from_wire(answer.tag, answer.message)
+        assert isinstance(answer, kind)
         return answer
 
     def _worker(self, index: int) -> _Worker:
@@ -131,18 +133,18 @@ class PromptWorkers:
         if self._is_closed:
             raise Draining("the server is shutting down")
         logger.warning("a process that makes token ids ended (%s) and is replaced", describe_exit(returncode))
-        if isinstance(job, Try) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
+        if isinstance(job, GrammarTrial) and returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT):
             raise InvalidRequest(
                 f"{job.grammar.name} could not be compiled within {self._limits.of_job(job):.0f} s of CPU time and "
                 "the limits of memory and depth: make it simpler"
             )
         if returncode == -signal.SIGPROF:
-            what = "chat template did not end" if isinstance(job, Render) else "prompt could not be tokenised"
+            what = "chat template did not end" if isinstance(job, RenderJob) else "prompt could not be tokenised"
             raise InvalidRequest(f"the {what} within {self._limits.of_job(job):.0f} s of CPU time: change the prompt")
 
 
 class _Worker:
-    def __init__(self, folder: Folder, limits: Limits, *, is_trial: bool) -> None:
+    def __init__(self, folder: TokenizerFolder, limits: Limits, *, is_trial: bool) -> None:
         command = [python_executable(), "-P", "-m", prompt_process.__name__, *map(str, (*folder, *limits))]
         self._folder = folder
         self._limits = limits
@@ -159,7 +161,7 @@ class _Worker:
         stage = "its files"
         while not self._is_started:
             answer = self._read()
-            if isinstance(answer, Refused):
+            if isinstance(answer, Refusal):
                 raise ConfigError(answer.message)
             if answer is None:
                 limits = f"{self._limits.trial_s:.0f} s of CPU time and {self._limits.memory_mb} MiB of memory"

@@ -12,9 +12,8 @@ import numpy as np
 from tidewheel.batch import Float64Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
-from tidewheel.objective import Objective
 from tidewheel.request import FinishReason, Priority
-from tidewheel.stats import Histogram
+from tidewheel.stats import Histogram, Objective
 
 # Upper bounds, as in vLLM's metrics; in seconds.
 TTFT_BOUNDS = (
@@ -57,7 +56,7 @@ def token_bounds(limit: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class FrontendStats:
-    """Counters, and histograms of requests, with ``num_received == num_live + finished + rejected + failed``."""
+    """Counters with ``num_received == num_live + finished + rejected + failed``, and histograms."""
 
     num_received: int = 0
     num_live: int = 0
@@ -114,7 +113,7 @@ class StatsRecorder:
             self._stats.num_live += 1
 
     def tokens(self, timings: Iterable[TokenTiming], later_seconds: Float64Array = NO_SECONDS) -> None:
-        """Count tokens, and later ones that came alone, each so long after the last one of its sequence."""
+        """Count tokens, and later ones that came alone, by seconds since the sequence's last."""
         with self._lock:
             self._stats.num_generation_tokens += len(later_seconds)
             self._stats.inter_token_latency.observe_all(later_seconds)
@@ -147,7 +146,7 @@ class StatsRecorder:
                 self._observe_answer(request)
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
-        """Count an error. `refused_after`: seconds from arrival, if never accepted."""
+        """Count an error, `refused_after` seconds from arrival if never accepted."""
         with self._lock:
             self._stats.num_live -= 1
             is_rejection = error.tag in REJECTION_TAGS and not had_output

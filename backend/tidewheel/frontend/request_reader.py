@@ -1,31 +1,113 @@
-"""Requests of clients: what they ask of the engine, or of the tokenizer alone."""
+"""Requests of clients to messages for the engine, or to answers of the tokenizer alone."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from tidewheel.batch import Int32Array
-from tidewheel.engine.messages import CloseSession, EngineInfo
-from tidewheel.engine.requests import check_prompt_length, check_token_ids
+from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, CloseSession, EngineInfo
+from tidewheel.engine.requests import CheckedRequest, check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.control_tokens import Spans
-from tidewheel.frontend.conversation import parse_conversation
 from tidewheel.frontend.interface import GenerateRequest, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.preparation import Prepared, Preparer, check_task_parameters, parse_parameters, truncated
-from tidewheel.frontend.prompt_options import PromptOptions
+from tidewheel.frontend.output import EmbeddingStream, Outputs, OutputStream, PromptStream, StopStrings
 from tidewheel.frontend.prompt_process import PromptEncoder
-from tidewheel.frontend.request_options import RequestOptions
+from tidewheel.frontend.request_parameters import check_names, parse_parameters, with_token_biases
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.word_biases import with_token_biases
+from tidewheel.grammar import Grammar
 from tidewheel.request import Pooling
-from tidewheel.sampling import SamplingParams
+from tidewheel.request_options import PromptOptions, RequestOptions
+from tidewheel.runner.grammar_compiler import to_source
+from tidewheel.sampling import SamplingParams, pack_biases
 
 MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
+# Parameters of the other tasks.
+_SERVICE = {"priority", "tenant", "deadline_ms", "soft_deadline_ms"}
+_TOKENIZE = {"add_special_tokens", "add_generation_prompt", "return_token_strs", *_SERVICE}
+_EMBED = {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens", *_SERVICE}
+
+
+class PreparedRequest(NamedTuple):
+    message: AddRequest | CloseSession | None  # None: the engine is not asked
+    outputs: Outputs | None  # None: nothing is generated
+    checked: CheckedRequest | None = None  # of an `AddRequest`
+    has_stop_strings: bool = False
+    answer: str = ""  # where nothing is generated
+
+
+class MessageMaker:
+    """Maker of messages and outputs, thread-safe. Without a tokenizer, there is no text."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults | None = None,
+        encoder: Tokenizer | PromptEncoder | None = None,
+        compilable: Callable[[Grammar], str] = to_source,
+    ) -> None:
+        """`encoder` makes tokens of `bad_words`. `compilable` tries grammars out."""
+        self._compilable = compilable
+        self._info = info
+        self._tokenizer = tokenizer
+        self._encoder = encoder or tokenizer
+        self.defaults = defaults or GenerationDefaults.load(Path(info.model))
+        eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
+        # Folders may name ids that the model cannot output.
+        self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
+
+    def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> PreparedRequest:
+        """Raise `InvalidRequest`."""
+        sampling = given.sampling
+        grammar = sampling.grammar
+        bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
+        message = AddRequest(
+            key=key,
+            prompt=given.prompt_ids.astype("<i4").tobytes(),
+            sampling=msgspec.structs.replace(sampling, stop=(), bad_words=(), logit_bias={}, grammar=None),
+            pooling=given.pooling,
+            stop_token_ids=self._stop_token_ids(sampling),
+            bad_words_ids=self._bad_words_ids(sampling.bad_words),
+            bias_token_ids=bias_token_ids,
+            bias_amounts=bias_amounts,
+            grammar="" if grammar is None else self._compilable(grammar),
+            grammar_name="" if grammar is None else grammar.name,
+            end_token_ids=() if grammar is None else self._end_token_ids(sampling.stop_token_ids),
+            request_id=given.request_id[:MAX_REQUEST_ID_CHARS],
+            options=given.options,
+            arrival_ns=arrival_ns,
+            deadline_ns=given.options.deadline_ns(arrival_ns, timeout_us),
+            soft_deadline_ns=given.options.soft_deadline_ns(arrival_ns),
+        )
+        checked = check_request(message, self._info, prompt_name=given.prompt_name)
+        outputs = Outputs(message, lambda: self._open_streams(given))
+        return PreparedRequest(message, outputs, checked, has_stop_strings=bool(sampling.stop))
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        # A grammar may only be able to end.
+        eos = () if sampling.ignore_eos and sampling.grammar is None else self._eos_token_ids
+        return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+
+    def _end_token_ids(self, stop_token_ids: Iterable[int]) -> tuple[int, ...]:
+        special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+        return tuple(dict.fromkeys((*self._eos_token_ids, *(t for t in stop_token_ids if t in special))))
+
+    def _bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        if self._encoder is None:
+            return ()
+        return tuple(ids for word in words for ids in phrase_ids(word, self._encoder, self._info.vocab_size))
+
+    def _open_streams(self, given: Generation) -> list[OutputStream]:
+        stop = StopStrings(given.sampling.stop)
+        kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
+        return [kind(self._tokenizer, given, stop) for _ in range(given.options.n)]
 
 
 class RequestReader:
@@ -49,21 +131,21 @@ class RequestReader:
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._preparer = Preparer(info, tokenizer, defaults, encoder, encoder.compilable)
+        self._maker = MessageMaker(info, tokenizer, defaults, encoder, encoder.compilable)
         self._max_prompt_bytes = max_prompt_bytes
         self._default_max_tokens = info.max_num_tokens if default_max_tokens == "context" else default_max_tokens
 
     def close(self) -> None:
         self._encoder.close()
 
-    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
+    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
         """Raise `InvalidRequest` or `Unsupported`."""
         if request.task == "embed":
             return self._embed(key, request, arrival_ns)
         if request.task != "generate":
-            return Prepared(None, None, False, self._answer(request))
+            return PreparedRequest(None, None, answer=self._tokenizer_answer(request))
         parameters = with_token_biases(request.parameters, self._encode_word)
-        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, self._preparer.defaults.sampling)
+        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, self._maker.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
@@ -72,24 +154,23 @@ class RequestReader:
         given = Generation(
             prompt_ids, sampling, options, name, text, echo, is_scoring=is_scoring, request_id=request.request_id
         )
-        prepared = self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
+        prepared = self._maker.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
         return prepared
 
-    def _embed(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
-        """Ask for one token, which is not returned: with it, all of the prompt is computed."""
-        check_task_parameters(request.parameters, request.task)
+    def _embed(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
+        check_names(request.parameters, _EMBED, request.task)
         sampling, options, prompt_options, _ = parse_parameters(request.parameters)
-        sampling = dataclasses.replace(sampling, max_tokens=1, temperature=0.0)
+        sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
         given = Generation(
             prompt_ids, sampling, options, name, text, pooling=self._pooling, request_id=request.request_id
         )
-        return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
+        return self._maker.prepare(key, given, arrival_ns, request.timeout_us)
 
-    def _answer(self, request: GenerateRequest) -> str:
-        """Return the answer of the tasks `tokenize` (JSON of the tokens) and `detokenize` (their text)."""
-        check_task_parameters(request.parameters, request.task)
+    def _tokenizer_answer(self, request: GenerateRequest) -> str:
+        """Answer the tasks `tokenize` and `detokenize`."""
+        check_names(request.parameters, _TOKENIZE, request.task)
         options = parse_parameters(request.parameters).prompt
         name = self._prompt_name(request)
         if request.task == "detokenize":
@@ -107,7 +188,6 @@ class RequestReader:
         )  # fmt: skip
 
     def _prompt_name(self, request: GenerateRequest) -> str:
-        """Return the prompt's field."""
         forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
         given = [name for name, value in forms.items() if value is not None]
         if len(given) != 1:
@@ -120,7 +200,7 @@ class RequestReader:
     def _read_prompt(
         self, request: GenerateRequest, options: PromptOptions, sampling: SamplingParams
     ) -> tuple[str, str | None, Int32Array]:
-        """Return field, any text that the tokens are of, and token ids."""
+        """Return the prompt's field, its text if the tokens are all of it, and token ids [num_prompt_tokens]."""
         name = self._prompt_name(request)
         if options.return_token_strs:
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
@@ -135,10 +215,7 @@ class RequestReader:
         return name, text if len(kept) == len(prompt_ids) else None, kept
 
     def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[str, Spans, bool]:
-        """Return the prompt, its plain spans, and whether the tokenizer adds special tokens.
-
-        By default it adds them to a text, and not to a conversation, whose template writes its own.
-        """
+        """Return the prompt, its plain spans, and whether to add special tokens."""
         options.check_for(name)
         if request.messages is None:
             return to_text(name, request.text), (), options.add_special_tokens is not False
@@ -151,16 +228,17 @@ class RequestReader:
         return rendered.text, rendered.plain, bool(options.add_special_tokens)
 
     def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Set `max_tokens` if it is not given, and cut it to the context. Leave refusals to `check_request`."""
+        """Set or cut `max_tokens` to the context. Leave refusals to `check_request`."""
         room = self._info.max_num_tokens - num_prompt_tokens
         if room < max(sampling.min_tokens, 1):
-            return dataclasses.replace(sampling, max_tokens=None)
+            return msgspec.structs.replace(sampling, max_tokens=None)
         if sampling.max_tokens is None and sampling.min_tokens > self._default_max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {sampling.min_tokens}, more than {self._default_max_tokens}, the default of "
                 "max_tokens (default_max_tokens): set max_tokens too"
             )
-        return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens or self._default_max_tokens, room))
+        max_tokens = min(sampling.max_tokens or self._default_max_tokens, room)
+        return msgspec.structs.replace(sampling, max_tokens=max_tokens)
 
     def _encode_word(self, word: str) -> Int32Array:
         return self._encoder.encode(word, add_special_tokens=False)
@@ -174,8 +252,31 @@ class RequestReader:
             check_prompt_length(name, least, self._info, qualifier=" or more")
 
 
+def truncated(prompt_ids: Int32Array, sampling: SamplingParams, info: EngineInfo) -> Int32Array:
+    """Keep the last `truncate_prompt_tokens` tokens. Raise `InvalidRequest`."""
+    count, most = sampling.truncate_prompt_tokens, info.max_num_tokens - 1
+    if count is None:
+        return prompt_ids
+    if count > most:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {count}: it must be -1 (as many as fit) or 1 to {most}, which leaves a token "
+            "of the context for the answer"
+        )
+    if count == -1:
+        max_tokens = sampling.max_tokens or 1
+        count = most + 1 - (max_tokens if max_tokens <= most else 1)  # a longer answer is cut to the context
+    return prompt_ids[-count:]
+
+
+def phrase_ids(phrase: str, encoder: Tokenizer | PromptEncoder, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of a phrase at the start of a text and after a space."""
+    bare = phrase.lstrip() or phrase
+    spellings = [encoder.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}")]
+    return tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < vocab_size))
+
+
 def _check_answer(sampling: SamplingParams, n: int) -> None:
-    """Bound the memory of an answer, which its client may not read."""
+    """Bound the memory of an answer."""
     num_tokens = n * (sampling.max_tokens or 0)
     if sampling.logprobs is not None and (sampling.logprobs + 1) * num_tokens > MAX_ANSWER_LOGPROBS:
         raise InvalidRequest(
@@ -184,7 +285,7 @@ def _check_answer(sampling: SamplingParams, n: int) -> None:
         )
 
 
-def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:
+def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
     if request.text or request.messages is not None or request.input_ids is not None:
         raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
-    return Prepared(CloseSession(key, options.tenant, options.session_id), None, False)
+    return PreparedRequest(CloseSession(key, options.tenant, options.session_id), None)

@@ -1,8 +1,4 @@
-"""Spans of requests that ended, for a collector of OpenTelemetry, with the attributes of its conventions for
-generative AI.
-
-    text_completion demo ── queue ─ prefill ─ decode ─ send
-"""
+"""OpenTelemetry spans of requests that ended: ``text_completion demo ── queue ─ prefill ─ decode ─ send``."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.live_request import EndedRequest
 from tidewheel.frontend.request_log import wall_offset_ns
 from tidewheel.request import Priority
 from tidewheel.version import __version__
@@ -30,10 +26,9 @@ Attributes = dict[str, str | bool | int | float | list[str]]
 
 
 class RequestSpans:
-    """Maker of a span for each request and each of its stages, and their exporter, which has a thread of its own.
+    """Maker of spans of each request and its stages, and their exporter, on a thread of its own.
 
-    The exporter reads the standard environment variables, such as `OTEL_EXPORTER_OTLP_HEADERS` and
-    `OTEL_SERVICE_NAME`. A collector that does not answer costs spans, and no request.
+    The exporter reads the standard environment variables `OTEL_…`. A collector that does not answer costs spans only.
     """
 
     name = "otlp_traces_endpoint"
@@ -63,13 +58,13 @@ class RequestSpans:
             self._make(one, wall_ns)
 
     def close(self) -> None:
-        """Send the rest. A collector that does not answer is not waited for."""
+        """Send the rest, within two seconds."""
         sender = threading.Thread(target=self._provider.shutdown, name=self.name, daemon=True)
         sender.start()
         sender.join(_CLOSE_S)
 
     def _make(self, ended: EndedRequest, wall_ns: int) -> None:
-        """Make the spans with the times at which they were. Without a `traceparent`, they begin a trace."""
+        """Make the spans with their past times. Without a `traceparent`, they begin a trace."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         stages, attributes = ended.stages, attributes_of(ended, self._model)
@@ -91,7 +86,7 @@ class RequestSpans:
 
 
 def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
-    """Return name, begin and end of each stage of which both are known."""
+    """Return name, begin and end in monotonic nanoseconds of each known stage."""
     stages = ended.stages
     moments = (
         ("queue", stages.arrival_ns, stages.scheduled_ns),
@@ -103,7 +98,7 @@ def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
 
 
 def attributes_of(ended: EndedRequest, model: str) -> Attributes:
-    """Return OpenTelemetry's names where there are some, and else names of our own."""
+    """Return attributes by OpenTelemetry's names for generative AI, or ours."""
     optional: dict[str, str | bool | int | float | list[str] | None] = {
         "gen_ai.response.id": ended.request_id or None,
         "gen_ai.response.finish_reasons": [ended.finish_reason] if ended.finish_reason else None,

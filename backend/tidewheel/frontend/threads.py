@@ -28,7 +28,7 @@ _Heap = list[tuple[int, int, LiveRequest]]  # due time, key (by arrival), reques
 
 
 class Workers(Generic[T]):
-    """Threads that call `work` with results of `take` until None."""
+    """Threads that call `work` with results of `take`, until None."""
 
     def __init__(self, name: str, count: int, take: Callable[[], T | None], work: Callable[[T], None]) -> None:
         self._take = take
@@ -58,8 +58,7 @@ class Workers(Generic[T]):
 class Watcher:
     """Thread that calls `cancel` when a client is gone and `expire` at deadlines.
 
-    Triton must be asked whether a client is gone, a round trip of about 100 µs. So one thread asks one by one, within
-    a bounded share of its time.
+    To ask Triton about a client takes about 100 µs, so sweeps get a bounded share of the thread's time.
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
@@ -141,7 +140,7 @@ class PromptQueue:
     """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
 
     They go by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` lifts one class.
-    Long prompts, and grammars, which may take as long to try, leave one thread to others.
+    Long prompts and grammars leave one thread to others.
     """
 
     def __init__(self, max_prompt_bytes: int, num_threads: int, clock: Callable[[], int] = time.monotonic_ns) -> None:

@@ -17,10 +17,9 @@ _FEW = 8  # requests of a step
 
 
 class TokenColumns:
-    """New tokens of open requests as a struct of arrays, so that a step loops over none. Thread-safe.
+    """New tokens of open requests, as arrays. Thread-safe.
 
-    The low bits of a key are the request's slot, the others are never used again: tokens of closed requests find no
-    slot.
+    The low bits of a key are the request's slot. The others are unique, so tokens of closed requests find no slot.
     """
 
     def __init__(self) -> None:
@@ -33,12 +32,11 @@ class TokenColumns:
         self._num_tokens: Int32Array = np.empty(0, np.int32)  # not yet taken
         self._token_ns: Int64Array = np.empty(0, np.int64)  # of the newest; 0: none
         self._taken_ns: Int64Array = np.empty(0, np.int64)
-        self._has_news: BoolArray = np.empty(0, np.bool_)  # for the next turn
-        self._is_awaited: BoolArray = np.empty(0, np.bool_)  # news are to be answered, and no turn is under way
+        self._has_output: BoolArray = np.empty(0, np.bool_)  # for the next turn
+        self._is_awaited: BoolArray = np.empty(0, np.bool_)  # to be sent, and no turn is under way
         self._grow()
 
     def open(self) -> int:
-        """Return the key of a new request."""
         with self._lock:
             if not self._free:
                 self._grow()
@@ -46,7 +44,7 @@ class TokenColumns:
             key = next(self._serials) << _SLOT_BITS | slot
             self._keys[slot] = key
             self._num_tokens[slot] = self._token_ns[slot] = self._taken_ns[slot] = 0
-            self._has_news[slot] = self._is_awaited[slot] = False
+            self._has_output[slot] = self._is_awaited[slot] = False
             return key
 
     def close(self, key: int) -> None:
@@ -58,15 +56,15 @@ class TokenColumns:
                 self._spilled.pop(slot, None)
                 self._free.append(slot)
 
-    def await_news(self, key: int, *, has_news: bool = False) -> None:
-        """Have `due` return the key, once, when it has news; `has_news`: what the last turn has left."""
+    def await_tokens(self, key: int, *, has_output: bool = False) -> None:
+        """Let `due` return the key once it has output."""
         slot = key & _SLOTS
         with self._lock:
             self._is_awaited[slot] = self._keys.item(slot) == key
-            self._has_news[slot] |= has_news and self._is_awaited[slot]
+            self._has_output[slot] |= has_output and self._is_awaited[slot]
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add one token to each key. Return the seconds since its last one, and the keys of first tokens."""
+        """Add one token to each key. Return the seconds since its last one, and keys of first tokens."""
         if len(keys) <= _FEW:
             return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
         with self._lock:
@@ -77,7 +75,7 @@ class TokenColumns:
             places = self._num_tokens.take(slots) % _WIDTH
             self._tokens[slots, places] = token_ids
             self._num_tokens[slots] += 1
-            self._has_news[slots] = True
+            self._has_output[slots] = True
             for slot in slots[places == _WIDTH - 1].tolist():
                 self._spilled.setdefault(slot, []).extend(self._tokens[slot].tolist())
             since_ns = self._token_ns.take(slots)
@@ -86,7 +84,7 @@ class TokenColumns:
         return (now_ns - since_ns[~is_first]) * 1e-9, keys[is_first].tolist()
 
     def _add_few(self, keys: list[int], token_ids: list[int], now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Do the same one by one: calls of numpy cost more than a few requests."""
+        """Add tokens one by one, faster than numpy for a few."""
         seconds, first = [], []
         with self._lock:
             for key, token_id in zip(keys, token_ids, strict=True):
@@ -96,7 +94,7 @@ class TokenColumns:
                 place = self._num_tokens.item(slot) % _WIDTH
                 self._tokens[slot, place] = token_id
                 self._num_tokens[slot] += 1
-                self._has_news[slot] = True
+                self._has_output[slot] = True
                 if place == _WIDTH - 1:
                     self._spilled.setdefault(slot, []).extend(self._tokens[slot].tolist())
                 if since_ns := self._token_ns.item(slot):
@@ -106,14 +104,14 @@ class TokenColumns:
                 self._token_ns[slot] = now_ns
         return np.array(seconds, np.float64), first
 
-    def note_news(self, key: int) -> None:
-        """Note news that came otherwise, after they can be taken."""
+    def note_output(self, key: int) -> None:
+        """Note output that is in no column, once it can be taken."""
         slot = key & _SLOTS
         with self._lock:
-            self._has_news[slot] = self._keys[slot] == key
+            self._has_output[slot] = self._keys[slot] == key
 
     def note_token(self, key: int, now_ns: int) -> int:
-        """Note the time of a token that came otherwise. Return that of the last one, or 0."""
+        """Note the time of a token in no column. Return the time of the last one, or 0."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys[slot] != key:
@@ -122,7 +120,7 @@ class TokenColumns:
             return since_ns
 
     def take(self, key: int, now_ns: int) -> list[int]:
-        """Return the new tokens of the request, which counts as answered."""
+        """Return the tokens added since the last call, made at `now_ns`."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys.item(slot) != key:
@@ -131,14 +129,14 @@ class TokenColumns:
             if self._spilled:
                 taken = self._spilled.pop(slot, []) + taken
             self._num_tokens[slot] = 0
-            self._has_news[slot] = False
+            self._has_output[slot] = False
             self._taken_ns[slot] = now_ns
             return taken
 
     def due(self, before_ns: int) -> list[int]:
-        """Return awaited keys with news whose last turn was before, longest ago first. They are awaited no more."""
+        """Return awaited keys with output and a last turn before `before_ns`, oldest first."""
         with self._lock:
-            slots = (self._is_awaited & self._has_news).nonzero()[0]
+            slots = (self._is_awaited & self._has_output).nonzero()[0]
             if not len(slots):
                 return []
             taken_ns = self._taken_ns.take(slots)
@@ -152,9 +150,9 @@ class TokenColumns:
         return int(np.count_nonzero(self._is_awaited))
 
     def next_taken_ns(self) -> int | None:
-        """Return when the last turn was of the awaited key with news that waits longest; None without one."""
+        """Return the oldest last turn of awaited keys with output."""
         with self._lock:
-            taken_ns = self._taken_ns[self._is_awaited & self._has_news]
+            taken_ns = self._taken_ns[self._is_awaited & self._has_output]
         return int(taken_ns.min()) if len(taken_ns) else None
 
     def _grow(self) -> None:
@@ -167,7 +165,7 @@ class TokenColumns:
         self._token_ns, self._taken_ns = (
             np.append(column, np.zeros(added, np.int64)) for column in (self._token_ns, self._taken_ns)
         )
-        self._has_news, self._is_awaited = (
-            np.append(column, np.zeros(added, np.bool_)) for column in (self._has_news, self._is_awaited)
+        self._has_output, self._is_awaited = (
+            np.append(column, np.zeros(added, np.bool_)) for column in (self._has_output, self._is_awaited)
         )
         self._free.extend(range(num_slots + added - 1, num_slots - 1, -1))

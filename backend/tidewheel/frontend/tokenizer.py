@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,16 @@ from tidewheel.errors import ConfigError, InternalError, InvalidRequest
 from tidewheel.frontend.model_files import read_object, read_text
 from tidewheel.model_formats import sentencepiece_only
 
+_REPLACEMENT = "\ufffd"  # of bytes that are no character
+_MAX_CHARACTER_BYTES = 4
+_PROMPT_CONTEXT = 6  # tokens
+_MAX_HELD = 32  # tokens
+_Ids = Sequence[int] | Int32Array
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Thread-safe tokenizer of `tokenizer.json`. `vocab_size` is the output width of the model."""
+    """Thread-safe tokenizer of `tokenizer.json`. `vocab_size` is the model's."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
@@ -36,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Raise `ConfigError` for none, or that of another model."""
+        """Raise `ConfigError`."""
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
@@ -57,7 +63,7 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
-        """Return [num_tokens]. `text` must be valid Unicode. Raise `InvalidRequest` if the tokenizer fails at it."""
+        """Return token ids [num_tokens] of valid Unicode. Raise `InvalidRequest`."""
         try:
             # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
             encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
@@ -66,18 +72,17 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Raise `InternalError` if the tokenizer fails at the tokens."""
+        """Raise `InternalError`."""
         try:
             return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         except BaseException as error:
             raise _failure(InternalError, "the model's tokenizer fails at these tokens", error) from None
 
     def token_string(self, token_id: int) -> str:
-        """Return its entry in the vocabulary."""
         return str(self.backend.id_to_token(token_id))
 
     def token_text(self, token_id: int) -> str:
-        """Return its text, with the space that decoders drop from a first token."""
+        """Return the token's text, with the space that decoders drop."""
         text = self._token_texts.get(token_id)
         if text is None:
             alone = self.decode((token_id,), skip_special_tokens=False)
@@ -86,8 +91,77 @@ class Tokenizer:
         return text
 
 
+class Detokenizer:
+    """Text of one sequence after its prompt: the joined results of `push` and `flush`.
+
+    Each call decodes the new tokens, after the last emitted ones where a space may depend on them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: _Ids = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._ids = self._context_of(prompt_ids)  # window
+        self._num_context = len(self._ids)  # leading tokens with emitted text
+        self._sent = len(self._decode(self._ids))  # emitted leading characters
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if not self._hidden.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        if not token_ids:
+            return ""
+        self._ids += token_ids
+        num_new = len(self._ids) - self._num_context
+        for num_held in range(min(num_new, _MAX_CHARACTER_BYTES)):  # tokens of a partial character
+            num_whole = len(self._ids) - num_held
+            text = self._decode(self._ids[:num_whole])
+            if not text.endswith(_REPLACEMENT):
+                return self._emit(text, begin=self._num_context, end=num_whole)
+        return self._emit_garbage() if num_new > _MAX_HELD else ""
+
+    def copy(self) -> Detokenizer:
+        other = copy(self)
+        other._ids = self._ids.copy()
+        return other
+
+    def flush(self) -> str:
+        return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
+
+    def _emit(self, text: str, *, begin: int, end: int) -> str:
+        """Return new text of the first `end` tokens, and keep context from `begin`."""
+        new_text = text[self._sent :]
+        if self._tokenizer.joins_bytes:
+            begin = end
+        self._sent = len(self._decode(self._ids[begin:end])) if begin < end else 0
+        self._num_context = end - begin
+        del self._ids[:begin]
+        return new_text
+
+    def _emit_garbage(self) -> str:
+        """Return the text of a long undecodable run."""
+        text = self._decode(self._ids)
+        num_held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_CHARACTER_BYTES - 1)
+        new_text = text[self._sent : len(text) - num_held]
+        del self._ids[: -_MAX_HELD // 2]
+        self._sent = len(self._decode(self._ids)) - num_held
+        self._num_context = len(self._ids)
+        return new_text
+
+    def _context_of(self, prompt_ids: _Ids) -> list[int]:
+        """Return the last prompt tokens, from a whole character on."""
+        tail = prompt_ids[-4 * _PROMPT_CONTEXT :]
+        ids = [int(token_id) for token_id in tail if token_id not in self._hidden]
+        for num_tokens in range(_PROMPT_CONTEXT, _PROMPT_CONTEXT + _MAX_CHARACTER_BYTES):
+            if _REPLACEMENT not in self._decode(ids[-num_tokens:]):
+                return ids[-num_tokens:]
+        return ids[-_PROMPT_CONTEXT:]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
 def _failure(cls: type[Exception], what: str, error: BaseException) -> BaseException:
-    """Return the error for one of the library, whose panics are no `Exception`."""
+    """Return an error for the library's, whose panics are no `Exception`."""
     return error if isinstance(error, KeyboardInterrupt | MemoryError) else cls(f"{what}: {error}")
 
 
@@ -104,12 +178,12 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _joins_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether a text is the bytes of its tokens, whatever precedes them."""
+    """Return whether a text is the bytes of its tokens."""
     return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the most bytes of text per token; None if a normalizer or an added token may remove text."""
+    """Return the most bytes of text per token; None if text may be removed."""
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
     if (
         not _joins_bytes(backend)

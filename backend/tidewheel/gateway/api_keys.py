@@ -17,9 +17,9 @@ import numpy as np
 
 from tidewheel.errors import ConfigError
 from tidewheel.gateway.upstream_request import UpstreamRequest
+from tidewheel.parameters import control_character
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority
-from tidewheel.tenants import control_character
 from tidewheel_client.errors import Busy, InvalidRequest, WrongKey
 
 MAX_FILE_BYTES = 1 << 22

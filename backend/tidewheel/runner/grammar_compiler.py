@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import tokenizers
 
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
-from tidewheel.grammar import Grammar, GrammarKind
-from tidewheel.json_schemas import check_bounds, read_plainly
+from tidewheel.grammar import Grammar, GrammarKind, check_bounds, read_plainly
 from tidewheel.regular_files import read_at_most
 from tidewheel.runner.gbnf import to_lark
 

@@ -17,9 +17,9 @@ from types import TracebackType
 import psutil
 
 from tidewheel.adapter.stub_process import PresenceMark, read_mark
+from tidewheel.engine.control_calls import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import stop_engine
-from tidewheel.engine.operating import drain
 from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
 from tidewheel.server import LoadError, ServeError
 from tidewheel.server.endpoints import Endpoints

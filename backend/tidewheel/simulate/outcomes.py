@@ -8,8 +8,8 @@ import numpy as np
 from tidewheel.batch import BoolArray
 from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
-from tidewheel.objective import Objective
 from tidewheel.request import FinishReason, Priority
+from tidewheel.stats import Objective
 from tidewheel.workload.arrivals import FloatArray
 from tidewheel.workload.traces import Trace
 

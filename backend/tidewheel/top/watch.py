@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tidewheel.engine.control_calls import cancel_request, list_requests
 from tidewheel.engine.folder import label_of, model_label
 from tidewheel.engine.messages import MAX_LISTED, RequestRow
-from tidewheel.engine.operating import cancel_request, list_requests
 from tidewheel.metrics import RECEIVED
 from tidewheel.request import Priority
 from tidewheel.server.endpoints import is_loopback

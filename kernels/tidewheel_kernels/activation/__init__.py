@@ -11,7 +11,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Map ``cat(gate, up)`` [num_tokens, 2 * I] to ``silu(gate) * up`` [num_tokens, I]."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up needs an even last dimension, got shape {tuple(gate_up.shape)}")
-    return _OP.on(gate_up)(gate_up)
+    return _OP.chosen[gate_up.device, gate_up.dtype](gate_up)
 
 
 _OP = Op("silu_and_mul", __name__, reference=silu_and_mul_reference, cpu=silu_and_mul_cpu, native=silu_and_mul_native)

@@ -37,7 +37,7 @@ def paged_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.shape[0]:
         op = _INVARIANT if invariant else _OP
-        op.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
+        op.chosen[q.device, q.dtype](q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
     return out
 
 

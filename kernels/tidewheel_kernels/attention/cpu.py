@@ -124,15 +124,16 @@ def paged_attention_native(
     _, block_size, num_kv_heads, _ = k_cache.shape
     strides = *q.stride()[:2], k_cache.stride(0), v_cache.stride(0), meta.block_tables.stride(0)
     heads = num_kv_heads, num_q_heads // num_kv_heads, head_dim
+    num_seqs = meta.seq_lens.shape[0]
     if meta.num_decodes:
         _decode_attention.of(q.dtype)(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
             meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, *heads, block_size, *strides, sliding_window,
             scale, soft_cap, torch.get_num_threads(),
         )  # fmt: skip
-    if meta.num_decodes < meta.num_seqs:
+    if meta.num_decodes < num_seqs:
         _prompt_attention.of(q.dtype)(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
-            meta.cu_seqlens_q.data_ptr(), meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, meta.num_seqs,
+            meta.cu_seqlens_q.data_ptr(), meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, num_seqs,
             *heads, block_size, *strides, meta.max_seqlen_q, sliding_window, scale, soft_cap, torch.get_num_threads(),
         )  # fmt: skip

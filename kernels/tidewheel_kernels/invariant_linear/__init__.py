@@ -20,7 +20,7 @@ def invariant_linear(
             f"x {tuple(x.shape)} in {x.dtype} and weight {tuple(weight.shape)} in {weight.dtype} do not fit, or the "
             "weight is not contiguous"
         )
-    return _OP.on(x)(x, weight, bias)
+    return _OP.chosen[x.device, x.dtype](x, weight, bias)
 
 
 _OP = Op("invariant_linear", __name__, reference=invariant_linear_reference)

@@ -26,7 +26,7 @@ def write_kv_cache(
 ) -> None:
     """Store each token's keys and values in its slot; slots of a call are distinct."""
     check_scales(k_cache, scales)
-    _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache, scales)
+    _WRITE.chosen[k.device, k.dtype](k, v, slot_mapping, k_cache, v_cache, scales)
 
 
 def check_scales(k_cache: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -52,7 +52,7 @@ def copy_blocks(
         return
     stacks = [caches] if isinstance(caches, torch.Tensor) else [cache.unsqueeze(0) for cache in caches]
     for stack in stacks:
-        _COPY.on(stack)(stack, src, dst)
+        _COPY.chosen[stack.device, stack.dtype](stack, src, dst)
 
 
 _WRITE = Op("write_kv_cache", __name__, reference=write_kv_cache_reference, cpu=write_kv_cache_cpu)

@@ -14,7 +14,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     """
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top must be in [0, {logits.shape[1]}], got {num_top}")
-    return _OP.on(logits)(logits, token_ids, num_top)
+    return _OP.chosen[logits.device, logits.dtype](logits, token_ids, num_top)
 
 
 _OP = Op("compute_logprobs", __name__, reference=compute_logprobs_reference)

@@ -20,7 +20,7 @@ def rms_norm(
     With `residual`, normalise ``s = x + residual``, rounded to x's dtype, and return ``(normed, s)``. `weight_offset`
     is 1.0 for Gemma-style checkpoints.
     """
-    return _OP.on(x)(x, weight, eps, residual, weight_offset)
+    return _OP.chosen[x.device, x.dtype](x, weight, eps, residual, weight_offset)
 
 
 _OP = Op("rms_norm", __name__, reference=rms_norm_reference, cpu=rms_norm_cpu, native=rms_norm_native)

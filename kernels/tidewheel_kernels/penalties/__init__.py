@@ -22,7 +22,7 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
     bytes per penalised row.
     """
     if penalties.rows.shape[0]:
-        _PENALTIES.on(logits)(logits, history, penalties)
+        _PENALTIES.chosen[logits.device, logits.dtype](logits, history, penalties)
 
 
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
@@ -31,7 +31,7 @@ def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors
     Words whose last token is out of range are skipped. NaN stays.
     """
     if words.rows.shape[0]:
-        _WORDS.on(logits)(logits, history, words)
+        _WORDS.chosen[logits.device, logits.dtype](logits, history, words)
 
 
 def apply_logit_bias(
@@ -47,7 +47,7 @@ def apply_logit_bias(
     if logits.dtype != torch.float32:
         raise TypeError(f"logit bias needs float32 logits, got {logits.dtype}; convert with logits.float()")
     if rows.shape[0]:
-        _BIAS.on(logits)(logits, rows, token_ids, values)
+        _BIAS.chosen[logits.device, logits.dtype](logits, rows, token_ids, values)
 
 
 _PENALTIES = Op("apply_penalties", __name__, reference=apply_penalties_reference, cpu=apply_penalties_cpu)

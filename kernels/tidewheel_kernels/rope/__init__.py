@@ -4,6 +4,7 @@ import torch
 
 from tidewheel_kernels.choice import Op
 from tidewheel_kernels.kv_cache import check_scales
+from tidewheel_kernels.kv_cache.reference import FP8
 from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
 
@@ -34,9 +35,11 @@ def rope_and_cache(
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > q.shape[-1]:
         raise ValueError(f"rotary_dim must be even and at most head_dim {q.shape[-1]}, got {rotary_dim}")
-    check_scales(k_cache, scales)
+    if scales is not None or k_cache.dtype == FP8:
+        check_scales(k_cache, scales)
+    rope_and_cache = _OP.chosen[q.device, q.dtype]
     weights = (q_norm_weight, k_norm_weight)
-    _OP.on(q)(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
+    rope_and_cache(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
 
 
 _OP = Op(

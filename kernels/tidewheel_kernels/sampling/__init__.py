@@ -27,7 +27,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor)
         raise ValueError(f"want logits [B, V] and uniform [B], got {tuple(logits.shape)} and {tuple(uniform.shape)}")
     if logits.shape[0] == 0:
         return SampleOutput(torch.empty(0, dtype=torch.int64, device=logits.device))
-    return SampleOutput(_OP.on(logits)(logits, params, uniform))
+    return SampleOutput(_OP.chosen[logits.device, logits.dtype](logits, params, uniform))
 
 
 _OP = Op("sample", __name__, reference=sample_reference, cpu=sample_cpu)

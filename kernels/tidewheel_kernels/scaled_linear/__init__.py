@@ -24,7 +24,7 @@ def scaled_linear(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} in {weight.dtype} and scales {tuple(scales.shape)} "
             "do not fit"
         )
-    return _OP.on(x)(x, weight, scales, bias)
+    return _OP.chosen[x.device, x.dtype](x, weight, scales, bias)
 
 
 _OP = Op("scaled_linear", __name__, reference=scaled_linear_reference)

@@ -16,7 +16,7 @@ def apply_token_mask(
     if 32 * bits.shape[1] < logits.shape[1]:
         raise ValueError(f"{bits.shape[1]} words of 32 bits are too few for {logits.shape[1]} tokens")
     if rows.shape[0]:
-        _OP.on(logits)(logits, rows, bits)
+        _OP.chosen[logits.device, logits.dtype](logits, rows, bits)
 
 
 _OP = Op("apply_token_mask", __name__, reference=apply_token_mask_reference, cpu=apply_token_mask_cpu)

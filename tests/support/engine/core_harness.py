@@ -80,7 +80,7 @@ class CoreHarness(RequestLedger):
     def run(self) -> None:
         for _ in range(5000):
             worked = self.core.step()
-            self.core.check_invariants()
+            self.scheduler.check_invariants()
             if not worked and not self.commands:
                 break
         assert not self.core.has_unfinished

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support.engine.faulty_engine import prompt_bytes
 from tidewheel.batch import Int32Array, Int64Array
@@ -14,6 +15,7 @@ from tidewheel.engine.engine_client import ClientOptions, EngineClient
 from tidewheel.engine.folder import EngineTarget, Status, new_target, read_status
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
+from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
 from tidewheel_process.restarts import RestartPolicy
@@ -126,7 +128,13 @@ class Client(EngineClient):
 
 def request(key: int, *token_ids: int, max_tokens: int = 8, **fields: object) -> AddRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return AddRequest(key, prompt_bytes(*token_ids), sampling, **fields)  # type: ignore[arg-type]
+    return add_request(key, prompt_bytes(*token_ids), sampling, **fields)
+
+
+def add_request(key: int, prompt: bytes, sampling: SamplingParams, **fields: Any) -> AddRequest:
+    """Make a message of its fields and those of its options."""
+    options = {name: fields.pop(name) for name in RequestOptions.__struct_fields__ if name in fields}
+    return AddRequest(key, prompt, sampling, options=RequestOptions(**options), **fields)
 
 
 def endless(key: int, **fields: object) -> AddRequest:

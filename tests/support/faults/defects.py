@@ -171,7 +171,7 @@ def leaked_descriptor(cancel: Function, frontend: Any, request: Any) -> None:
     cancel(frontend, request)
 
 
-@planted("tidewheel.frontend.door", "RefusingDoor._check")
+@planted("tidewheel.frontend.admission_gate", "RefusingGate._check")
 def leaked_thread(check: Function, *arguments: Any) -> None:
     """Start a thread for a refused request, which waits for ever."""
     try:
@@ -205,9 +205,9 @@ def orphaned_process(worker: Function, workers: Any, index: int) -> Any:
     return worker(workers, index)
 
 
-@planted("tidewheel.frontend.request_options", "RequestOptions.to_wire")
-def ignored_deadline(to_wire: Function, *arguments: Any) -> dict[str, Any]:
-    return {**to_wire(*arguments), "deadline_ns": 0}
+@planted("tidewheel.request_options", "RequestOptions.deadline_ns")
+def ignored_deadline(*_: Any) -> int:
+    return 0
 
 
 @planted("tidewheel.errors", "TidewheelError.__str__")

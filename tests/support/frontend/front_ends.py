@@ -13,11 +13,11 @@ import numpy as np
 from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from support.engine.request_ledger import check_all_over
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
-from tidewheel.frontend.door import Door, RefusingDoor
-from tidewheel.frontend.ended_request import EndedRequest
+from tidewheel.frontend.admission_gate import AdmissionGate, RefusingGate
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
-from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.frontend.live_request import EndedRequest
+from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.sampling import TopLogprobs
@@ -38,7 +38,7 @@ class FrontendHarness:
         num_senders: int = 2,
         stream_interval_s: float = 0.02,
         max_prompt_bytes: int = 4096,
-        door: Door | None = None,
+        gate: AdmissionGate | None = None,
         default_max_tokens: int | Literal["context"] = "context",
         poll_interval_s: float = 0.001,
         on_ended: Callable[[EndedRequest], None] | None = None,
@@ -51,7 +51,7 @@ class FrontendHarness:
         reader = RequestReader(
             self.info,
             self.tokenizer,
-            LocalEncoder(Folder(folder, vocab_size, max_prompt_bytes)),
+            LocalEncoder(TokenizerFolder(folder, vocab_size, max_prompt_bytes)),
             max_prompt_bytes=max_prompt_bytes,
             default_max_tokens=default_max_tokens,
         )
@@ -60,7 +60,7 @@ class FrontendHarness:
             reader,
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
-            door=door or RefusingDoor(),
+            gate=gate or RefusingGate(),
             num_senders=num_senders,
             stream_interval_s=stream_interval_s,
             poll_interval_s=poll_interval_s,

@@ -103,7 +103,7 @@ def _run(server: EngineServer, scheduler: Scheduler) -> None:
         server._send_figures()
         return "" if server._socket.arriving or server._core.has_unfinished else "all is done"
 
-    server._keep_house = keep_house  # type: ignore[method-assign]
+    server._maintain = keep_house  # type: ignore[method-assign]
     assert server.serve(lambda: "")
     scheduler.check_invariants()
 

@@ -30,10 +30,9 @@ from tidewheel.adapter.tensors import INPUTS
 from tidewheel.entries.checking import check
 from tidewheel.entries.migration import migrate
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError, printable
-from tidewheel.frontend.chat_template import ChatTemplate
-from tidewheel.frontend.conversation import Conversation
+from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.workload.trace_files import read_trace
@@ -80,7 +79,7 @@ def _reader() -> RequestReader:
         return RequestReader(
             make_info(folder, vocab_size=vocab_size),
             Tokenizer.load(folder, vocab_size=vocab_size),
-            LocalEncoder(Folder(folder, vocab_size, MAX_PROMPT_BYTES)),
+            LocalEncoder(TokenizerFolder(folder, vocab_size, MAX_PROMPT_BYTES)),
             max_prompt_bytes=MAX_PROMPT_BYTES,
             default_max_tokens="context",
         )

@@ -99,4 +99,4 @@ class Engine:
             self.core.add(item)
         while self.core.has_unfinished:
             self.core.step()
-        self.core.check_invariants()
+        self.scheduler.check_invariants()

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import Delta
 from tidewheel.errors import Cancelled, InternalError, TidewheelError
-from tidewheel.frontend.ended_request import EndedRequest
 from tidewheel.frontend.interface import Chunk, Response, is_last
-from tidewheel.frontend.live_request import LiveRequest
+from tidewheel.frontend.live_request import EndedRequest, LiveRequest
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder
 from tidewheel.frontend.threads import Workers
 from tidewheel.frontend.token_columns import TokenColumns
@@ -26,12 +25,11 @@ _LOOKS = 4  # in an interval
 _LOOK_S = 0.02
 
 
-class Turns:
-    """Threads that send. A turn sends all news of a request as one response.
+class ResponseSenders:
+    """Threads that send. A turn sends all new output of a request as one response.
 
-    A request has at most one turn at once, so its responses keep their order. A blocking sink holds up one sender.
-    First tokens and ends go first, then the streams whose last turn is an interval ago: no time while the senders can
-    send every token alone, else up to `interval_s`, or as long as all need in turn.
+    A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
+    whose last turn is an interval ago: 0 while the senders can send every token alone, at most `interval_s`.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Turns:
         self._on_idle = on_idle
         self._on_ended = on_ended
         self._max_interval_ns = interval_s * 1e9
-        self._turn_ns = 0.0  # of one turn, smoothed
+        self._turn_ns = 0.0  # duration, smoothed
         self._num_senders = num_senders
         self._changed = threading.Condition()
         self._has_timekeeper = False  # among the threads that wait
@@ -66,13 +64,12 @@ class Turns:
         self._senders = Workers("sender", num_senders, self._take, self._turn)
 
     def put(self, request: LiveRequest) -> None:
-        """Queue a turn that was claimed, before all streams."""
+        """Queue a claimed turn, before all streams."""
         with self._changed:
             self._urgent.append(request)
             self._changed.notify()
 
     def wake(self) -> None:
-        """Look for news in the columns."""
         with self._changed:
             self._changed.notify()
 
@@ -80,9 +77,9 @@ class Turns:
         self._close(request)
         seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
         self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
-        with contextlib.suppress(Exception):  # no client is left to tell
+        with contextlib.suppress(Exception):  # the client is gone
             request.sink.fail(error)
-        self._tell_ended(request, error=error)
+        self._report_end(request, error=error)
 
     def close(self, timeout_s: float) -> bool:
         """Return whether all turns ended in time."""
@@ -102,7 +99,7 @@ class Turns:
             return request
 
     def _wait(self) -> None:
-        """Wait for a change. One of the threads waits only until a stream is due."""
+        """Wait for a change; one thread waits only until a stream is due."""
         if self._has_timekeeper:
             self._changed.wait()
             return
@@ -130,7 +127,7 @@ class Turns:
     def _seconds_to_wait(self) -> float | None:
         taken_ns = self._columns.next_taken_ns()
         if taken_ns is None:
-            return _LOOK_S if self._live else None  # another thread may leave news behind, and be held up
+            return _LOOK_S if self._live else None  # another thread may leave tokens, and be held up
         return max(taken_ns + self._interval_ns(), self._look_ns) * 1e-9 - time.monotonic()
 
     def _turn(self, request: LiveRequest) -> None:
@@ -146,12 +143,12 @@ class Turns:
             self._send(request, answer)
         if request.end_turn():
             self.put(request)
-        elif request.wants_news:
-            self._columns.await_news(request.key, has_news=request.has_deltas)
+        elif request.wants_chunks:
+            self._columns.await_tokens(request.key, has_output=request.has_deltas)
         self._turn_ns += (time.monotonic_ns() - begin_ns - self._turn_ns) * _SMOOTHING
 
     def _answer(self, request: LiveRequest, now_ns: int) -> Response | TidewheelError | None:
-        deltas, ending = request.take_news()  # before the tokens, which precede them
+        deltas, ending = request.take_output()  # before the tokens, which precede them
         if token_ids := self._columns.take(request.key, now_ns):
             deltas = [Delta(request.key, token_ids), *deltas]
         outputs = request.outputs
@@ -162,7 +159,7 @@ class Turns:
             for index in stopped:
                 self._engine.cancel_sequence(request.key, index)
         if ending is None:
-            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_news else None
+            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_tokens else None
         if ending.error is not None:
             return ending.error
         if outputs is None:  # cancelled before tokenisation, or nothing to generate
@@ -183,7 +180,7 @@ class Turns:
             if not is_over:
                 self.fail(request, Cancelled("the response could not be sent"))
         if is_over:
-            self._tell_ended(request, response)
+            self._report_end(request, response)
 
     def _count_finished(self, request: LiveRequest, response: Response) -> None:
         try:
@@ -193,7 +190,7 @@ class Turns:
         except Exception:
             logger.exception("the figures of a request could not be published")
 
-    def _tell_ended(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
+    def _report_end(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
         if self._on_ended is None:
             return
         try:

@@ -16,8 +16,9 @@ from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness, Submitted, error_info
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, ErrorInfo, Room
 from tidewheel.errors import EngineDead, KvCacheFull, WaitingSetFull
-from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor, _Claim
+from tidewheel.frontend.admission_gate import AdmissionGate, HoldingGate, RefusingGate, _Claim
 from tidewheel.request import Priority
+from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import BlockShortage
 
@@ -26,7 +27,8 @@ RATE = ErrorInfo("TW-BUSY", "tenant acme is over its rate", 250)
 
 
 def request(key: int, *, priority: int = 3, n: int = 1, num_tokens: int = 4) -> AddRequest:
-    return AddRequest(key, bytes(4 * num_tokens), SamplingParams(max_tokens=1), priority=priority, n=n)
+    options = RequestOptions(priority=Priority(priority), n=n)
+    return AddRequest(key, bytes(4 * num_tokens), SamplingParams(max_tokens=1), options=options)
 
 
 def room(
@@ -45,86 +47,85 @@ def room(
 
 
 def test_until_the_engine_has_spoken_nothing_is_refused() -> None:
-    door = RefusingDoor()
+    gate = RefusingGate()
     for key in range(100):
-        door.claim(request(key))
+        gate.claim(request(key))
 
 
 def test_what_was_sent_since_counts_until_the_engine_has_heard_of_it() -> None:
-    door = RefusingDoor()
-    door.hear(room(2, lowest=Priority.CRITICAL))
-    door.claim(request(1))
-    door.claim(request(2))
+    gate = RefusingGate()
+    gate.set_room(room(2, lowest=Priority.CRITICAL))
+    gate.claim(request(1))
+    gate.claim(request(2))
     with pytest.raises(WaitingSetFull, match="4 of 4 requests") as caught:
-        door.claim(request(3))
+        gate.claim(request(3))
     assert caught.value.retry_after_ms == 250
-    door.hear(room(3, lowest=Priority.CRITICAL, received=[1, 2]))  # one of them has started
-    door.claim(request(4))
+    gate.set_room(room(3, lowest=Priority.CRITICAL, received=[1, 2]))  # one of them has started
+    gate.claim(request(4))
     with pytest.raises(WaitingSetFull):
-        door.claim(request(5))
-    door.forget(4)
-    door.claim(request(6))
+        gate.claim(request(5))
+    gate.forget(4)
+    gate.claim(request(6))
 
 
 def test_a_class_that_may_take_a_place_is_left_to_the_engine() -> None:
-    door = RefusingDoor()
-    door.hear(room(4, lowest=Priority.NORMAL))
-    door.claim(request(1, priority=Priority.HIGH))
+    gate = RefusingGate()
+    gate.set_room(room(4, lowest=Priority.NORMAL))
+    gate.claim(request(1, priority=Priority.HIGH))
     for priority in (Priority.NORMAL, Priority.LOW):
         with pytest.raises(WaitingSetFull):
-            door.claim(request(2, priority=priority))
+            gate.claim(request(2, priority=priority))
 
 
 def test_a_better_class_may_take_the_place_of_what_was_sent_since() -> None:
-    door = RefusingDoor()
-    door.hear(room(3, lowest=Priority.CRITICAL))
-    door.claim(request(1, priority=Priority.LOW))
-    door.claim(request(2, priority=Priority.CRITICAL))
+    gate = RefusingGate()
+    gate.set_room(room(3, lowest=Priority.CRITICAL))
+    gate.claim(request(1, priority=Priority.LOW))
+    gate.claim(request(2, priority=Priority.CRITICAL))
     with pytest.raises(WaitingSetFull):
-        door.claim(request(3, priority=Priority.LOW))
-    door.forget(1)
+        gate.claim(request(3, priority=Priority.LOW))
+    gate.forget(1)
     with pytest.raises(WaitingSetFull):
-        door.claim(request(4, n=4, priority=Priority.CRITICAL))  # nothing of a lower class is left
+        gate.claim(request(4, n=4, priority=Priority.CRITICAL))  # nothing of a lower class is left
 
 
 def test_sequences_and_tokens_are_counted() -> None:
-    door = RefusingDoor()
-    door.hear(room(2, tokens=90, lowest=Priority.CRITICAL))
+    gate = RefusingGate()
+    gate.set_room(room(2, tokens=90, lowest=Priority.CRITICAL))
     with pytest.raises(WaitingSetFull, match="2 of 4 requests"):
-        door.claim(request(1, n=3))
+        gate.claim(request(1, n=3))
     with pytest.raises(WaitingSetFull, match="90 of 100 tokens, and this prompt has 12"):
-        door.claim(request(1, n=2, num_tokens=6))
-    door.claim(request(1, n=2, num_tokens=5))
+        gate.claim(request(1, n=2, num_tokens=6))
+    gate.claim(request(1, n=2, num_tokens=5))
 
 
 def test_a_refusal_names_the_cache_while_the_first_request_waits_for_its_blocks() -> None:
-    door = RefusingDoor()
-    door.hear(room(4, lowest=Priority.CRITICAL, shortage=BlockShortage(num_needed=9, num_free=2)))
+    gate = RefusingGate()
+    gate.set_room(room(4, lowest=Priority.CRITICAL, shortage=BlockShortage(num_needed=9, num_free=2)))
     with pytest.raises(KvCacheFull, match=r"4 of 4 requests; .* 9 must be free, and 2 are") as caught:
-        door.claim(request(1))
+        gate.claim(request(1))
     assert (caught.value.tag, caught.value.retry_after_ms) == ("TW-KV-FULL", 250)
-    door.hear(None)
+    gate.set_room(None)
     for key in range(4):
-        door.claim(request(key))
+        gate.claim(request(key))
     with pytest.raises(WaitingSetFull) as of_next:
-        door.claim(request(4))
+        gate.claim(request(4))
     assert of_next.value.tag == "TW-BUSY"
 
 
 def test_a_new_engine_starts_empty_under_the_same_bound() -> None:
-    door = RefusingDoor()
-    door.hear(room(4, lowest=Priority.CRITICAL))
-    door.hear(None)
-    door.claim(request(1, n=2))
-    door.claim(request(2, n=2))
+    gate = RefusingGate()
+    gate.set_room(room(4, lowest=Priority.CRITICAL))
+    gate.set_room(None)
+    gate.claim(request(1, n=2))
+    gate.claim(request(2, n=2))
     with pytest.raises(WaitingSetFull, match="4 of 4"):
-        door.claim(request(3))
+        gate.claim(request(3))
 
 
 class CountingRequest:
     """Counts how often it is looked at."""
 
-    n = 1
     prompt = bytes(16)
 
     def __init__(self, key: int) -> None:
@@ -132,22 +133,22 @@ class CountingRequest:
         self.num_looks = 0
 
     @property
-    def priority(self) -> int:
+    def options(self) -> RequestOptions:
         self.num_looks += 1
-        return Priority.NORMAL
+        return RequestOptions()
 
 
 def test_a_claim_looks_at_no_earlier_one() -> None:
     """The number of looks at a request does not depend on how many are sent behind it."""
     looks = {}
     for num_sent in (1, 500):
-        door = RefusingDoor()
-        door.hear(room(0, most=1000))
+        gate = RefusingGate()
+        gate.set_room(room(0, most=1000))
         requests: list[Any] = [CountingRequest(key) for key in range(num_sent)]
         for one in requests:
-            door.claim(one)
-        door.forget(0)
-        door.hear(room(1, most=1000, received=[1]))
+            gate.claim(one)
+        gate.forget(0)
+        gate.set_room(room(1, most=1000, received=[1]))
         looks[num_sent] = requests[0].num_looks
     assert looks[500] == looks[1]
 
@@ -166,7 +167,7 @@ def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
         harness.close()
 
 
-class SlowDoor(RefusingDoor):
+class SlowDoor(RefusingGate):
     """Counts a request only after it was answered, and notes the requests that are forgotten."""
 
     def __init__(self) -> None:
@@ -188,16 +189,16 @@ class SlowDoor(RefusingDoor):
 
 def test_what_the_engine_did_not_take_leaves_its_place(tmp_path: Path) -> None:
     """Holds even if the request was answered just before its place was counted."""
-    door = SlowDoor()
-    harness = FrontendHarness(tmp_path, door=door)
+    gate = SlowDoor()
+    harness = FrontendHarness(tmp_path, gate=gate)
     try:
         harness.engine.refusal = EngineDead("the engine is gone")
-        door.before_claim = lambda key: harness.deliver(key, finish_reason="error", error=error_info())
-        door.sinks.put(harness.submit_at_now())
+        gate.before_claim = lambda key: harness.deliver(key, finish_reason="error", error=error_info())
+        gate.sinks.put(harness.submit_at_now())
         # Forgotten when it is answered, and when it is not sent.
-        assert door.forgotten.get(timeout=TIMEOUT_S) == door.forgotten.get(timeout=TIMEOUT_S)
-        assert not door._unheard
-        harness.engine.refusal = door.before_claim = None
+        assert gate.forgotten.get(timeout=TIMEOUT_S) == gate.forgotten.get(timeout=TIMEOUT_S)
+        assert not gate._unheard
+        harness.engine.refusal = gate.before_claim = None
         assert harness.submit().key in harness.engine.added
     finally:
         harness.close()
@@ -221,90 +222,90 @@ def test_cancelled_while_the_engine_takes_it_leaves_its_place(tmp_path: Path) ->
     harness.submit("x", sink)
     assert cancelled.wait(TIMEOUT_S)
     harness.close()  # behind the thread that tells the engine
-    assert not harness.frontend._door._unheard
+    assert not harness.frontend._gate._unheard
 
 
 # --- holding back -------------------------------------------------------------------------------------------------
 
 
-def is_open(door: Door) -> bool:
+def is_open(gate: AdmissionGate) -> bool:
     """Whether `wait` returns at once."""
     with pytest.MonkeyPatch.context() as patch:
         found: list[bool] = []
-        patch.setattr(door._changed, "wait_for", lambda condition: found.append(condition()))
-        door.wait()
+        patch.setattr(gate._changed, "wait_for", lambda condition: found.append(condition()))
+        gate.wait()
         return all(found)
 
 
-def holding_door(max_requests: int = 4, max_tokens: int = 100) -> HoldingDoor:
-    door = HoldingDoor()
-    door.hear(Room(0, max_requests, 0, max_tokens, 0, 250, None, []))
-    return door
+def holding_gate(max_requests: int = 4, max_tokens: int = 100) -> HoldingGate:
+    gate = HoldingGate()
+    gate.set_room(Room(0, max_requests, 0, max_tokens, 0, 250, None, []))
+    return gate
 
 
 def test_it_closes_at_either_bound() -> None:
-    door = holding_door(2, 10)
+    gate = holding_gate(2, 10)
     for key in (1, 2):
-        assert is_open(door)
-        door.enter(key)
-    assert not is_open(door)
-    door.forget(1)
-    door.claim(request(2, num_tokens=10))
-    assert not is_open(door)
-    door.claim(request(2, num_tokens=9))
-    assert is_open(door)
-    door.claim(request(2, n=2, num_tokens=4))
-    assert not is_open(door)
+        assert is_open(gate)
+        gate.enter(key)
+    assert not is_open(gate)
+    gate.forget(1)
+    gate.claim(request(2, num_tokens=10))
+    assert not is_open(gate)
+    gate.claim(request(2, num_tokens=9))
+    assert is_open(gate)
+    gate.claim(request(2, n=2, num_tokens=4))
+    assert not is_open(gate)
 
 
 def test_requests_of_other_front_ends_count() -> None:
-    door = holding_door(2)
-    door.hear(room(2, most=2))
-    assert not is_open(door)
-    door.hear(room(1, most=2))
-    assert is_open(door)
+    gate = holding_gate(2)
+    gate.set_room(room(2, most=2))
+    assert not is_open(gate)
+    gate.set_room(room(1, most=2))
+    assert is_open(gate)
 
 
 def test_it_opens_when_the_engine_says_that_one_has_started() -> None:
-    door = holding_door(1)
-    door.claim(request(1))
-    door.hear(room(1, most=1, received=[1]))
-    assert not is_open(door)
-    door.hear(room(0, most=1))
-    assert is_open(door)
+    gate = holding_gate(1)
+    gate.claim(request(1))
+    gate.set_room(room(1, most=1, received=[1]))
+    assert not is_open(gate)
+    gate.set_room(room(0, most=1))
+    assert is_open(gate)
 
 
 def test_held_requests_are_offered_in_order_as_far_as_they_fit() -> None:
-    door = holding_door(4)
-    door.hear(room(4))
+    gate = holding_gate(4)
+    gate.set_room(room(4))
     for key, n in ((3, 1), (1, 2), (2, 1), (4, 3)):
-        assert door.hold(request(key, n=n))
-    assert door.offer() == []
-    door.hear(room(1))
-    assert door.offer() == [3, 1]
-    assert door.offer() == []
-    door.hear(room(0, received=[3, 1]))
-    assert door.offer() == [2, 4]
-    assert not is_open(door)
-    door.forget(4)
-    assert is_open(door)
+        assert gate.hold(request(key, n=n))
+    assert gate.release() == []
+    gate.set_room(room(1))
+    assert gate.release() == [3, 1]
+    assert gate.release() == []
+    gate.set_room(room(0, received=[3, 1]))
+    assert gate.release() == [2, 4]
+    assert not is_open(gate)
+    gate.forget(4)
+    assert is_open(gate)
 
 
 def test_none_comes_in_before_a_held_one() -> None:
-    door = holding_door(4)
-    door.hear(room(2))
-    door.hold(request(1, n=3))
-    assert not is_open(door)  # though there is room for a smaller one
-    door.forget(1)
-    assert is_open(door)
+    gate = holding_gate(4)
+    gate.set_room(room(2))
+    gate.hold(request(1, n=3))
+    assert not is_open(gate)  # though there is room for a smaller one
+    gate.forget(1)
+    assert is_open(gate)
 
 
 def test_behind_a_closed_door_none_waits() -> None:
-    door = holding_door(1, 1)
-    door.enter(1)
-    waiting = threading.Thread(target=door.wait)
+    gate = holding_gate(1, 1)
+    gate.enter(1)
+    waiting = threading.Thread(target=gate.wait)
     waiting.start()
-    door.close()
+    gate.close()
     waiting.join(TIMEOUT_S)
     assert not waiting.is_alive()
 
@@ -316,8 +317,8 @@ class DoorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.door = HoldingDoor()
-        self.refusing = RefusingDoor()
+        self.gate = HoldingGate()
+        self.refusing = RefusingGate()
         self.unheard: dict[int, tuple[int, int, int]] = {}
         self.held: dict[int, tuple[int, int, int]] = {}
         self.room = (0, 0)
@@ -326,51 +327,51 @@ class DoorMachine(RuleBasedStateMachine):
     @rule(target=keys)
     def enter(self) -> int:
         self.num_keys += 1
-        self.door.enter(self.num_keys)
+        self.gate.enter(self.num_keys)
         self.unheard[self.num_keys] = (1, 0, 1)
         return self.num_keys
 
     @rule(key=keys, n=st.integers(1, 4), num_tokens=st.integers(0, 25), priority=st.integers(1, 4))
     def claim(self, key: int, n: int, num_tokens: int, priority: int) -> None:
-        self.door.claim(request(key, n=n, num_tokens=num_tokens, priority=priority))
-        self.refusing._count(key, self.door._unheard[key])
+        self.gate.claim(request(key, n=n, num_tokens=num_tokens, priority=priority))
+        self.refusing._count(key, self.gate._unheard[key])
         self.unheard[key] = (n, n * num_tokens, priority)
 
     @rule(num=st.integers(0, 5), tokens=st.integers(0, 90), received=st.lists(keys, max_size=3))
     def hear(self, num: int, tokens: int, received: list[int]) -> None:
         self.room = (num, tokens)
-        for door in (self.door, self.refusing):
-            door.hear(room(num, tokens=tokens, received=received))
+        for gate in (self.gate, self.refusing):
+            gate.set_room(room(num, tokens=tokens, received=received))
         for key in received:
             self.unheard.pop(key, None)
 
     @rule(key=keys, n=st.integers(1, 4))
     def hold(self, key: int, n: int) -> None:
         if key not in self.unheard:
-            self.door.hold(request(key, n=n))
+            self.gate.hold(request(key, n=n))
             self.held[key] = (n, 4 * n, 3)
 
     @rule(key=keys | consumes(keys))
     def forget(self, key: int) -> None:
         for account in (self.unheard, self.held):
             account.pop(key, None)
-        for door in (self.door, self.refusing):
-            door.forget(key)
+        for gate in (self.gate, self.refusing):
+            gate.forget(key)
 
     @rule()
     def offer(self) -> None:
-        offered = self.door.offer()
+        offered = self.gate.release()
         for key in offered:
             self.unheard[key] = self.held.pop(key)
-            assert self.door._room is None or self.fits(0, 0)
-            self.refusing._count(key, self.door._unheard[key])
+            assert self.gate._room is None or self.fits(0, 0)
+            self.refusing._count(key, self.gate._unheard[key])
         if self.held:
             n, num_tokens, _ = next(iter(self.held.values()))
             assert not self.fits(n, num_tokens)
 
     @invariant()
     def is_open_while_there_is_room(self) -> None:
-        assert is_open(self.door) == (not self.held and (self.door._room is None or self.fits(1, 1)))
+        assert is_open(self.gate) == (not self.held and (self.gate._room is None or self.fits(1, 1)))
 
     @invariant()
     def classes_are_counted(self) -> None:
@@ -387,12 +388,12 @@ class DoorMachine(RuleBasedStateMachine):
 TestDoor = DoorMachine.TestCase
 
 
-# --- a front end behind a door that holds back --------------------------------------------------------------------
+# --- a front end behind a gate that holds back --------------------------------------------------------------------
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[FrontendHarness]:
-    harness = FrontendHarness(tmp_path, door=holding_door(2))
+    harness = FrontendHarness(tmp_path, gate=holding_gate(2))
     yield harness
     harness.close()
 
@@ -411,13 +412,13 @@ class Waiter:
     """A thread in `wait_for_room`, as Triton's in `execute`."""
 
     def __init__(self, harness: FrontendHarness) -> None:
-        self._door = harness.frontend._door
+        self._gate = harness.frontend._gate
         self._thread = threading.Thread(target=harness.frontend.wait_for_room)
         self._thread.start()
 
     @property
     def is_held(self) -> bool:
-        return not self._door._fits(_Claim(1, 1)) and self._thread.is_alive()
+        return not self._gate._fits(_Claim(1, 1)) and self._thread.is_alive()
 
     def join(self) -> None:
         self._thread.join(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Front-end copy of the bound on the engine's waiting set: the last `Room` and the requests sent since.
+"""Gate of a front end before the engine's waiting set: the last `Room`, and the requests that were sent since.
 
 The engine decides, because front ends do not see each other's newest requests.
 """
@@ -21,14 +21,15 @@ class _Claim(NamedTuple):
 
     @classmethod
     def of(cls, message: AddRequest) -> _Claim:
-        return cls(message.n, message.n * (len(message.prompt) // 4), message.priority)
+        n = message.options.n
+        return cls(n, n * (len(message.prompt) // 4), message.options.priority)
 
 
 _NOTHING = _Claim(0, 0)
 
 
-class Door:
-    """Counter of claims. Thread-safe, O(1) per request."""
+class AdmissionGate:
+    """Counter of claims on the waiting set. Thread-safe, O(1) per request."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,7 +44,7 @@ class Door:
         """Note a submitted request."""
 
     def claim(self, message: AddRequest) -> None:
-        """Count a request to be sent, or raise `WaitingSetFull`."""
+        """Count a request to be sent. Raise `WaitingSetFull`."""
         claim = _Claim.of(message)
         with self._changed:
             if self._room is not None:
@@ -51,11 +52,11 @@ class Door:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Return whether a refused request waits for `offer`."""
+        """Return whether a refused request waits for `release`."""
         return message.key in self._held
 
-    def offer(self) -> list[int]:
-        """Return held requests that now have room, and count them as sent."""
+    def release(self) -> list[int]:
+        """Return held requests that now have room, counted as sent."""
         keys = []
         with self._changed:
             while self._held and self._fits(claim := next(iter(self._held.values()))):
@@ -67,8 +68,8 @@ class Door:
     def wait(self) -> None:
         """Block until a request may be submitted."""
 
-    def hear(self, room: Room | None) -> None:
-        """Take a report. None: the next engine has an empty waiting set."""
+    def set_room(self, room: Room | None) -> None:
+        """Take the engine's report. None: another engine, whose waiting set is empty."""
         with self._changed:
             if room is not None:
                 self._room = room
@@ -108,7 +109,9 @@ class Door:
         )
 
 
-class RefusingDoor(Door):
+class RefusingGate(AdmissionGate):
+    """Gate that refuses requests while the waiting set is full."""
+
     def _check(self, room: Room, claim: _Claim) -> None:
         lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
         if claim.priority < lowest or self._fits(claim):
@@ -121,11 +124,10 @@ class RefusingDoor(Door):
         raise room.refusal(full)
 
 
-class HoldingDoor(Door):
-    """Door that refuses nothing and holds back the server's queue while the waiting set is full.
+class HoldingGate(AdmissionGate):
+    """Gate that refuses nothing and holds back the server's queue while the waiting set is full.
 
-    Requests count from submission. One that the engine refuses, because another front end was faster, is held, and no
-    more enter until it fits.
+    Requests count from submission. No more enter while one that the engine refused is held.
     """
 
     _is_closed = False

@@ -10,13 +10,13 @@ import pytest
 from support.engine.engine_clients import Client, endless, request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
-from tidewheel.engine.messages import MAX_LISTED, ListRequests, RequestRow, Requests, encoder, to_engine_decoder
-from tidewheel.engine.operating import cancel_request, list_requests
+from tidewheel.engine.control_calls import cancel_request, list_requests
+from tidewheel.engine.messages import MAX_LISTED, ListRequests, RequestList, RequestRow, encoder, to_engine_decoder
 
 Connect = Callable[..., Client]
 
 
-def listed(folder: Path, limit: int = MAX_LISTED) -> Requests:
+def listed(folder: Path, limit: int = MAX_LISTED) -> RequestList:
     found = list_requests(folder, limit)
     assert found is not None
     return found

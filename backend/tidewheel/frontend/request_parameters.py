@@ -1,0 +1,306 @@
+"""Parameters of a request from all its carriers: checked, by their own names, in structs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from tidewheel.config import setting_names
+from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend import coercion
+from tidewheel.frontend.coercion import Coercion, show
+from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, with_grammar
+from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource
+from tidewheel.grammar import Grammar
+from tidewheel.parameters import Field, Parameter, fields_of
+from tidewheel.request import Priority
+from tidewheel.request_options import PromptOptions, RequestOptions, to_priority
+from tidewheel.sampling import SamplingParams
+from tidewheel.settings import nearest
+from tidewheel.tenants import TenantLimits, limits_of
+
+WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
+_MAX_KEY_CHARS = 64  # longer keys get no suggestion
+_URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
+_CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
+_OFF: tuple[object, ...] = ("", False, [])
+
+
+class EnsembleParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters that stand for another one, most of TensorRT-LLM's ensemble."""
+
+    best_of: Annotated[int | None, Parameter("must be `n`: all sequences are returned", is_tensor=False)] = None
+    end_id: Annotated[int | None, Parameter("one more of `stop_token_ids`")] = None
+    pad_id: Annotated[int | None, Parameter("without effect: nothing is padded")] = None
+
+
+FIELDS: Mapping[str, Field] = {
+    name: field
+    for struct in (SamplingParams, RequestOptions, PromptOptions, EnsembleParameters)
+    for name, field in fields_of(struct).items()
+}
+ALIASES = {
+    alias: name
+    for name, field in FIELDS.items()
+    for alias in (*field.parameter.aliases, *field.parameter.tensor_aliases)
+}
+
+
+def _to_priority(name: str, value: object) -> Priority:
+    return to_priority(name, coercion.to_int(name, value))
+
+
+def _to_seed(name: str, value: object) -> int | None:
+    """Return None for -1, as in vLLM: a seed of the engine's."""
+    seed = coercion.to_int(name, value)
+    return None if seed == -1 else seed
+
+
+def _to_allowed(name: str, value: object) -> tuple[int, ...]:
+    allowed = coercion.to_ints(name, value)
+    if not allowed:
+        raise InvalidRequest(f"{name} is empty, which allows no token: name some, or leave it out")
+    return allowed
+
+
+def _to_grammar(name: str, value: object) -> Grammar:
+    if not isinstance(value, Grammar):
+        raise InvalidRequest(f"{name} is {show(value)}: send guided_grammar or structured_outputs")
+    return value
+
+
+_BY_KIND: Mapping[str, Coercion] = {
+    "integer": coercion.to_int, "number": coercion.to_float, "true or false": coercion.to_bool,
+    "text": coercion.to_text, "list of texts": coercion.to_texts, "list of token ids": coercion.to_ints,
+    "object of token id to number": coercion.to_bias, "priority": _to_priority, "grammar": _to_grammar,
+}  # fmt: skip
+COERCIONS: Mapping[str, Coercion] = {name: _BY_KIND[field.kind] for name, field in FIELDS.items()} | {
+    "seed": _to_seed, "allowed_token_ids": _to_allowed,
+}  # fmt: skip
+
+
+class AbsentFeature(NamedTuple):
+    """Parameter that is refused, unless its value requests nothing."""
+
+    reason: str
+    neutral: tuple[object, ...] = _OFF  # beside null
+    is_whole: bool = False  # the reason is all of the message, which clients of Triton's vLLM backend compare
+
+    def is_neutral(self, value: object) -> bool:
+        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
+
+
+def _each(names: str, reason: str, neutral: tuple[object, ...] = _OFF) -> dict[str, AbsentFeature]:
+    return dict.fromkeys(names.split(), AbsentFeature(reason, neutral))
+
+
+ABSENT: dict[str, AbsentFeature] = {
+    **_each("beam_width num_beams use_beam_search early_stopping", "beam search is not offered", (*_OFF, 1, "1")),
+    **_each("length_penalty len_penalty", "beam search is not offered, and only it uses the penalty", (0, 1, "1")),
+    "lora_name": AbsentFeature("LoRA feature is not enabled.", is_whole=True),
+    **_each("lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
+    **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
+    **_each("runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids", "top_p is constant over a request"),
+    **_each("prompt_embedding_table prompt_vocab_size prompt_table_extra_id", "prompts are text or token ids"),
+    **_each("prompt_embeds decoder_text_input", "prompts are text or token ids"),
+    **_each(
+        "image images image_input image_bytes_input image_url_input video_bytes_input",
+        "images are not offered: prompts are text or token ids",
+    ),
+    **_each("num_draft_tokens use_draft_logits draft_input_ids", "drafts are not offered", (*_OFF, 0)),
+    **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
+    **_each("chat_template continue_final_message documents", "the template is the model's own"),
+    **_each("tools chat_template_kwargs", "send it inside messages: an object with messages and tools"),
+    **_each("tool_choice functions function_call", "tools stand inside messages", (*_OFF, "none")),
+    **_each("parallel_tool_calls", "tools stand inside messages", (*_OFF, True)),
+    "max_request_s": AbsentFeature("it is a setting of the entry; a request sets deadline_ms", ()),
+    "default_max_tokens": AbsentFeature("it is a setting of the entry; a request sets max_tokens", ()),
+    # Names of OpenAI's API.
+    **_each(
+        "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier "
+        "prompt_cache_key prompt_cache_retention web_search_options",
+        "it is an option of OpenAI's service: leave it out",
+        (*_OFF, {}, "auto", "default", ["text"]),
+    ),
+    "model": AbsentFeature("the address of the request names the model: leave it out"),
+    "user": AbsentFeature("there are no users: use tenant, which rates and quotas are for, or leave it out"),
+    "prompt": AbsentFeature("the prompt is text_input"),
+    "suffix": AbsentFeature("text goes on at the end of the prompt only"),
+    "stream_options": AbsentFeature("set return_num_input_tokens and return_num_output_tokens"),
+    "top_logprobs": AbsentFeature("set logprobs to the number", (*_OFF, 0)),
+    "embedding_request": AbsentFeature("set the input task to embed"),
+    "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
+    "logits_processors": AbsentFeature("code of clients is never run"),
+    "detokenize": AbsentFeature("text is always returned", (True,)),
+    "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
+    "return_log_probs": AbsentFeature("it is an input of its own: send it beside text_input"),
+    "timeout": AbsentFeature("Triton's timeout is a field of /infer and gRPC: set deadline_ms", (*_OFF, 0)),
+    "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
+    "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),
+    "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
+}
+
+SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS, *GRAMMAR_PARAMETERS)
+
+
+class ParsedParameters(NamedTuple):
+    sampling: SamplingParams
+    options: RequestOptions
+    prompt: PromptOptions = PromptOptions()
+    is_scoring: bool = False  # nothing is generated
+
+
+class Urgency(NamedTuple):
+    """Order in queues, and labels known before the prompt is read. Deadline 0: none."""
+
+    priority: int = Priority.NORMAL
+    deadline_ns: int = 0
+    soft_deadline_ns: int = 0
+    tenant: str = ""
+    has_session: bool = False
+
+
+class _GivenValue(NamedTuple):
+    value: object
+    label: str  # key and carrier, for errors
+
+
+def parse_parameters(
+    sources: Iterable[ParameterSource], defaults: Mapping[str, Any] | None = None
+) -> ParsedParameters:
+    """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
+    given = _collect(with_grammar(tuple(sources)))
+    options, prompt = _take_options(given), PromptOptions(**_take(given, PromptOptions))
+    ensemble = EnsembleParameters(**_take(given, EnsembleParameters))
+    values: dict[str, Any] = {**(defaults or {}), **_take(given, SamplingParams)}
+    if ensemble.best_of not in (None, options.n):
+        raise Unsupported(
+            f"best_of is {ensemble.best_of} and n is {options.n}: all sequences are returned, none chosen"
+        )
+    if ensemble.end_id is not None:
+        values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), ensemble.end_id)))
+    is_scoring = values.get("max_tokens") == 0 and (prompt.echo or "prompt_logprobs" in values)
+    if is_scoring:
+        values["max_tokens"] = 1  # is not returned: with it, all of the prompt is computed
+    return ParsedParameters(SamplingParams(**values), options, prompt, is_scoring)
+
+
+def check_names(sources: Iterable[ParameterSource], known: Iterable[str], task: str) -> None:
+    """Raise `InvalidRequest` for a parameter without meaning for the task."""
+    given = _collect(with_grammar(tuple(sources)))
+    for name in sorted(given.keys() - set(known)):
+        value = given[name].value
+        name = value.name if isinstance(value, Grammar) else name
+        raise InvalidRequest(f"{name} does not go with the task {task}: leave it out")
+
+
+def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
+    """Ignore malformed values, which `parse_parameters` refuses later."""
+    sources = (
+        ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
+        for source in request.parameters
+    )
+    try:
+        options = _take_options(_collect(sources))
+    except InvalidRequest:
+        options = RequestOptions()
+    return Urgency(
+        limits_of(tenants, options.tenant).granted(options.priority),
+        options.deadline_ns(arrival_ns, request.timeout_us),
+        options.soft_deadline_ns(arrival_ns),
+        options.tenant,
+        bool(options.session_id),
+    )
+
+
+def with_token_biases(
+    sources: tuple[ParameterSource, ...], encode: Callable[[str], Iterable[int]]
+) -> tuple[ParameterSource, ...]:
+    """Replace words and weights by the `logit_bias` of each word's tokens. Raise `InvalidRequest`."""
+    if not any(name in source.values for source in sources for name in (WORDS, WEIGHTS)):
+        return sources
+    replaced: list[ParameterSource] = []
+    for source in sources:
+        others = {name: value for name, value in source.values.items() if name not in (WORDS, WEIGHTS)}
+        replaced.append(ParameterSource(origin=source.origin, values=others))
+        if len(others) < len(source.values):
+            bias = _token_biases(_items(source, WORDS), _items(source, WEIGHTS), encode)
+            replaced.append(ParameterSource(origin=WORDS, values={"logit_bias": bias}))
+    return tuple(replaced)
+
+
+def _items(source: ParameterSource, name: str) -> list[object]:
+    value = source.values.get(name)
+    if not isinstance(value, list | None):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be a list")
+    return value or []
+
+
+def _token_biases(
+    words: list[object], weights: list[object], encode: Callable[[str], Iterable[int]]
+) -> dict[int, float]:
+    if len(words) != len(weights):
+        raise InvalidRequest(f"{WORDS} has {len(words)} entries and {WEIGHTS} {len(weights)}: give one weight a word")
+    bias: dict[int, float] = {}
+    for word, weight in zip(words, weights, strict=True):
+        for token_id in map(int, encode(coercion.to_text(WORDS, word))):
+            bias[token_id] = bias.get(token_id, 0.0) + coercion.to_float(WEIGHTS, weight)
+    return bias
+
+
+def _collect(sources: Iterable[ParameterSource]) -> dict[str, _GivenValue]:
+    """Return the values by name. Raise `InvalidRequest` for a contradiction."""
+    given: dict[str, _GivenValue] = {}
+    for source in sources:
+        for key, raw in source.values.items():
+            if raw is None or _is_neutral(key, raw):
+                continue
+            name = ALIASES.get(key, key)
+            value = COERCIONS[name](key, raw)
+            if source.origin == INPUT_TENSOR and value in (math.inf, -math.inf):
+                raise InvalidRequest(
+                    f"{key} is {value}: it must be finite; its tensor is FP32, which holds numbers up to 3.4e+38"
+                )
+            if value == () or value == {}:
+                continue
+            entry = _GivenValue(value, f"{key} in {source.origin}")
+            earlier = given.setdefault(name, entry)
+            if earlier is not entry and earlier.value != value:
+                raise InvalidRequest(
+                    f"{earlier.label} is {show(earlier.value)} and {entry.label} is {show(value)}: give one value"
+                )
+    return given
+
+
+def _is_neutral(key: str, raw: object) -> bool:
+    """Return whether nothing is requested. Raise for an absent or unknown feature."""
+    if key in COERCIONS or key in ALIASES:
+        return False
+    feature = ABSENT.get(key)
+    if feature is None:
+        raise InvalidRequest(_unknown(key))
+    if not feature.is_neutral(raw):
+        raise Unsupported(feature.reason if feature.is_whole else f"{key} is {show(raw)}: {feature.reason}")
+    return True
+
+
+def _unknown(key: str) -> str:
+    if key in setting_names():
+        return f"unknown parameter {key!r}: it is a setting of the entry, not of a request"
+    near = nearest(key, SUGGESTED) if len(key) <= _MAX_KEY_CHARS else ""
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(COERCIONS))}"
+    return f"unknown parameter {show(key)}: {hint}"
+
+
+def _take(given: dict[str, _GivenValue], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {key: given.pop(key).value for key in fields_of(struct).keys() & given.keys()}
+
+
+def _take_options(given: dict[str, _GivenValue]) -> RequestOptions:
+    closing, others = given.get("close_session"), sorted(given.keys() - _CLOSING_KEYS)
+    if closing is not None and closing.value and others:
+        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
+    return RequestOptions(**_take(given, RequestOptions))

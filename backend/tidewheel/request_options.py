@@ -1,0 +1,99 @@
+"""Parameters of a request besides its sampling: how it is served, and how its prompt becomes tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from tidewheel.errors import InvalidRequest
+from tidewheel.parameters import Parameter, check_fields
+from tidewheel.request import Priority
+from tidewheel.tenants import MAX_TENANT_CHARS
+
+_option = partial(Parameter, is_tensor=False)
+MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this
+
+
+def to_priority(name: str, value: int) -> Priority:
+    """Raise `InvalidRequest`."""
+    try:
+        return Priority.from_wire(value)
+    except ValueError:
+        raise InvalidRequest(f"{name} is {value}: it must be 0 (default) to {max(Priority)} (lowest)") from None
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Service of a request. Raise `InvalidRequest`. Deadlines count from the arrival."""
+
+    n: Annotated[
+        int, Parameter("sequences, with seeds from `seed` on", (), ("num_return_sequences",), low=1, high=16)
+    ] = 1
+    priority: Annotated[Priority, _option("class from 1 (critical) to 4 (low); 0: the default")] = Priority.NORMAL
+    tenant: Annotated[
+        str, _option("tenant whose rates and quotas count", max_chars=MAX_TENANT_CHARS, is_printable=True)
+    ] = ""
+    cache_salt: Annotated[str, _option("salt of the cache: requests of one salt share prompts", max_bytes=256)] = ""
+    deadline_ms: Annotated[
+        float | None, _option("milliseconds until a waiting request is refused, a running one cut", above=0)
+    ] = None
+    soft_deadline_ms: Annotated[float | None, _option("milliseconds until the class is one lower", above=0)] = None
+    session_id: Annotated[
+        str, _option("session whose KV blocks stay; unique by tenant", max_bytes=256, is_printable=True)
+    ] = ""
+    session_ttl_s: Annotated[
+        float | None, _option("seconds that the session stays; not given: the setting's", above=0)
+    ] = None
+    close_session: Annotated[bool, _option("end the session, without a prompt")] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not isinstance(self.priority, Priority):
+            msgspec.structs.force_setattr(self, "priority", to_priority("priority", self.priority))
+        soft, hard = self.soft_deadline_ms, self.deadline_ms
+        if soft is not None and hard is not None and soft >= hard:
+            raise InvalidRequest(
+                f"soft_deadline_ms is {soft:g} and deadline_ms {hard:g}: the soft one must come first"
+            )
+        if not self.session_id and self.session_ttl_s is not None:
+            ttl = f"session_ttl_s is {self.session_ttl_s:.12g}"
+            raise InvalidRequest(f"{ttl}, and session_id is not set: set both or none")
+        if not self.session_id and self.close_session:
+            raise InvalidRequest("close_session is true, and session_id is not set: name the session")
+        if self.session_id and self.n > 1:
+            raise InvalidRequest(f"n is {self.n} with a session_id: a session goes on from one sequence")
+
+    def deadline_ns(self, arrival_ns: int, timeout_us: int = 0) -> int:
+        """Return the earlier end of `deadline_ms` and `timeout_us`, on the clock of `arrival_ns`; 0: none."""
+        limits = [limit for limit in (self.deadline_ms, timeout_us * 1e-3) if limit]
+        return _moment_ns(arrival_ns, min(limits, default=None))
+
+    def soft_deadline_ns(self, arrival_ns: int) -> int:
+        return _moment_ns(arrival_ns, self.soft_deadline_ms)
+
+
+class PromptOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokenisation of a prompt."""
+
+    add_special_tokens: Annotated[
+        bool | None, Parameter("add the tokenizer's special tokens; not given: to a text, not to messages")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, Parameter("end messages with the beginning of an answer; not given: true")
+    ] = None
+    return_token_strs: Annotated[bool, Parameter("return the tokens' texts too, for the task `tokenize`")] = False
+    echo: Annotated[bool, Parameter("return the prompt before the text")] = False
+
+    def check_for(self, name: str) -> None:
+        """Raise `InvalidRequest` for an option without meaning for the prompt's field."""
+        if name == "input_ids" and self.add_special_tokens is not None:
+            raise InvalidRequest("add_special_tokens is set, and the prompt is token ids: leave it out")
+        if name == "input_ids" and self.return_token_strs:
+            raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
+        if name != "messages" and self.add_generation_prompt is False:
+            raise InvalidRequest("add_generation_prompt is false: it goes with messages")
+
+
+def _moment_ns(arrival_ns: int, milliseconds: float | None) -> int:
+    return 0 if milliseconds is None else arrival_ns + int(min(milliseconds, MAX_DEADLINE_MS) * 1e6)

@@ -11,6 +11,7 @@ COPY backend backend
 COPY kernels kernels
 COPY client client
 COPY process process
+COPY queue queue
 RUN pip install --no-cache-dir .
 
 COPY model_repository model_repository

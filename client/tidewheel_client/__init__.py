@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tidewheel_client.async_client import AsyncClient, AsyncSession
     from tidewheel_client.client import Client, Session
     from tidewheel_client.mock_transport import AsyncMockTransport, MockTransport
-    from tidewheel_client.queue import AsyncQueue, Queue
     from tidewheel_client.server_pages import Figures, Health, Sample
     from tidewheel_client.stream import AsyncStream, Stream
     from tidewheel_client.transport import Ask
@@ -45,7 +44,6 @@ __all__ = [
     "Ask",
     "AsyncClient",
     "AsyncMockTransport",
-    "AsyncQueue",
     "AsyncSession",
     "AsyncStream",
     "Busy",
@@ -67,7 +65,6 @@ __all__ = [
     "NumericError",
     "PerfMetrics",
     "PromptTooLarge",
-    "Queue",
     "RequestError",
     "RequestTimeout",
     "Sample",
@@ -85,7 +82,6 @@ _MODULES = {
     "async_client": ("AsyncClient", "AsyncSession"),
     "client": ("Client", "Session"),
     "mock_transport": ("AsyncMockTransport", "MockTransport"),
-    "queue": ("AsyncQueue", "Queue"),
     "server_pages": ("Figures", "Health", "Sample"),
     "stream": ("AsyncStream", "Stream"),
     "transport": ("Ask",),

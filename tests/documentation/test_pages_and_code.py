@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from layers.test_layers import LAYERS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("backend", "kernels", "client", "process", "tests", "benchmarks", "demo_model")
+FOLDERS = ("backend", "kernels", "client", "process", "queue", "tests", "benchmarks", "demo_model")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tidewheel_client.queue import Queue
+    from tidewheel_queue import Queue
 
 
 @pytest.fixture(scope="module")
 def redis_folder() -> Iterator[Path]:
-    from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+    from tidewheel_queue.embedded_redis import EmbeddedRedis
 
     path = Path(tempfile.mkdtemp(prefix="tw-"))
     server = EmbeddedRedis(path / "queue")
@@ -32,7 +32,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def queue(redis_folder: Path, name: str) -> Iterator[Queue]:
-    from tidewheel_client.queue import Queue
+    from tidewheel_queue import Queue
 
     with Queue(redis_folder, name=name) as one:
         yield one

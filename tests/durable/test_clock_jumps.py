@@ -14,8 +14,8 @@ from support.durable.patience import until
 from support.durable.shifted_redis import ShiftedRedis
 from support.durable.worker_program import EchoTransport
 from tidewheel_client import AsyncClient, AsyncMockTransport
-from tidewheel_client.queue import AsyncQueue, Worker, WorkerOptions
-from tidewheel_client.queue.silence_watch import SilenceWatch
+from tidewheel_queue import AsyncQueue, Worker, WorkerOptions
+from tidewheel_queue.worker_store import SilenceWatch
 
 HOUR_S = 3600
 JOBS = [{"id": name, "prompt": name} for name in "abcd"]

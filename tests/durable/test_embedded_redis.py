@@ -12,12 +12,12 @@ import support.durable.needed  # noqa: F401
 from support.durable.processes import kill_redis, redis_of
 from support.triton.serving import wait_for
 from tidewheel_client import RequestError
-from tidewheel_client.queue import Queue
-from tidewheel_client.queue.embedded_redis import EmbeddedRedis
+from tidewheel_queue import Queue
+from tidewheel_queue.embedded_redis import EmbeddedRedis
 
 HOLD = """
 import sys
-from tidewheel_client.queue import Queue
+from tidewheel_queue import Queue
 queue = Queue(sys.argv[1])
 print(queue.enqueue(prompt="x").id, flush=True)
 sys.stdin.read()
@@ -100,8 +100,8 @@ def test_lines_of_redis_conf_are_read(folder: Path) -> None:
     left.touch()
     with Queue(folder) as queue:
         assert not left.exists()
-        assert queue._redis.config_get("appendfsync") == {"appendfsync": "everysec"}
-        assert queue._redis.config_get("port") == {"port": "0"}
+        assert queue._core._redis.config_get("appendfsync") == {"appendfsync": "everysec"}
+        assert queue._core._redis.config_get("port") == {"port": "0"}
 
 
 def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.
         wait_for(lambda: "no_such_option" in redis._log.read_text(), 60, "what Redis says")
 
     monkeypatch.setattr(EmbeddedRedis, "_spawn", spawn_and_see_it_fail)
-    monkeypatch.setattr("tidewheel_client.queue.embedded_redis._START_S", 0.5)
+    monkeypatch.setattr("tidewheel_queue.embedded_redis._START_S", 0.5)
     folder.mkdir(mode=0o700)
     (folder / "redis.conf").write_text("no_such_option 3\n")
     with pytest.raises(RequestError, match=r"does not start: .*\(.*redis\.log\)"):

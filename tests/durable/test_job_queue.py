@@ -21,14 +21,17 @@ from tidewheel_client import (
     ServerUnavailable,
     Unsupported,
 )
-from tidewheel_client.queue import AsyncQueue, Enqueued, Job, Queue
-from tidewheel_client.queue.queue_calls import SCRIPTS, QueueNames
-from tidewheel_client.queue.redis_place import RedisPlace
+from tidewheel_client.facade import run
+from tidewheel_queue import AsyncQueue, EnqueuedJob, Job, Queue
+from tidewheel_queue.queue_calls import SCRIPTS, QueueNames
+from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint
 
 
 def finish(queue: Queue, name: str, job_id: str, result: str = '{"text":"done"}', state: str = "done") -> list[int]:
     names = QueueNames(name)
-    return list(queue._redis.register_script(SCRIPTS["finish"])(names.keys, [names.prefix, job_id, state, result]))
+    return list(
+        queue._core._redis.register_script(SCRIPTS["finish"])(names.keys, [names.prefix, job_id, state, result])
+    )
 
 
 def test_a_job_waits(queue: Queue) -> None:
@@ -38,12 +41,12 @@ def test_a_job_waits(queue: Queue) -> None:
 
 
 def test_a_known_id_is_not_added_again(queue: Queue, name: str) -> None:
-    assert queue.enqueue(id="a", prompt="first") == Enqueued("a", True)
-    assert queue.enqueue(id="a", prompt="second", priority=1) == Enqueued("a", False)
+    assert queue.enqueue(id="a", prompt="first") == EnqueuedJob("a", True)
+    assert queue.enqueue(id="a", prompt="second", priority=1) == EnqueuedJob("a", False)
     assert queue.enqueue_many([{"id": "b", "prompt": "x"}, {"id": "b", "prompt": "y"}]) == [("b", True), ("b", False)]
     assert sum(queue.counts().waiting) == 2
     finish(queue, name, "a")
-    assert queue.enqueue(id="a", prompt="third") == Enqueued("a", False)
+    assert queue.enqueue(id="a", prompt="third") == EnqueuedJob("a", False)
     assert queue.result("a").text == "done"
 
 
@@ -81,10 +84,10 @@ def test_results_have_a_time_to_live(redis_folder: Path, name: str) -> None:
     with Queue(redis_folder, name=name, result_ttl_s=5) as queue:
         queue.enqueue(id="a", prompt="x")
         key = QueueNames(name).job("a")
-        assert queue._redis.pttl(key) == -1
+        assert queue._core._redis.pttl(key) == -1
         finish(queue, name, "a")
-        assert 0 < queue._redis.pttl(key) <= 5000
-        queue._redis.delete(key)
+        assert 0 < queue._core._redis.pttl(key) <= 5000
+        queue._core._redis.delete(key)
         assert list(queue.results()) == []
         with pytest.raises(NotFound, match="has no job 'a': unknown, or its time to live is over"):
             queue.result("a")
@@ -113,7 +116,7 @@ def test_cancel_a_waiting_job(queue: Queue) -> None:
 def test_async_queue(redis_folder: Path, name: str, queue: Queue) -> None:
     async def use() -> None:
         async with AsyncQueue(redis_folder, name=name) as one:
-            assert await one.enqueue(Job(id="a", prompt="x", stream=True)) == Enqueued("a", True)
+            assert await one.enqueue(Job(id="a", prompt="x", stream=True)) == EnqueuedJob("a", True)
             assert (await one.result("a")).state == "waiting"
             assert (await one.counts()).waiting == (0, 0, 1, 0)
             waiting = asyncio.create_task(one.result("a", wait_s=60))
@@ -170,19 +173,19 @@ def test_an_unreachable_redis_is_unavailable() -> None:
 
 @pytest.mark.parametrize("version", ["6.0.16", "5", "0"])
 def test_an_old_redis_is_refused(redis_folder: Path, version: str) -> None:
-    place = RedisPlace(redis_folder)
+    endpoint = BlockingRedisEndpoint(redis_folder)
     with pytest.raises(Unsupported, match=f"is {version}: a queue needs 6.2 or later"):
-        place.check_version({"redis_version": version})
-    place.check_version({"redis_version": "6.2.0"})
-    place.check_version({"redis_version": "7.4.1-rc"})
-    place.close()
+        endpoint.check_version({"redis_version": version})
+    endpoint.check_version({"redis_version": "6.2.0"})
+    endpoint.check_version({"redis_version": "7.4.1-rc"})
+    run(endpoint.close())
 
 
 def test_access_control(redis_folder: Path, name: str, queue: Queue) -> None:
     """Docs name the rights that a user needs."""
     socket = redis_folder / "redis.sock"
     rights = f"on >secret resetkeys resetchannels -@all +@read +@write +@stream +@scripting +@connection +@pubsub +info +time ~tidewheel:{{{name}}}:* &tidewheel:{{{name}}}:*"  # noqa: E501
-    queue._redis.execute_command("ACL", "SETUSER", "worker", *rights.split())
+    queue._core._redis.execute_command("ACL", "SETUSER", "worker", *rights.split())
     with pytest.raises(RequestError, match="refuses the user or the password of the URL"):
         Queue(f"unix://worker:wrong@{socket}", name=name)
     with Queue(f"unix://worker:secret@{socket}", name=name) as allowed:
@@ -199,7 +202,7 @@ import sys
 sys.modules["redis"] = None
 import tidewheel_client
 try:
-    tidewheel_client.Queue
+    import tidewheel_queue
 except ImportError as error:
     print(error)
 """

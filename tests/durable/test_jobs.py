@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import support.durable.needed  # noqa: F401
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge
-from tidewheel_client.queue.job_files import read_jobs
-from tidewheel_client.queue.jobs import Job, pack, unpack
+from tidewheel_queue.jobs import Job, pack, read_jobs, unpack
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: (

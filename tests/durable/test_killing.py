@@ -15,7 +15,7 @@ import pytest
 import support.durable.needed  # noqa: F401
 from support.durable.patience import enqueue_at_last, wait_until_all_ended
 from support.durable.processes import WorkerProcess, echoing_worker, kill_redis
-from tidewheel_client.queue import Queue
+from tidewheel_queue import Queue
 
 LONG = bool(os.environ.get("TIDEWHEEL_LONG"))
 LEASE_S = 1.0

@@ -16,7 +16,7 @@ import pytest
 import support.durable.needed  # noqa: F401
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, response, running
 from tidewheel.cli import main as cli
-from tidewheel_client.queue import Queue
+from tidewheel_queue import Queue
 
 Captured = pytest.CaptureFixture[str]
 

@@ -17,12 +17,11 @@ from tidewheel_client import AsyncClient, AsyncMockTransport, Busy, InvalidReque
 from tidewheel_client.answers import Chunk
 from tidewheel_client.errors import Draining, EngineDead
 from tidewheel_client.mock_transport import Answer
-from tidewheel_client.queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
-from tidewheel_client.queue.batcher import Batcher
-from tidewheel_client.queue.queue_calls import QueueNames
-from tidewheel_client.queue.redis_place import RedisPlace
-from tidewheel_client.queue.worker_store import Part, WorkerStore, ending
 from tidewheel_client.transport import Ask
+from tidewheel_queue import AsyncQueue, Queue, Result, Worker, WorkerOptions
+from tidewheel_queue.queue_calls import QueueNames
+from tidewheel_queue.redis_endpoint import RedisEndpoint
+from tidewheel_queue.worker_store import Batcher, StreamChunk, WorkerStore, finished
 
 FAST = WorkerOptions(concurrency=4, lease_s=60, max_attempts=3, drain_s=60, until_empty=True)
 
@@ -309,14 +308,13 @@ def test_a_cancel_at_any_moment_of_a_call_ends_it(place: Place, redis_folder: Pa
         return True
 
     async def use() -> None:
-        server = RedisPlace(redis_folder)
+        server = RedisEndpoint(redis_folder)
         store = WorkerStore(server, QueueNames(place.name), "one", 3, place.notes.append)
         async with place.queue() as queue:
             for call in (store.has_jobs, queue.counts):
                 await call()  # is connected
                 assert [await cancelled(call, turns) for turns in range(4)] == [True] * 4
-        await store.close()
-        server.close()
+        await server.close()
 
     asyncio.run(use())
 
@@ -326,7 +324,7 @@ def test_a_cancel_that_comes_with_news_ends_a_worker(place: Place) -> None:
         for turns in range(6):
             worker = place.worker(lambda ask: "x", WorkerOptions())
             task = asyncio.create_task(worker.run())
-            await until(lambda worker=worker: bool(worker._news._waiters), "a worker that waits for news")  # type: ignore[misc]
+            await until(lambda worker=worker: bool(worker._wake._waiters), "a worker that waits for news")  # type: ignore[misc]
             worker._ring()
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -373,7 +371,7 @@ def test_a_job_whose_workers_die_is_buried(place: Place) -> None:
 
 def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder: Path) -> None:
     async def use() -> None:
-        server = RedisPlace(redis_folder)
+        server = RedisEndpoint(redis_folder)
         names = QueueNames(place.name)
         old, new = (WorkerStore(server, names, consumer, 2, place.notes.append) for consumer in ("old", "new"))
         async with place.queue() as queue:
@@ -390,38 +388,38 @@ def test_a_worker_that_lost_its_lease_changes_nothing(place: Place, redis_folder
             assert await old.beat(["a"]) == (["a"], {"new": "2"})
             assert not await old.fail("a", 1, "late")
             assert await old.give_back() == 0
-            await old.emit([Part("a", 1, 1, "late")])
+            await old.emit([StreamChunk("a", 1, 1, "late")])
             assert await queue._redis.exists(names.tokens("a")) == 0
             assert (await new.beat(["a"]))[0] == []
             assert (await queue.result("a")).state == "running"
-            assert await old.finish([ending("a", "done", text="the first")]) == [True]  # which is as good
-            assert await new.finish([ending("a", "done", text="the second")]) == [False]
+            assert await old.finish([finished("a", "done", text="the first")]) == [True]  # which is as good
+            assert await new.finish([finished("a", "done", text="the second")]) == [False]
             assert (await queue.result("a")).text == "the first"
-        await old.close()
-        await new.close()
-        server.close()
+        await server.close()
 
     asyncio.run(use())
 
 
 def test_calls_whose_answers_were_lost_are_repeated_without_effect(place: Place, redis_folder: Path) -> None:
     async def use() -> None:
-        server = RedisPlace(redis_folder)
+        server = RedisEndpoint(redis_folder)
         store = WorkerStore(server, QueueNames(place.name), "one", 3, place.notes.append)
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x", stream=True)
             assert len(await store.take(1, [], gone={}, claim=True, lowest_first=False)) == 1
             for _ in range(2):
-                await store.emit([Part("a", 1, 1, "one "), Part("a", 1, 2, "two")])
+                await store.emit([StreamChunk("a", 1, 1, "one "), StreamChunk("a", 1, 2, "two")])
             for _ in range(3):
                 assert await store.fail("a", 1, "the server is away")
             assert (await queue.result("a")).attempts == 2
-            for parts in ([Part("a", 2, 1, "uno ")], [Part("a", 2, 1, "uno "), Part("a", 2, 2, "due")]):
+            for parts in (
+                [StreamChunk("a", 2, 1, "uno ")],
+                [StreamChunk("a", 2, 1, "uno "), StreamChunk("a", 2, 2, "due")],
+            ):
                 await store.emit(parts)
-            await store.finish([ending("a", "done", text="uno due")])
+            await store.finish([finished("a", "done", text="uno due")])
             assert await _read_tokens(queue) == [("one ", 1), ("two", 1), ("uno ", 2), ("due", 2)]
-        await store.close()
-        server.close()
+        await server.close()
 
     asyncio.run(use())
 
@@ -430,7 +428,7 @@ def test_parts_of_a_job_that_was_given_back_are_told_apart(place: Place, redis_f
     """The attempt is not counted, and has its own number all the same."""
 
     async def use() -> None:
-        server = RedisPlace(redis_folder)
+        server = RedisEndpoint(redis_folder)
         old, new = (
             WorkerStore(server, QueueNames(place.name), consumer, 1, place.notes.append)
             for consumer in ("old", "new")
@@ -438,25 +436,23 @@ def test_parts_of_a_job_that_was_given_back_are_told_apart(place: Place, redis_f
         async with place.queue() as queue:
             await queue.enqueue(id="a", prompt="x", stream=True)
             (first,) = await old.take(1, [], gone={}, claim=True, lowest_first=False)
-            await old.emit([Part("a", first.attempt, 1, "one ")])
+            await old.emit([StreamChunk("a", first.attempt, 1, "one ")])
             assert await old.give_back() == 1
             (second,) = await new.take(1, [], gone={}, claim=True, lowest_first=False)
-            await new.emit([Part("a", second.attempt, 1, "uno ")])
-            await new.finish([ending("a", "done", text="uno ")])
+            await new.emit([StreamChunk("a", second.attempt, 1, "uno ")])
+            await new.finish([finished("a", "done", text="uno ")])
             assert await _read_tokens(queue) == [("one ", 1), ("uno ", 2)]
             assert (await queue.result("a")).attempts == 1
-        for store in (old, new):
-            await store.close()
-        server.close()
+        await server.close()
 
     asyncio.run(use())
 
 
 def test_a_redis_without_a_file_is_noted(place: Place, queue: Queue) -> None:
-    queue._redis.config_set("appendonly", "no")
+    queue._core._redis.config_set("appendonly", "no")
     place.run(lambda ask: "x", {"prompt": "x"})
     assert "writes no append-only file" in place.notes[0]
-    queue._redis.config_set("appendonly", "yes")
+    queue._core._redis.config_set("appendonly", "yes")
     place.run(lambda ask: "x", {"prompt": "x"})
     assert sum("append-only" in note for note in place.notes) == 1
 

@@ -19,7 +19,7 @@ from support.durable.patience import enqueue_at_last, wait_until_all_ended
 from support.durable.processes import WorkerProcess, kill_redis
 from support.faults.service import serving
 from support.triton.serving import Server
-from tidewheel_client.queue import Queue
+from tidewheel_queue import Queue
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ Imports inside functions and under TYPE_CHECKING count like any other.
 
 L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 the server, L7 what measures and
 shows, L8 commands. So serving never imports what measures.
-L1 and L2 know nothing of each other; `tidewheel_kernels`, `tidewheel_client` and `tidewheel_process` know nothing of
+L1 and L2 know nothing of each other; `tidewheel_kernels`, `tidewheel_{client,process,queue}` know nothing of
 `tidewheel`.
 """
 
@@ -26,6 +26,7 @@ SOURCES = {
     "tidewheel_kernels": ROOT / "kernels",
     "tidewheel_client": ROOT / "client",
     "tidewheel_process": ROOT / "process",
+    "tidewheel_queue": ROOT / "queue",
 }
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -76,6 +77,7 @@ LAYERS = {
     "tidewheel.cli": 8,
     "tidewheel_client": 0,
     "tidewheel_process": 0,
+    "tidewheel_queue": 0,
 }
 # What stands in a layer by itself and may not be reached from some that lie above it.
 FORBIDDEN = [
@@ -88,6 +90,10 @@ FORBIDDEN = [
     ("tidewheel_process", "tidewheel"),
     ("tidewheel_process", "tidewheel_client"),
     ("tidewheel_process", "tidewheel_kernels"),
+    ("tidewheel_process", "tidewheel_queue"),
+    ("tidewheel_client", "tidewheel_queue"),
+    ("tidewheel_queue", "tidewheel"),
+    ("tidewheel_queue", "tidewheel_kernels"),
     ("tidewheel_client", "tidewheel"),
     ("tidewheel_client", "tidewheel_kernels"),
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("backend", "kernels", "client", "process")
+FOLDERS = ("backend", "kernels", "client", "process", "queue")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 FRAGMENTS = re.compile(r"(Of|As|By|What|Whether|Who|Whoever|Whose|Unlike|Unless|For|Those|Nobody|Why|How)\b")
 RIDDLES = re.compile(r"\b(whoever|nobody|anybody|everybody|of ours|none of our)\b", re.IGNORECASE)

@@ -40,7 +40,7 @@ def found_in(source: str) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("part", ["backend", "client", "kernels", "process"])
+@pytest.mark.parametrize("part", ["backend", "client", "kernels", "process", "queue"])
 def test_every_text_has_its_encoding(part: str) -> None:
     paths = sorted((ROOT / part).rglob("*.py"))
     found = {f"{path.relative_to(ROOT)}:{line}" for path in paths for line in found_in(path.read_text("utf-8"))}

@@ -12,7 +12,7 @@ from tidewheel.cli.queue_options import add_queue_options, queue_package, where
 from tidewheel.cli.usage import UsageError, add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
-    from tidewheel_client.queue import Enqueued, Queue
+    from tidewheel_queue import EnqueuedJob, Queue
 
 _OF_ONE_JOB = ("id", "priority", "deadline_ms", "tenant", "session_id", "session_ttl_s", "stream")
 _PIECE = 500
@@ -83,7 +83,7 @@ def _jobs_of_file(name: str) -> list[dict[str, object]]:
 
     from tidewheel.regular_files import open_regular
     from tidewheel_client.errors import InvalidRequest
-    from tidewheel_client.queue.job_files import read_jobs
+    from tidewheel_queue.jobs import read_jobs
 
     try:
         if name == "-":
@@ -102,12 +102,12 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[Enqueued]:
+def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[EnqueuedJob]:
     """Raise `UsageError` at the bound unless it is to be waited for."""
     from tidewheel_client.errors import Busy
 
     for start in range(0, len(jobs), _PIECE):
-        piece: list[Enqueued] | None = None
+        piece: list[EnqueuedJob] | None = None
         while piece is None:
             try:
                 piece = queue.enqueue_many(jobs[start : start + _PIECE])

@@ -43,7 +43,7 @@ def where(args: argparse.Namespace) -> str | Path:
 def queue_package() -> ModuleType:
     """Raise `UsageError` without the extra."""
     try:
-        from tidewheel_client import queue
+        import tidewheel_queue
     except ImportError as error:
         raise UsageError(str(error)) from None
-    return queue
+    return tidewheel_queue

@@ -12,7 +12,7 @@ from tidewheel.cli.queue_options import add_queue_options, queue_package, where
 from tidewheel.cli.usage import UsageError, printable
 
 if TYPE_CHECKING:
-    from tidewheel_client.queue import Queue
+    from tidewheel_queue import Queue
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _lines(queue: Queue, args: argparse.Namespace) -> Iterator[Mapping[str, Any]
 
 
 def _counts(queue: Queue) -> dict[str, Any]:
-    from tidewheel_client.queue.jobs import CLASSES
+    from tidewheel_queue.jobs import CLASSES
 
     counts = queue.counts()
     return {

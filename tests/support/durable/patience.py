@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from support.triton.serving import wait_for
 from tidewheel_client import ServerUnavailable
-from tidewheel_client.queue import Queue
+from tidewheel_queue import Queue
 
 
 def enqueue_at_last(queue: Queue, jobs: Sequence[dict[str, object]], limit_s: float) -> None:

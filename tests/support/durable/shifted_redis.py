@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.triton.serving import wait_for
-from tidewheel_client.queue.embedded_redis import _find_server
+from tidewheel_queue.embedded_redis import find_server
 
 SHIFT = Path(__file__).with_name("shifted_clock.c")
 
@@ -39,7 +39,7 @@ def running(folder: Path) -> Iterator[ShiftedRedis]:
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", shim, SHIFT, "-ldl"], check=True)
     server = ShiftedRedis(folder)
     variables = {**os.environ, "LD_PRELOAD": str(shim), "SHIFT_FILE": str(folder / "shift")}
-    command = [_find_server(), "--port", "0", "--unixsocket", "redis.sock", "--appendonly", "yes"]
+    command = [find_server(), "--port", "0", "--unixsocket", "redis.sock", "--appendonly", "yes"]
     process = subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.DEVNULL)
     try:
         wait_for((folder / "redis.sock").exists, 60, "Redis with a clock of its own")

@@ -14,8 +14,8 @@ from typing import Any
 from tidewheel_client import AsyncClient
 from tidewheel_client.answers import Chunk
 from tidewheel_client.mock_transport import AsyncMockTransport
-from tidewheel_client.queue import Worker, WorkerOptions
 from tidewheel_client.transport import Ask, Responses
+from tidewheel_queue import Worker, WorkerOptions
 
 
 class EchoTransport(AsyncMockTransport):

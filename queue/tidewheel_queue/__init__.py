@@ -7,20 +7,19 @@ try:
 except ImportError:
     raise ImportError("a queue needs the package redis: pip install 'tidewheel[queue]'") from None
 
-from tidewheel_client.queue.async_queue import AsyncQueue
-from tidewheel_client.queue.job_queue import Queue
-from tidewheel_client.queue.job_worker import Worker, WorkerOptions
-from tidewheel_client.queue.jobs import Chunked, Counts, DeadJob, Enqueued, Job, Result
+from tidewheel_queue.job_queue import AsyncQueue, Queue
+from tidewheel_queue.job_worker import Worker, WorkerOptions
+from tidewheel_queue.jobs import DeadJob, EnqueuedJob, Job, JobCounts, Result, TextChunk
 
 __all__ = [
     "AsyncQueue",
-    "Chunked",
-    "Counts",
     "DeadJob",
-    "Enqueued",
+    "EnqueuedJob",
     "Job",
+    "JobCounts",
     "Queue",
     "Result",
+    "TextChunk",
     "Worker",
     "WorkerOptions",
 ]

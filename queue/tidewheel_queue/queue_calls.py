@@ -1,4 +1,4 @@
-"""Scripts of one queue with their arguments, and readers of what comes back, for clients and workers."""
+"""Keys, scripts, arguments and answers of one queue in Redis."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tidewheel_client.errors import Busy, InvalidRequest, NotFound
-from tidewheel_client.queue import lua_scripts
-from tidewheel_client.queue.jobs import (
+from tidewheel_queue import lua_scripts
+from tidewheel_queue.jobs import (
     CLASSES,
     MAX_JOB_BYTES,
-    Counts,
     DeadJob,
-    Enqueued,
-    Packed,
+    EnqueuedJob,
+    JobCounts,
+    PackedJob,
     Result,
     check_id,
     unpack,
 )
 
-BLOCK_MS = 1000  # of a read that waits for news
+BLOCK_MS = 1000  # of a read that waits for entries
 READ_COUNT = 1000
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PIECE_JOBS, _PIECE_BYTES = 500, 4 << 20  # that one script enqueues: Redis serves nothing else in the meantime
@@ -29,7 +29,7 @@ _RETRY_AFTER_MS = 1000
 
 
 class QueueNames:
-    """Keys of a queue. The braces keep them on one node of a cluster."""
+    """Keys of a queue; the braces keep them on one node of a Redis cluster."""
 
     def __init__(self, name: str) -> None:
         if not _NAME.fullmatch(name):
@@ -49,7 +49,7 @@ class QueueNames:
 
 
 class QueueLimits:
-    """Limits of what one client puts into a queue."""
+    """Limits of one client of a queue."""
 
     def __init__(self, bound: int, max_job_bytes: int, result_ttl_s: float) -> None:
         if not 1 <= bound <= 10_000_000:
@@ -63,9 +63,9 @@ class QueueLimits:
         self.ttl_ms = int(result_ttl_s * 1000)
 
 
-def pieces(jobs: Sequence[Packed]) -> Iterator[list[Packed]]:
-    """Yield the jobs in groups, each of which is enqueued whole or not at all."""
-    piece: list[Packed] = []
+def pieces(jobs: Sequence[PackedJob]) -> Iterator[list[PackedJob]]:
+    """Yield groups of jobs, each for one script."""
+    piece: list[PackedJob] = []
     size = 0
     for job in jobs:
         if piece and (len(piece) == _PIECE_JOBS or size + len(job.payload) > _PIECE_BYTES):
@@ -77,7 +77,7 @@ def pieces(jobs: Sequence[Packed]) -> Iterator[list[Packed]]:
         yield piece
 
 
-def enqueue_arguments(names: QueueNames, limits: QueueLimits, piece: Iterable[Packed]) -> list[str]:
+def enqueue_arguments(names: QueueNames, limits: QueueLimits, piece: Iterable[PackedJob]) -> list[str]:
     given = [names.prefix, str(limits.bound), str(limits.ttl_ms)]
     for job in piece:
         given += [job.id, str(job.class_number), job.payload, "1" if job.stream else "0"]
@@ -85,31 +85,31 @@ def enqueue_arguments(names: QueueNames, limits: QueueLimits, piece: Iterable[Pa
 
 
 def read_enqueued(
-    names: QueueNames, limits: QueueLimits, piece: Sequence[Packed], answer: list[int]
-) -> list[Enqueued]:
+    names: QueueNames, limits: QueueLimits, piece: Sequence[PackedJob], answer: list[int]
+) -> list[EnqueuedJob]:
     """Raise `Busy` if the piece was refused."""
-    before, *news = answer
-    if len(news) != len(piece):
+    before, *added = answer
+    if len(added) != len(piece):
         raise Busy(
             f"queue {names.name!r} holds {before} jobs that wait or run, and {len(piece)} more would pass its bound "
             f"of {limits.bound}: none of them was taken",
             retry_after_ms=_RETRY_AFTER_MS,
         )
-    return [Enqueued(job.id, bool(is_new)) for job, is_new in zip(piece, news, strict=True)]
+    return [EnqueuedJob(job.id, bool(is_new)) for job, is_new in zip(piece, added, strict=True)]
 
 
 RESULT_FIELDS = ("state", "attempts", "result")
 
 
 def read_result(names: QueueNames, job_id: str, found: Sequence[str | None]) -> Result:
-    """Return what the fields of a job's hash say. Raise `NotFound`."""
+    """Parse the fields of a job's hash. Raise `NotFound`."""
     state, attempts, result = found
     if state is None:
         raise NotFound(f"queue {names.name!r} has no job {job_id!r}: unknown, or its time to live is over")
-    ending: dict[str, Any] = json.loads(result) if result else {}
-    error, tag = ending.pop("error", None), ending.pop("tag", None)
+    answer: dict[str, Any] = json.loads(result) if result else {}
+    error, tag = answer.pop("error", None), answer.pop("tag", None)
     return Result(
-        id=job_id, state=state, attempts=int(attempts or 0), answer=ending or None, error=error, tag=tag
+        id=job_id, state=state, attempts=int(attempts or 0), answer=answer or None, error=error, tag=tag
     )  # fmt: skip
 
 
@@ -120,21 +120,16 @@ def read_cancelled(names: QueueNames, job_id: str, answer: int) -> bool:
     return answer == 1
 
 
-def read_counts(answer: Sequence[int]) -> Counts:
+def read_counts(answer: Sequence[int]) -> JobCounts:
     *_, dead = answer
     running = tuple(answer[4:8])
-    return Counts(tuple(total - runs for total, runs in zip(answer[:4], running, strict=True)), running, dead)
+    return JobCounts(tuple(total - runs for total, runs in zip(answer[:4], running, strict=True)), running, dead)
 
 
 def read_dead(entries: Iterable[tuple[str, dict[str, str]]]) -> list[DeadJob]:
     return [
         DeadJob(found["id"], found["reason"], int(found["attempts"]), unpack(found["job"])) for _, found in entries
     ]
-
-
-def new_entries(answer: Any) -> list[tuple[str, dict[str, str]]]:
-    """Return id and fields of each entry that XREAD of one stream brought."""
-    return list(answer[0][1]) if answer else []
 
 
 SCRIPTS = {

@@ -1,10 +1,10 @@
-"""Guard of an embedded Redis: runs it as long as a process uses its folder, and starts it again when it dies.
+"""Guard of an embedded Redis: runs Redis while a process uses the folder, and starts it again when it dies.
 
     python -I redis_guard.py FOLDER REDIS_SERVER
 
-Started by path, with the standard library alone, so that it costs little. Users hold a shared lock on `users.lock`,
-which the kernel drops however they end; the guard tries to get it for itself alone, and then stops Redis. The guard
-holds `server.lock`, and Redis inherits it, so that no second Redis writes to the same files while either lives.
+Needs the standard library alone, so that it starts fast. Users hold a shared lock on `users.lock`, which the kernel
+frees at their end; when the guard gets the exclusive lock, it stops Redis. The guard holds `server.lock`, and Redis
+inherits it, so that no second Redis writes to the same files while either lives.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ USERS_LOCK, SERVER_LOCK, SOCKET, LOG, USER_CONFIG = (
     "redis.log",
     "redis.conf",
 )
-# A user's redis.conf stands between: it may change the first part and not the second. With `everysec` Redis may
-# answer before it has written, while a write to the disk takes long: a killed process loses that (tried).
+# A user's redis.conf stands between: it may change the first part, not the second. With `everysec` Redis answers
+# before a slow write to the disk has ended, and a kill loses the answer.
 _DEFAULTS = b'appendfsync always\nsave ""\nloglevel warning\n'
 _FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n".encode()
 _LOOK_EVERY_S = 0.25
@@ -52,7 +52,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _in_child() -> None:
-    """Let Redis take its signals again, and end politely when this process is killed."""
+    """Unblock signals, and end Redis with SIGTERM when the guard is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory holds jobs
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -1,0 +1,166 @@
+"""Redis of a queue: how it is reached, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import redis
+from redis import asyncio as redis_asyncio
+from redis import exceptions
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tidewheel_client.errors import Busy, RequestError, ServerUnavailable, Unsupported
+from tidewheel_queue.embedded_redis import EmbeddedRedis
+
+T = TypeVar("T")
+
+_SCHEMES = ("redis", "rediss", "unix")
+_OLDEST = (6, 2)
+_OPTIONS: dict[str, Any] = {
+    "decode_responses": True, "protocol": 2, "socket_connect_timeout": 5, "socket_timeout": 15,
+}  # fmt: skip
+_LOST = (
+    exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.OutOfMemoryError,
+)  # fmt: skip
+
+
+class RedisEndpoint:
+    """Connection to the Redis of a URL, or to the embedded Redis of a folder, which lives until `close` at least."""
+
+    def __init__(self, where: str | Path) -> None:
+        """Start an embedded Redis; connect to nothing. Raise `RequestError`."""
+        self._embedded: EmbeddedRedis | None = None
+        if isinstance(where, str) and "://" in where:
+            self._url, self.name = where, _check_url(where)
+        else:
+            self._embedded = EmbeddedRedis(Path(where))
+            self._url, self.name = f"unix://{self._embedded.socket_path}", str(self._embedded.folder)
+        try:
+            self.redis: Any = self._client()
+            self.redis.connection_pool.make_connection()  # reads the options of the URL
+        except (ValueError, TypeError, exceptions.RedisError):  # whose words could hold a part of the password
+            self._release()
+            raise RequestError(
+                f"the URL of Redis at {self.name} has an option, or a value of one, that is unknown"
+            ) from None
+
+    @classmethod
+    async def open(cls, where: str | Path) -> Self:
+        return await asyncio.to_thread(cls, where)
+
+    async def call(self, command: Callable[[], Any]) -> Any:
+        """Return the answer of a command that may be repeated; try again after a lost connection.
+
+        Raise `RequestError`.
+        """
+        try:
+            return await self._answer(command)
+        except exceptions.RedisError as error:
+            if not isinstance(error, exceptions.ConnectionError) or not is_lost(error):
+                raise self.error_of(error) from None
+        await self.revive()
+        try:
+            return await self._answer(command)
+        except exceptions.RedisError as error:
+            raise self.error_of(error) from None
+
+    async def revive(self) -> None:
+        """Start an embedded Redis again if it has died. Raise `ServerUnavailable`."""
+        if self._embedded is not None:
+            await asyncio.to_thread(self._embedded.revive)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+        self._release()
+
+    def error_of(self, error: exceptions.RedisError) -> RequestError:
+        """Translate the error of a command."""
+        text = str(error) or type(error).__name__
+        if isinstance(error, exceptions.AuthenticationError):
+            return RequestError(f"Redis at {self.name} refuses the user or the password of the URL")
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return Busy(f"Redis at {self.name} has no memory left", retry_after_ms=1000)
+        if is_lost(error):
+            return ServerUnavailable(f"no Redis answers at {self.name} ({text})")
+        return RequestError(f"Redis at {self.name} refuses: {text}")
+
+    def check_version(self, info: Any) -> None:
+        """Raise `Unsupported` for a Redis before 6.2."""
+        version = str(info.get("redis_version", "0"))
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
+            raise Unsupported(f"Redis at {self.name} is {version}: a queue needs 6.2 or later")
+
+    def _client(self) -> Any:
+        return redis_asyncio.Redis.from_url(self._url, retry=AsyncRetry(NoBackoff(), 0), **_OPTIONS)
+
+    async def _answer(self, command: Callable[[], Any]) -> Any:
+        return await heeding_cancels(command())
+
+    def _release(self) -> None:
+        if self._embedded is not None:
+            self._embedded.close()
+
+
+class BlockingRedisEndpoint(RedisEndpoint):
+    """Endpoint of threads, whose coroutines block and never suspend."""
+
+    @classmethod
+    async def open(cls, where: str | Path) -> Self:
+        return cls(where)
+
+    async def revive(self) -> None:
+        if self._embedded is not None:
+            self._embedded.revive()
+
+    async def close(self) -> None:
+        self.redis.close()
+        self._release()
+
+    def _client(self) -> Any:
+        return redis.Redis.from_url(self._url, retry=Retry(NoBackoff(), 0), **_OPTIONS)
+
+    async def _answer(self, command: Callable[[], Any]) -> Any:
+        return command()
+
+
+def is_lost(error: Exception) -> bool:
+    """Return whether the same call may succeed later."""
+    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+        return False
+    return isinstance(error, _LOST) or str(error).startswith(("MISCONF", "CLUSTERDOWN", "LOADING"))
+
+
+async def heeding_cancels(called: Awaitable[T]) -> T:
+    """Await a call of Redis. Raise `CancelledError` if its task was cancelled meanwhile.
+
+    The library sends by `asyncio.wait_for`, which loses a cancel at the end of the call in Python 3.11.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task else 0
+    try:
+        return await called
+    finally:
+        if task is not None and task.cancelling() > num_before:
+            raise asyncio.CancelledError
+
+
+def _check_url(url: str) -> str:
+    """Return the URL without user, password and options. Raise `RequestError`."""
+    try:
+        parts = urlsplit(url)
+        host = f"{parts.hostname or 'localhost'}:{parts.port or 6379}" if parts.scheme != "unix" else ""
+        if "@" in parts.path + parts.query + parts.fragment:
+            raise ValueError("a part of the password is taken for the path")
+    except ValueError:
+        raise RequestError(
+            "the URL of Redis cannot be read: write redis://USER:PASSWORD@HOST:PORT, and / @ : # of a password in %XX"
+        ) from None
+    if parts.scheme not in _SCHEMES:
+        raise RequestError(f"{parts.scheme}:// is no URL of Redis: redis://, rediss:// and unix:// are")
+    return f"{parts.scheme}://{host}{parts.path}"

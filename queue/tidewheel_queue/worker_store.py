@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from redis import exceptions
+
+from tidewheel_client.errors import RequestError
+from tidewheel_queue import queue_calls as calls
+from tidewheel_queue.redis_endpoint import RedisEndpoint, heeding_cancels, is_lost
+
+T = TypeVar("T")
+R = TypeVar("R")
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 1.0
+_LOST_ONES = (exceptions.ConnectionError, exceptions.TimeoutError)
+
+
+class TakenJob(NamedTuple):
+    """Job that this worker holds."""
+
+    id: str
+    attempt: int  # number, unique within the job
+    age_ms: float  # at the take
+    payload: str
+
+
+class StreamChunk(NamedTuple):
+    """Part of a job's token stream."""
+
+    id: str
+    attempt: int
+    number: int  # within the attempt, from 1
+    text: str
+
+
+class FinishedJob(NamedTuple):
+    id: str
+    state: str
+    result: str  # JSON
+
+
+def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
+    return FinishedJob(job_id, state, json.dumps(result, separators=(",", ":")))
+
+
+class WorkerStore:
+    """Queue as a worker reads and writes it. Calls wait for a Redis that is away, and are tried again.
+
+    A lost answer of `take` leaves jobs in this worker's name, so it gives back the jobs that are not in `held` before
+    another try. All other calls may be repeated.
+    """
+
+    def __init__(
+        self,
+        endpoint: RedisEndpoint,
+        names: calls.QueueNames,
+        consumer: str,
+        max_attempts: int,
+        note: Callable[[str], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._names = names
+        self._identity = [names.prefix, consumer]
+        self._max_attempts = str(max_attempts)
+        self._note = note
+        self._redis = endpoint.redis
+        self._scripts = {name: self._redis.register_script(text) for name, text in calls.SCRIPTS.items()}
+        self._is_away = False
+
+    async def check(self) -> None:
+        """Raise `RequestError` unless a Redis from 6.2 on answers."""
+        try:
+            info = await heeding_cancels(self._redis.info())
+        except exceptions.RedisError as error:
+            raise self._endpoint.error_of(error) from None
+        self._endpoint.check_version(info)
+        if not info.get("aof_enabled"):
+            self._note(f"Redis at {self._endpoint.name} writes no append-only file: jobs are lost when it ends")
+
+    async def take(
+        self, room: int, held: Iterable[str], *, gone: Mapping[str, str], claim: bool, lowest_first: bool
+    ) -> list[TakenJob]:
+        """Return up to `room` jobs, those of dead workers first.
+
+        `gone` maps dead workers to their last heartbeats; a worker with a newer heartbeat keeps its jobs. `claim`
+        takes jobs that were given back too.
+        """
+        given = [*self._identity, str(room), self._max_attempts, str(int(claim)), str(int(lowest_first))]
+        given += [part for worker in gone.items() for part in worker]
+        try:
+            found = await self._once("take", given)
+        except exceptions.RedisError as error:
+            if "NOGROUP" not in str(error):
+                await self._away(error, _FIRST_WAIT_S)
+            await self.give_back(held)
+            return []
+        return [TakenJob(job_id, attempt, age_ms, payload) for job_id, attempt, age_ms, payload in found]
+
+    async def finish(self, endings: Sequence[FinishedJob]) -> list[bool]:
+        """Write the results. Return False for each job that already had a result."""
+        given = [part for one in endings for part in one]
+        return [bool(is_first) for is_first in await self._persistently("finish", [self._names.prefix, *given])]
+
+    async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
+        """Count a failed attempt. Return False if the job is dead now, or another worker's."""
+        given = [*self._identity, job_id, str(attempt), self._max_attempts, reason]
+        return bool(await self._persistently("fail", given))
+
+    async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+        """Write this worker's heartbeat. Return the ids of lost jobs, and heartbeats of other workers with jobs."""
+        lost, others = await self._persistently("beat", [*self._identity, *ids])
+        return lost, dict(zip(others[::2], others[1::2], strict=True))
+
+    async def emit(self, parts: Sequence[StreamChunk]) -> list[None]:
+        await self._persistently("emit", [*self._identity, *(str(field) for part in parts for field in part)])
+        return [None] * len(parts)
+
+    async def give_back(self, kept: Iterable[str] = ()) -> int:
+        """Give back this worker's jobs except `kept`; return their number."""
+        return int(await self._persistently("give_back", [*self._identity, *kept]))
+
+    async def leave(self) -> None:
+        await self._persistently("leave", self._identity)
+
+    async def has_jobs(self) -> bool:
+        counts = calls.read_counts(await self._persistently("count", [self._names.prefix]))
+        return any((*counts.waiting, *counts.running))
+
+    async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
+        """Call `on_work` and `on_cancel` for messages, until cancelled. `take` and `beat` find missed messages."""
+        while True:
+            with contextlib.suppress(*_LOST_ONES):
+                await heeding_cancels(self._hear_until_lost(on_work, on_cancel))
+            await asyncio.sleep(_LONGEST_WAIT_S)
+
+    async def _hear_until_lost(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
+        async with self._redis.pubsub() as channel:
+            await heeding_cancels(channel.subscribe(self._names.bell))
+            while True:
+                await self._hear(channel, on_work, on_cancel)
+
+    async def _hear(self, channel: Any, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
+        message = await heeding_cancels(channel.get_message(ignore_subscribe_messages=True, timeout=_LONGEST_WAIT_S))
+        word, _, job_id = str(message["data"]).partition(" ") if message else ("", "", "")
+        if word == "work":
+            on_work()
+        elif word == "cancel":
+            on_cancel(job_id)
+
+    async def _persistently(self, script: str, arguments: list[str]) -> Any:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return await self._once(script, arguments)
+            except exceptions.RedisError as error:
+                await self._away(error, wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def _once(self, script: str, arguments: list[str]) -> Any:
+        called: Awaitable[Any] = self._scripts[script](keys=self._names.keys, args=arguments)
+        answer = await heeding_cancels(called)
+        if self._is_away:
+            self._is_away = False
+            self._note(f"Redis at {self._endpoint.name} answers again")
+        return answer
+
+    async def _away(self, error: exceptions.RedisError, wait_s: float) -> None:
+        """Wait for a Redis that is away. Raise `RequestError` for any other error."""
+        if not is_lost(error):
+            raise self._endpoint.error_of(error) from None
+        if not self._is_away:
+            self._is_away = True
+            self._note(f"{self._endpoint.error_of(error)}: trying again")
+        with contextlib.suppress(RequestError):  # said above
+            await self._endpoint.revive()
+        await asyncio.sleep(wait_s)
+
+
+class Batcher(Generic[T, R]):
+    """Collector of items during a write, which the next write sends at once."""
+
+    def __init__(self, write: Callable[[list[T]], Awaitable[Sequence[R]]], most: int = 256) -> None:
+        self._write = write
+        self._most = most
+        self._waiting: list[tuple[T, asyncio.Future[R]]] = []
+        self._added = asyncio.Event()
+
+    def add(self, item: T) -> asyncio.Future[R]:
+        """Return the future of the write's answer for the item."""
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        self._added.set()
+        return future
+
+    async def run(self) -> None:
+        """Write until cancelled. Raise what a write raises."""
+        while True:
+            await self._added.wait()
+            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            if not self._waiting:
+                self._added.clear()
+            answers = await self._write([item for item, _ in batch])
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():  # its task may be cancelled
+                    future.set_result(answer)
+
+
+class SilenceWatch:
+    """Detector of dead workers: those whose heartbeat stays the same in `most_equal` looks after the first.
+
+    Counting looks, and no time, keeps workers alive when a clock is set, or Redis or the machine pauses.
+    """
+
+    def __init__(self, most_equal: int) -> None:
+        self._most_equal = most_equal
+        self._seen: dict[str, tuple[str, int]] = {}  # heartbeat and repeats, by worker
+
+    def look(self, beats: Mapping[str, str]) -> dict[str, str]:
+        """Compare heartbeats by worker with the last look. Return those of the dead workers."""
+        seen = {}
+        for worker, beat in beats.items():
+            last, times = self._seen.get(worker, ("", 0))
+            seen[worker] = (beat, times + 1 if worker in self._seen and beat == last else 0)
+        self._seen = seen
+        return {worker: beat for worker, (beat, times) in seen.items() if times >= self._most_equal}

@@ -19,8 +19,8 @@ import psutil
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
 from tidewheel.cluster.ray_scaling import figures_of
+from tidewheel.engine.control_calls import drain
 from tidewheel.engine.folder import read_status
-from tidewheel.engine.operating import drain
 from tidewheel.health_endpoint import Readiness
 from tidewheel.private_dir import private_dir, run_dir
 from tidewheel.server.endpoints import Endpoints

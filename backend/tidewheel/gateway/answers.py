@@ -41,7 +41,7 @@ class _Usage:
     def add(self, index: int, chunk: Chunk) -> None:
         self._prompts[index] = chunk.num_input_tokens or 0
         self._completion += chunk.num_output_tokens or 0
-        if chunk.perf is not None and chunk.index == 0:  # later sequences find what the first computed
+        if chunk.perf is not None and chunk.index == 0:  # later sequences share its prompt
             self._cached[index] = chunk.perf.num_cached_tokens
 
     def as_json(self) -> Json:
@@ -57,7 +57,7 @@ class _Usage:
 @dataclass(slots=True)
 class _ChoiceState:
     parser: OutputParser
-    text_offset: int = 0  # of the next token, in the joined texts of tokens
+    text_offset: int = 0  # of the next token
     num_calls: int = 0
     has_role: bool = False  # the role was sent
 

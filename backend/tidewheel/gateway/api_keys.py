@@ -27,12 +27,12 @@ MAX_WORKERS = 64
 MAX_KEYS = 1 << 16
 _RETRY_MS = 1000  # after one too many at once
 _CLASSES = tuple(one.value for one in Priority)
-_OFFSET = 4096  # of a ledger's rows in its file, after their number
+_OFFSET = 4096  # of the rows in a ledger's file
 _ROW = np.dtype(
     [
         ("sha256", "S64"),
-        ("spent", "f8"),  # requests that count for the rate; zero after an idle minute
-        ("spent_at", "f8"),  # monotonic seconds, the same in all processes
+        ("spent", "f8"),  # requests of the last minute, by a leaky bucket
+        ("spent_at", "f8"),  # monotonic seconds
         ("num_open", "i4", (MAX_WORKERS,)),  # by worker
     ]
 )
@@ -58,7 +58,7 @@ class Ledger:
     """Use of every key, in memory, or in a file that all workers share. Rows are never removed."""
 
     def __init__(self, path: Path | None = None, worker: int = 0) -> None:
-        """Open the file, and close the requests of the worker's former process."""
+        """Open the file. The worker's former process has no open requests any more."""
         self.worker = worker
         self._file = None if path is None else path.open("r+b")
         if path is None:
@@ -76,7 +76,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other workers out. The kernel frees the lock of one that dies."""
+        """Keep other workers out. The kernel frees a dead worker's lock."""
         if self._file is None:
             yield
             return
@@ -87,7 +87,7 @@ class Ledger:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def rows(self, hashes: Sequence[str]) -> Iterable[Any]:
-        """Return a record for each hash. Raise `ConfigError` beyond `MAX_KEYS`, removed keys included."""
+        """Return each hash's record. Raise `ConfigError` beyond `MAX_KEYS`, former keys included."""
         with self.locked():
             count = int(self._count[0])
             known = {text: index for index, text in enumerate(self._rows["sha256"][:count].tolist())}
@@ -103,16 +103,15 @@ class Account:
     """One key and its use; no limits without a key."""
 
     def __init__(
-        self, key: ApiKey | None, ledger: Ledger, row: Any = None, clock: Callable[[], float] = time.monotonic
+        self, key: ApiKey | None, ledger: Ledger, record: Any = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`row` is the key's record in the ledger."""
         self.key = key
         self._ledger = ledger
-        self._row = row
+        self._record = record  # in the ledger
         self._clock = clock
 
     def label(self, request: UpstreamRequest) -> UpstreamRequest:
-        """Set the tenant, and limit the class to the key's best. Raise `InvalidRequest` if a tenant is given."""
+        """Set the tenant, and limit the class. Raise `InvalidRequest` if the client names a tenant."""
         if self.key is None:
             return request
         if "tenant" in request.params:
@@ -125,11 +124,11 @@ class Account:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count one request. Raise `Busy` beyond the limits of the key."""
+        """Count a request. Raise `Busy` beyond the key's limits."""
         if self.key is None:
             yield
             return
-        num_open, worker = self._row["num_open"], self._ledger.worker
+        num_open, worker = self._record["num_open"], self._ledger.worker
         with self._ledger.locked():
             self._check(self.key, int(num_open.sum()))
             num_open[worker] += 1
@@ -146,7 +145,7 @@ class Account:
             )
         if key.requests_per_minute is None:
             return
-        row, now, rate = self._row, self._clock(), key.requests_per_minute / 60
+        row, now, rate = self._record, self._clock(), key.requests_per_minute / 60
         spent = max(0.0, float(row["spent"]) - (now - float(row["spent_at"])) * rate) + 1
         if spent > key.requests_per_minute:
             raise Busy(
@@ -160,7 +159,7 @@ class ApiKeys:
     """Keys of a file, which `refresh` reads again after a change."""
 
     def __init__(self, path: Path | None, ledger: Ledger | None = None) -> None:
-        """Raise `ConfigError`. Without a file, every request is let in."""
+        """Raise `ConfigError`. Without a file, no key is needed."""
         self._path = path
         self._ledger = ledger or Ledger()
         self._accounts: dict[bytes, Account] = {}  # by hash

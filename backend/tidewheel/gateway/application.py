@@ -1,4 +1,4 @@
-"""The gateway's HTTP application. Every request of a client passes the chain in `Gateway._serve`."""
+"""The gateway's HTTP application. A request passes the chain in `Gateway._serve`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tidewheel_client.errors import (
 )
 
 BODY_S = 60.0  # for a body to arrive
-_LARGE = 1 << 16  # bytes whose work would hold up streams
-_REFRESH_S = 1.0  # between two looks at the file of keys, and two reports to other workers
+_LARGE = 1 << 16  # bytes of work that delay streams
+_REFRESH_S = 1.0  # of keys, and of figures for other workers
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _OPEN_PATHS = ("/", "/health")
 _PROXIED = "/v2/"
@@ -129,7 +129,7 @@ class Gateway:
         try:
             if request.path not in self._open_paths and not is_page:
                 request["account"] = self._keys.account(request.headers.get("Authorization", ""))
-            if self._upstreams.not_ready:  # as it was, which the next look may change
+            if self._upstreams.not_ready:  # as last seen
                 await self._upstreams.look_again()
             response = await handler(request)
             if is_page:
@@ -158,7 +158,7 @@ class Gateway:
         return _error_response(http, error)
 
     async def _beside(self, size: int, work: Callable[[], T]) -> T:
-        """Do work on so many bytes here, or in a thread if they are many: one at a time, as it holds the GIL."""
+        """Do work on so many bytes, in a thread if they are many: one at a time, as it holds the GIL."""
         if size <= _LARGE:
             return work()
         async with self._large:
@@ -228,7 +228,7 @@ class Gateway:
         self._worker.publish(self._figures())
 
     def _figures(self) -> Counters:
-        num_moved = self._counters.num_moved + self._upstreams.num_moved  # by former processes, and by this one
+        num_moved = self._counters.num_moved + self._upstreams.num_moved  # before a restart, and since
         open_upstream = {one.address.grpc: one.num_open for one in self._upstreams.each}
         return msgspec.structs.replace(self._counters, num_moved=num_moved, open_upstream=open_upstream)
 
@@ -236,7 +236,7 @@ class Gateway:
         each = self._upstreams.each
         texts = await asyncio.gather(*(one.metrics() for one in each))
         of_servers = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
-        self.publish()  # counts that were reported once are never taken back
+        self.publish()  # or a restart would take counts back
         figures = Counters.sum_of([self._figures(), *self._worker.others()])
         ready = {one.address.grpc: not one.not_ready for one in self._upstreams.each}
         text = of_servers + figures.render(ready)

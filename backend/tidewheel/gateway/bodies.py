@@ -1,4 +1,4 @@
-"""Bodies of requests. The gateway reads the fields below; the backend reads, or refuses by name, all others."""
+"""Bodies of requests. The backend reads, or refuses by name, all fields that are not listed here."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tidewheel.gateway.upstream_request import StreamOptions, UpstreamRequest
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import InvalidRequest, Unsupported
 
-MAX_PROMPTS = 64  # of one request
-MAX_INPUTS = 2048  # of one request for embeddings, as OpenAI's
+MAX_PROMPTS = 64
+MAX_INPUTS = 2048  # of embeddings, as OpenAI's
 MAX_FIELDS = 256
 MAX_NAME_CHARS = 256
-MAX_PARAMETER_BYTES = 1 << 18  # of all that the backend reads; it has the same limit
+MAX_PARAMETER_BYTES = 1 << 18  # the backend's limit
 MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
 MAX_REQUEST_ID_CHARS = 128
 # Together some 50 ms of parsing.
 MAX_CONTAINERS = 1 << 15  # lists, objects and keys
-MAX_ITEMS = 1 << 18  # such as the token ids of a prompt
-_SMALL = 1 << 14  # bytes of a body that cannot hold too much
-_PIECE = 1 << 18  # bytes of one pass, between which other threads run
-_ESCAPE = re.compile(rb"\\*[^\\]?")  # the rest of an escape, and the escaped byte
-_MISSING = re.compile("Object missing required field `(.*)`")  # msgspec's message, at the top
+MAX_ITEMS = 1 << 18
+_SMALL = 1 << 14  # bytes that cannot hold too much
+_PIECE = 1 << 18  # bytes, between which other threads run
+_ESCAPE = re.compile(rb"\\*[^\\]?")
+_MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 
 Prompt = dict[str, object]  # tensors by name
 Fields = dict[str, Any]
@@ -42,7 +42,6 @@ class _Refused(NamedTuple):
     neutral: tuple[object, ...] = (False,)  # beside null
 
 
-# Fields that the backend would refuse, or take, in words of its own.
 _REFUSED = {
     "num_return_sequences": _Refused("set n"),
     "close_session": _Refused("a session ends by its time (session_ttl_s), or over gRPC"),
@@ -58,7 +57,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OpenAIBody(_Body, frozen=True, kw_only=True):
-    """The model, and fields without effect, which OpenAI's clients send by themselves."""
+    """Fields without effect, which OpenAI's clients send by themselves."""
 
     user: str = ""
     metadata: dict[str, str] = {}
@@ -140,7 +139,7 @@ def parse(data: bytes) -> Fields:
 
 
 def check_structure(data: bytes) -> None:
-    """Raise `InvalidRequest` for JSON that takes too long to parse. Characters within strings do not count."""
+    """Raise `InvalidRequest` for JSON that takes long to parse, whatever its strings hold."""
     if len(data) <= _SMALL or _fits(_pieces(data)) or _fits(_outside_strings(data)):
         return
     raise InvalidRequest(
@@ -159,7 +158,7 @@ def _fits(pieces: Iterator[bytes]) -> bool:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Yield pieces that end outside of escapes."""
+    """Cut no escape."""
     start = 0
     while start < len(data):
         match = _ESCAPE.match(data, min(start + _PIECE, len(data)))
@@ -201,7 +200,7 @@ def check_parameters(params: Fields) -> None:
         raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
 
 
-# --- fields to requests; all raise `InvalidRequest` or `Unsupported` ---------------------------------------------
+# --- fields to requests; raise `InvalidRequest` or `Unsupported` -------------------------------------------------
 
 
 def read_chat(fields: Fields) -> UpstreamRequest:
@@ -257,7 +256,6 @@ def read_tokenize(fields: Fields) -> UpstreamRequest:
 
 
 def read_detokenize(fields: Fields) -> UpstreamRequest:
-    """Return a request without prompts if there are no tokens."""
     body, params = read_fields(fields, _DetokenizeBody)
     prompts: list[Prompt] = [{"input_ids": body.tokens, "task": "detokenize"}] if body.tokens else []
     return UpstreamRequest(model=body.model, prompts=prompts, params=params)
@@ -297,23 +295,22 @@ def _most_tokens(body: ChatBody) -> int:
 
 
 def _follows_grammar(params: dict[str, object]) -> bool:
-    """Return whether the whole answer is in a grammar, so that no thoughts precede it."""
+    """Return whether a grammar, which has no reasoning, covers the whole answer."""
     answer_format = params.get("response_format")
     is_format = answer_format is not None and answer_format != {"type": "text"}
     return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
 
 
 def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields) -> Prompt:
-    """Return the prompt of a chat: a list of messages, or an object with messages, tools and template arguments."""
     messages = [_message(message) for message in messages]
     parts = {"tools": tools, "chat_template_kwargs": template_kwargs}
-    # Messages come last, so that the text of a later turn begins with that of the turn before: routers hash it.
+    # Messages come last: routers hash the text, and a later turn begins with the turn before.
     given = {name: part for name, part in parts.items() if part} | {"messages": messages}
     return {"messages": msgspec.json.encode(given if len(given) > 1 else messages).decode()}
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls, which clients send back with an answer, and give OpenAI's developer the older name."""
+    """Drop nulls, which clients send back, and give OpenAI's developer the older name."""
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
 

@@ -1,8 +1,7 @@
-"""Limits of client connections: how many may be open, and how long the headers of a request may take.
+"""Limits of client connections: their number, and the time for the headers of a request.
 
-At the limit, a new connection replaces another one: the longest idle one, else the one that has stalled longest. A
-connection stalls while its request has not arrived in full or its answer is not read. A connection whose client waits
-for an answer is never closed. If all are such, the new one is refused.
+At the limit, a new connection replaces the longest idle one, else the one that has stalled longest: its request is
+incomplete, or its answer is not read. Connections that wait for an answer stay; if all do, the new one is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from aiohttp import web
 from tidewheel.gateway import errors
 from tidewheel_client.errors import Busy
 
-HEADERS_S = 10.0  # for the headers of a request to arrive
-_KEEPALIVE_S = 75.0  # for an idle connection
+HEADERS_S = 10.0
+_KEEPALIVE_S = 75.0
 _OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": _KEEPALIVE_S}
 _LOG_INTERVAL_S = 10.0
 _OWN_DESCRIPTORS = 32  # of a gateway without clients
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-_MOST_AT_ONCE = 128  # that asyncio accepts before it looks at one
+_MOST_AT_ONCE = 128  # accepted by asyncio before it serves one
 _IPV6_SITE = 64  # bits; one client has all addresses below
 _ALL = ""  # key of the group of all connections
 
@@ -33,32 +32,29 @@ logger = logging.getLogger(__name__)
 
 
 class _Group:
-    """Connections of one client address, or of all addresses."""
+    """Connections of one client address, or of all."""
 
     def __init__(self) -> None:
         self.num_open = 0
         # Longest first.
-        self.idle: dict[ClientConnection, None] = {}  # answered, and no next request has begun
-        self.waiting: dict[ClientConnection, None] = {}  # request incomplete, or answer not read
+        self.idle: dict[ClientConnection, None] = {}
+        self.stalled: dict[ClientConnection, None] = {}
 
 
 class ConnectionTable:
     """Open connections of one process. Not thread safe."""
 
     def __init__(self, num_descriptors: int) -> None:
-        """`num_descriptors` is how many files the process may open.
-
-        A quarter is left for connections that are being accepted or closed, and for those to Triton's HTTP port.
-        """
+        """`num_descriptors` limits the process's open files. A quarter is left for Triton and for short moments."""
         self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
         self.most_of_address = self.most // 2
-        self._groups = {_ALL: _Group()}  # and one for each address that has connections
+        self._groups = {_ALL: _Group()}  # and one for each address with connections
         self._open: set[ClientConnection] = set()
         self._num_closed = self._num_refused = 0  # since the last line in the log
         self._next_line_s = 0.0
 
     def enter(self, connection: ClientConnection) -> bool:
-        """Add a connection, and close another one if the table is full. Return False if none can be closed."""
+        """Add a connection, closing another if the table is full. Return False if none can be closed."""
         for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
             group = self._groups.get(address)
             if group is not None and group.num_open >= most and not self.make_room(address):
@@ -73,7 +69,7 @@ class ConnectionTable:
         return True
 
     def leave(self, connection: ClientConnection) -> None:
-        """Remove a connection. Ignore one that is not in the table."""
+        """Remove a connection, if it is in the table."""
         if connection not in self._open:
             return
         self.serve(connection)
@@ -84,26 +80,23 @@ class ConnectionTable:
             del self._groups[connection.address]
 
     def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
-        """Record that the connection is idle or stalled from now on, so that it may be closed for another."""
+        """Mark the connection as idle or stalled from now on."""
         if connection in self._open:
             self.serve(connection)
             for group in self._groups_of(connection):
-                (group.idle if is_idle else group.waiting)[connection] = None
+                (group.idle if is_idle else group.stalled)[connection] = None
 
     def serve(self, connection: ClientConnection) -> None:
-        """Record that the client waits for an answer, so that its connection is not closed."""
+        """Mark the connection as one whose client waits for an answer."""
         if connection in self._open:
             for group in self._groups_of(connection):
                 group.idle.pop(connection, None)
-                group.waiting.pop(connection, None)
+                group.stalled.pop(connection, None)
 
     def make_room(self, address: str = _ALL) -> bool:
-        """Close the longest idle or else longest stalled connection of `address`. Return False if there is none.
-
-        `address` is one that has connections, a result of `_address_of`; by default, all are meant.
-        """
+        """Close one connection of an address that has some. Return False if all wait for answers."""
         group = self._groups[address]
-        connection = next(iter(group.idle or group.waiting), None)
+        connection = next(iter(group.idle or group.stalled), None)
         if connection is None:
             return False
         self.leave(connection)
@@ -116,7 +109,6 @@ class ConnectionTable:
         return self._groups[connection.address], self._groups[_ALL]
 
     def _log(self) -> None:
-        """Log the closed and refused connections since the last line, at most once in 10 s."""
         if (now := time.monotonic()) < self._next_line_s:
             return
         logger.warning(
@@ -130,18 +122,30 @@ class ConnectionTable:
         self._num_closed = self._num_refused = 0
         self._next_line_s = now + _LOG_INTERVAL_S
 
+    def refusal(self) -> bytes:
+        """Return the HTTP response, status 429, for a connection that is refused."""
+        error = Busy(
+            f"the gateway has {self.most} connections, or {self.most_of_address} of your address, which wait for "
+            "answers: try again later"
+        )
+        body = errors.openai_body(error)
+        headers = errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
+        lines = [f"HTTP/1.1 {errors.status_of(error)} Too Many Requests", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
 
 class ClientConnection(web.RequestHandler):
-    """Connection of aiohttp's server that counts in a `ConnectionTable` and limits the time for headers."""
+    """Connection of aiohttp's server, with a place in the table and a limit of time for headers."""
 
     __slots__ = ("_deadline", "_is_read", "_is_unread", "_request", "_table", "address")
 
     def __init__(self, server: web.Server, table: ConnectionTable) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **_OPTIONS)
         self._table = table
-        self._request: web.Request | None = None  # whose headers have arrived, and which is being answered
-        self._is_read = True  # the last request has arrived in full, be it answered or not
-        self._is_unread = False  # what was answered
+        self._request: web.Request | None = None  # being answered
+        self._is_read = True  # the last request has arrived in full, answered or not
+        self._is_unread = False  # the answer
         self._deadline: asyncio.TimerHandle | None = None  # of headers that have begun to arrive
         self.address = _ALL
 
@@ -152,7 +156,7 @@ class ClientConnection(web.RequestHandler):
             self._limit_headers()
         else:
             assert self.transport is not None
-            self.transport.write(_refusal(self._table))
+            self.transport.write(self._table.refusal())
             self.force_close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -174,15 +178,15 @@ class ClientConnection(web.RequestHandler):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._is_unread = False
-        self._note_served()
+        self._serve_if_waiting()
 
     async def answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Run `handler` for a request whose headers have arrived. The connection is idle afterwards."""
+        """Run `handler` for a request whose headers have arrived."""
         self._end_limit()
         self._request, self._is_read = request, False
-        request.content.on_eof(self._note_read)
+        request.content.on_eof(self._end_reading)
         try:
             return await handler(request)
         finally:
@@ -193,11 +197,11 @@ class ClientConnection(web.RequestHandler):
         if self.transport is not None:
             self.transport.abort()
 
-    def _note_read(self) -> None:
+    def _end_reading(self) -> None:
         self._is_read = True
-        self._note_served()
+        self._serve_if_waiting()
 
-    def _note_served(self) -> None:
+    def _serve_if_waiting(self) -> None:
         if self._request is not None and self._is_read and not self._is_unread:
             self._table.serve(self)
 
@@ -221,9 +225,9 @@ class HttpListener:
     async def open(
         cls, runner: web.AppRunner, host: str, port: int, *, num_descriptors: int, shares_port: bool
     ) -> HttpListener:
-        """Listen at `host` and `port` for a runner after its `setup`. Raise `OSError` if the port cannot be had.
+        """Listen for a runner after its `setup`. Raise `OSError` if the port cannot be had.
 
-        `num_descriptors` is the process's limit of open files. `shares_port` allows other processes at the same port.
+        `num_descriptors` limits the process's open files. `shares_port` allows other processes at the port.
         """
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None
@@ -235,8 +239,7 @@ class HttpListener:
             return await connection.answer(request, handler)
 
         def note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            # An accept that found no descriptor. asyncio tries again at once, up to 128 times, before the one
-            # that is closed here is free; it would log a traceback each time.
+            # An accept without a free descriptor: asyncio tries up to 128 times before the one closed here is free.
             if isinstance(context.get("exception"), OSError) and "socket" in context:
                 if not made_room.is_set():
                     made_room.set()
@@ -249,12 +252,9 @@ class HttpListener:
 
         server.request_handler = answer
         loop.set_exception_handler(note_failure)
+        at_once = max(1, min(num_descriptors // 32, _MOST_AT_ONCE))
         sockets = await loop.create_server(
-            lambda: ClientConnection(server, table),
-            host,
-            port,
-            backlog=max(1, min(num_descriptors // 32, _MOST_AT_ONCE)),
-            reuse_port=shares_port or None,
+            lambda: ClientConnection(server, table), host, port, backlog=at_once, reuse_port=shares_port or None
         )
         for each in sockets.sockets:  # asyncio gave the kernel the same number
             with each.dup() as same:
@@ -271,19 +271,6 @@ class HttpListener:
 
 
 def _address_of(peer: tuple[str, int]) -> str:
-    """Return the key by which connections are counted: the IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the group's key: the IPv4 address, or the /64 network of an IPv6 address."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     return str(address if address.version == 4 else ipaddress.ip_network((address, _IPV6_SITE), strict=False))
-
-
-def _refusal(table: ConnectionTable) -> bytes:
-    """Return the HTTP response, status 429, for a connection that is refused."""
-    error = Busy(
-        f"the gateway has {table.most} connections, or {table.most_of_address} of your address, which wait for "
-        "answers: try again later"
-    )
-    body = errors.openai_body(error)
-    headers = errors.headers_of(error) | {"Content-Type": "application/json", "Connection": "close"}
-    lines = [f"HTTP/1.1 {errors.status_of(error)} Too Many Requests", f"Content-Length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,4 +1,4 @@
-"""The gateway's own figures, and those of its servers, in Prometheus' text format."""
+"""Counters of a gateway's worker, and the text of its and its servers' figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Values = Iterable[tuple[Sequence[str], int]]  # by the values of labels
 
 
 class Counters(msgspec.Struct):
-    """Figures of a worker, or of several together. Workers share them as JSON."""
+    """Figures of one worker, or of several together."""
 
     requests: dict[str, int] = {}  # by path and status, with a space between
     errors: dict[str, int] = {}  # by tag, or class of an error without one
     num_open: int = 0
-    num_hang_ups: int = 0  # requests whose client went away
-    num_moved: int = 0  # requests that a server refused and another one got
-    open_upstream: dict[str, int] = {}  # requests that a server works on, by its authority
+    num_hang_ups: int = 0
+    num_moved: int = 0
+    open_upstream: dict[str, int] = {}  # requests by authority of the server
 
     def count(self, path: str, status: int) -> None:
         key = f"{path} {status}"
@@ -43,7 +43,7 @@ class Counters(msgspec.Struct):
         return total
 
     def render(self, upstream_ready: Mapping[str, bool]) -> str:
-        """Return the exposition. `upstream_ready` is by authority."""
+        """Return Prometheus' text. `upstream_ready` is by authority."""
         registry = CollectorRegistry()
         registry.register(_Collector(self, upstream_ready))
         return generate_latest(registry).decode()
@@ -83,9 +83,9 @@ def _family(metric: metrics.Metric, values: Values, *labels: str) -> prometheus.
 
 
 def merge(texts: Mapping[str, str]) -> str:
-    """Join the expositions of several servers: a family once, each sample with the label `upstream`.
+    """Join the texts of several servers: a family once, each sample with the label `upstream`.
 
-    Lines are passed on as they are: parsing would rename Triton's counters, which do not end with `_total`.
+    Lines stay as they are: a parser would rename Triton's counters, which do not end with `_total`.
     """
     if len(texts) == 1:
         return next(iter(texts.values()))

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: status, headers and body of each class of `RequestError`."""
+"""Status, headers and body of each `RequestError`, as OpenAI's clients read them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
     errors.DeadlineExceeded: _Meaning(504, _SERVER, "deadline_exceeded"),
     errors.RequestTimeout: _Meaning(504, _SERVER, "timeout"),
 }
-# Names of the backend, and the fields that a client may have sent instead.
+# The backend's names, and the client's.
 _NAMES = {
     "text_input": ("prompt", "input"),
     "input_ids": ("prompt", "tokens", "input"),
@@ -88,7 +88,7 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
 
 
 def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the JSON. `param` is the field, of the request or missing, with which the message begins.
+    """Return the JSON. `param` is the field with which the message begins.
 
     `schema_name` replaces the schema of a forced call, which the gateway made.
     """
@@ -109,7 +109,6 @@ def triton_body(error: errors.RequestError) -> bytes:
 
 
 def from_aiohttp(request: web.Request, error: web.HTTPException) -> errors.RequestError:
-    """Return aiohttp's own refusal as an error of the gateway."""
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return BodyTooLarge(f"the body is larger than {request.client_max_size} bytes (--max-body-mb)")
     if isinstance(error, web.HTTPMethodNotAllowed):

@@ -20,15 +20,15 @@ class ForcedCall(NamedTuple):
     """A call that the answer consists of."""
 
     grammar: dict[str, Any]  # value of `structured_outputs`
-    tools: Tools  # for the prompt; without `strict`, as every call follows its schema
+    tools: Tools  # without `strict`: the call follows its schema
     names: frozenset[str]  # functions, one of which is called
-    schema_name: str  # for messages; the client sent the schema in parts
+    schema_name: str  # for messages
 
 
 def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> ForcedCall:
-    """Read a `tool_choice` other than auto and none. Raise `InvalidRequest`, also for another grammar in `params`.
+    """Return the call that `tool_choice` names. Raise `InvalidRequest`, also for another grammar in `params`.
 
-    The call is `{"name": …, "arguments": {…}}`, which `OutputParser` reads, whichever model wrote it.
+    The answer is `{"name": …, "arguments": {…}}`, whatever the model.
     """
     for name in _FIELDS:
         if _is_grammar(name, params.get(name)):

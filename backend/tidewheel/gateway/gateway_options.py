@@ -1,4 +1,4 @@
-"""Options of a gateway, as its commands, its worker processes and a cluster give them."""
+"""Options of a gateway."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of every gateway, whatever its servers are."""
-
     host: str = "127.0.0.1"
     port: int = 8080  # 0: a free one
     api_keys: str = ""  # TOML file; empty: every request is let in
     max_body_mb: int = MAX_BODY_MB
     reasoning: Reasoning = "tagged"
-    open_metrics: bool = False  # /metrics needs no key, for scrapers that cannot send one
-    playground: bool = False  # a page for people, which an API for programs does not need
+    open_metrics: bool = False  # /metrics needs no key
+    playground: bool = False
     drain_s: float = 30.0  # for open requests, at the end
 
     @property
@@ -34,7 +32,7 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StandaloneOptions(GatewayOptions, frozen=True, kw_only=True):
-    """Options of `tidewheel gateway`, which has a list of servers, and may have several processes."""
+    """Options of `tidewheel gateway`."""
 
     upstreams: tuple[Address, ...]
     workers: int = 1

@@ -1,10 +1,8 @@
-"""Reasoning, content and calls of tools in a model's text.
+"""Reasoning, content and calls of tools in a model's text. Three ways to mark calls are read, whatever the model:
 
-Models mark calls in three ways. All are understood, whichever model it is:
-
-    Hermes, Qwen   <tool_call>{"name": …, "arguments": {…}}</tool_call>
-    Mistral        [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}
-    Llama 3        {"name": …, "parameters": {…}} as the whole text, perhaps after <|python_tag|>
+Hermes, Qwen   <tool_call>{"name": …, "arguments": {…}}</tool_call>
+Mistral        [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}
+Llama 3        {"name": …, "parameters": {…}} as the whole text, perhaps after <|python_tag|>
 """
 
 from __future__ import annotations
@@ -48,10 +46,10 @@ class ParsedOutput(NamedTuple):
 
 
 class OutputParser:
-    """Incremental parser of one sequence's text. It holds back what may begin a mark."""
+    """Incremental parser of one sequence. It holds back a possible beginning of a mark."""
 
     def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
-        """`tools` are the names of functions; None: no calls are parsed. `is_forced`: the text is one call."""
+        """`tools`: names of functions; None: calls are content. `is_forced`: the text is one call."""
         self._tools = tools
         self._is_forced = is_forced
         self.was_cut = False  # the forced call
@@ -63,7 +61,6 @@ class OutputParser:
             self._state = self._in_call
 
     def push(self, text: str) -> ParsedOutput:
-        """Return the parts that are certain by now."""
         self._held += text
         output = ParsedOutput()
         while (part := self._state()) is not None:
@@ -71,7 +68,6 @@ class OutputParser:
         return output
 
     def end(self) -> ParsedOutput:
-        """Return the rest."""
         held, self._held = self._held, ""
         if self._state == self._in_thought:
             return ParsedOutput(reasoning=held)
@@ -133,7 +129,6 @@ class OutputParser:
         return self._skip_space(self._in_content)
 
     def _skip_space(self, state: Any) -> ParsedOutput | None:
-        """Drop white space, then go on in the state."""
         self._held = self._held.lstrip()
         if not self._held:
             return None

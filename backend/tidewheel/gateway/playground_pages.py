@@ -1,4 +1,4 @@
-"""`/playground`: static files that ask the gateway's own API. They need no key, and load nothing from elsewhere."""
+"""`/playground`: static files that ask the gateway's own API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def routes() -> list[web.AbstractRouteDef]:
 
 
 def is_playground(path: str) -> bool:
-    """Return whether the path is open to everyone. Only static files are there."""
+    """Return whether the path needs no key."""
     return path in (ROOT, PAGE) or path.startswith(f"{PAGE}/")
 
 

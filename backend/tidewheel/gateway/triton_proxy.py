@@ -1,4 +1,4 @@
-"""Triton's `generate` and `generate_stream`, passed on to a server. Fields and answers are the backend's own."""
+"""Triton's `generate` and `generate_stream`, passed on to a server."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ class ProxyWriter(StreamWriter[bytes]):
 
 
 def read_generate(fields: Fields) -> UpstreamRequest:
-    """Raise `InvalidRequest`."""
     return _read(fields, stream=False)
 
 
 def read_stream(fields: Fields) -> UpstreamRequest:
-    """Raise `InvalidRequest`."""
     return _read(fields, stream=True)
 
 
@@ -68,10 +66,7 @@ def _read(fields: Fields, *, stream: bool) -> UpstreamRequest:
 
 
 def _flat(fields: Fields) -> Fields:
-    """Return the fields with the members of `parameters` moved to the top level, as Triton reads them.
-
-    API keys thus check all of them. Raise `InvalidRequest` if a name is given twice.
-    """
+    """Move the members of `parameters` to the top level, where API keys check them. Raise `InvalidRequest`."""
     nested = fields.get("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters must be an object of parameters")

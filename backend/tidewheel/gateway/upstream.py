@@ -19,7 +19,7 @@ from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between two looks at a server
-FRESH_S = 0.1  # age of a look that `/health` may report, and the wait for another
+FRESH_S = 0.1  # age of a look that counts, and the wait for another
 PROBE_S = 3.0
 DNS = "dns:"
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
@@ -33,7 +33,7 @@ class Address(NamedTuple):
     metrics: str = ""
     health: str = ""  # of `tidewheel serve`, or of an entry's `health_port`
     http: str = ""  # of Triton, for proxied requests
-    is_name_of_many: bool = False  # the host's addresses are a server each, as those of a headless service are
+    is_name_of_many: bool = False  # each of the host's addresses is a server
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -106,7 +106,6 @@ class Upstream:
     # --- readiness and models ---------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Look at the server every `LOOK_S` seconds, without an end."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_S)
@@ -118,7 +117,7 @@ class Upstream:
         await asyncio.shield(self._looking)
 
     async def look_again(self) -> None:
-        """Look, unless the last look is fresh. A server that hangs is waited for `FRESH_S`; the look goes on."""
+        """Look, unless the last look is fresh. Wait `FRESH_S` at most; the look goes on."""
         if time.monotonic() - self._looked_at >= FRESH_S:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_S):
@@ -137,7 +136,7 @@ class Upstream:
         self._looked_at = time.monotonic()
 
     async def _find_reason(self) -> str:
-        """Return the reason for `not_ready`. Triton itself does not notice an engine that is dead or hangs."""
+        """Return `not_ready`. Triton does not notice an engine that is dead or hangs."""
         if self.address.health:
             assert self._http is not None
             async with self._http.get(f"http://{self.address.health}/ready") as answer:
@@ -156,7 +155,6 @@ class Upstream:
         return frozenset(names - self._foreign)
 
     async def _is_ours(self, model: str) -> bool:
-        """Return whether the model streams and has the gateway's inputs."""
         config = (await self._call("ModelConfig", pb.ModelConfigRequest(name=model))).config
         inputs = {tensor.name for tensor in config.input}
         is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
@@ -168,7 +166,7 @@ class Upstream:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
-        """Yield the new chunks of each response. Raise `RequestError`. Leaving it early cancels the request."""
+        """Yield the new chunks of each response. Raise `RequestError`. Closing it early cancels the request."""
         responses = self._triton.send(request)
         arrivals = Arrivals()
         self.num_open += 1
@@ -183,7 +181,7 @@ class Upstream:
             responses.cancel()
 
     async def generate(self, request: ProxiedRequest) -> AsyncGenerator[bytes]:
-        """Yield Triton's answer as it comes. Raise `RequestError`. Leaving it early closes the connection."""
+        """Yield Triton's answer as it comes. Raise `RequestError`."""
         if not self.address.http or self._http is None:
             raise Unsupported(f"the HTTP port of {self.address.grpc} is not known here: name it, with http=PORT")
         self.num_open += 1
@@ -201,7 +199,7 @@ class Upstream:
             self.num_open -= 1
 
     async def metrics(self) -> str:
-        """Return the text of the server's `/metrics`, empty if it does not answer."""
+        """Return the server's `/metrics`, empty if it does not answer."""
         if not self.address.metrics or self._http is None:
             return ""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
@@ -211,7 +209,6 @@ class Upstream:
 
 
 def _error_message(body: bytes) -> str:
-    """Return the message of Triton's error."""
     try:
         return str(msgspec.json.decode(body)["error"])
     except (msgspec.DecodeError, KeyError, TypeError):

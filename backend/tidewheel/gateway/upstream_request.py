@@ -1,4 +1,4 @@
-"""A client's request on its way through the gateway, and the attempts to have a server answer it."""
+"""A client's request on its way through the gateway, and the attempts to have it answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, kw_only=True)
 class UpstreamRequest:
-    """A request, made from its body. Each prompt is sent to a server by itself."""
+    """A request, made from its body. Each prompt is sent by itself."""
 
     prompts: list[dict[str, object]]  # tensors by name
     params: dict[str, object]  # read by the backend
@@ -64,19 +64,18 @@ class UpstreamRequest:
         return sum(len(value) for value in values if isinstance(value, str | list))
 
     def id_of(self, index: int) -> str:
-        """Return the id under which a server gets the prompt."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
 
     @property
     def left_ms(self) -> float | None:
-        """Milliseconds until the deadline. None: no deadline, or a wrong one, which the backend refuses."""
+        """Milliseconds until the deadline. None: no deadline, or one that the backend refuses."""
         deadline_ms = self.params.get("deadline_ms")
         if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float) or not deadline_ms > 0:
             return None
         return deadline_ms - 1000 * (time.monotonic() - self.begun)
 
     def params_left(self) -> Mapping[str, object]:
-        """Return the parameters with the remaining deadline. Raise `DeadlineExceeded` if it has passed."""
+        """Return the parameters with the remaining deadline. Raise `DeadlineExceeded`."""
         left_ms = self.left_ms
         if left_ms is None:
             return self.params
@@ -86,7 +85,7 @@ class UpstreamRequest:
 
 
 class Attempt(ABC, Generic[R]):
-    """Sending of one prompt: to a server, and to others until a response was delivered."""
+    """One prompt on its way to a server, and to others until a response was delivered."""
 
     def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
         self.request = request
@@ -106,9 +105,9 @@ class Attempt(ABC, Generic[R]):
 
     @contextlib.asynccontextmanager
     async def sent_to(self, upstream: Upstream) -> AsyncIterator[AsyncGenerator[R]]:
-        """Send the prompt, and yield the responses. A `RequestError` excludes the server from this attempt.
+        """Send the prompt, and yield the responses. A `RequestError` excludes the server.
 
-        A server that is lost gets no requests until it has been looked at again.
+        A lost server gets no requests until the next look.
         """
         try:
             async with contextlib.aclosing(self._send(upstream)) as responses:
@@ -126,7 +125,7 @@ class Attempt(ABC, Generic[R]):
     def _send(self, upstream: Upstream) -> AsyncGenerator[R]: ...
 
     def cached_tokens(self, response: R) -> int | None:  # noqa: ARG002
-        """Return the prompt's cached tokens, in units of `route.num_tokens`. None: the response has no count."""
+        """Return the prompt's cached tokens, in tokens of the route. None: unknown."""
         return None
 
 
@@ -151,7 +150,7 @@ class GrpcAttempt(Attempt[list[Chunk]]):
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
-    """Return what a router may know of a prompt. Tokens are estimated: the gateway has no tokenizer."""
+    """Return a prompt as a router sees it. Tokens are estimated: the gateway has no tokenizer."""
     data = b"".join(map(_bytes, request.prompts[index].values()))
     tenant, salt = (str(request.params.get(name, "")) for name in ("tenant", "cache_salt"))
     return RouteRequest(
@@ -165,7 +164,7 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
 
 
 def _bytes(value: object) -> bytes:
-    """Return a tensor's bytes, none for a value that the backend will refuse."""
+    """Return a tensor's bytes; none if the backend will refuse it."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     try:

@@ -15,8 +15,8 @@ from tidewheel.gateway.upstream import Address, Upstream
 from tidewheel.gateway.upstream_request import Attempt, R
 from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable
 
-RESOLVE_S = 2.0  # between two questions for the servers of a name
-AT_ONCE = 64  # prompts of a request that are with servers, so that a long list leaves room for others
+RESOLVE_S = 2.0  # between two resolutions of a name
+AT_ONCE = 64  # prompts of one request at servers
 ALIKE_S = 1.0  # for the other prompts, when one has failed
 
 
@@ -36,15 +36,14 @@ class UpstreamLease:
 class Upstreams:
     """All servers, watched as long as the `async with` block lasts.
 
-    The servers of a name come and go as the name service says. A server that went gets no more requests, and ends
-    those that it has.
+    Servers of a name come and go as the name service says. A server that went ends its requests.
     """
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
         self._router: Router[str] = PrefixAware()
-        self._tasks: set[asyncio.Task[None]] = set()  # that follow names, and close servers that went
+        self._tasks: set[asyncio.Task[None]] = set()  # of names, and of servers that went
         self.num_moved = 0  # requests that went on to another server
 
     async def __aenter__(self) -> Upstreams:
@@ -98,7 +97,7 @@ class Upstreams:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def deliver_all(self, attempts: Sequence[Attempt[R]]) -> AsyncGenerator[tuple[int, R]]:
-        """Yield `(prompt_index, response)` as they arrive. Raise the first `RequestError`, and end the others."""
+        """Yield `(prompt_index, response)` as they arrive. Raise the first `RequestError`."""
         if len(attempts) == 1:
             async with contextlib.aclosing(self.deliver(attempts[0])) as responses:
                 async for response in responses:
@@ -135,10 +134,7 @@ class Upstreams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
-        """Yield a server's responses. Retry on the next server until one was delivered. Raise `RequestError`.
-
-        A retry keeps the request's class, and has the time that its deadline leaves.
-        """
+        """Yield a server's responses. Retry on the next server until one was delivered. Raise `RequestError`."""
         while True:
             try:
                 async with self._lease(attempt) as lease, attempt.sent_to(lease.upstream) as responses:
@@ -160,7 +156,7 @@ class Upstreams:
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[R]) -> AsyncIterator[UpstreamLease]:
-        """Hold the router's choice while the server answers. Raise `ServerUnavailable`."""
+        """Hold a server while it answers. Raise `NoServer`."""
         authority = self._router.choose(attempt.route, self._unfit(attempt))
         if authority is None:
             raise self._no_server(attempt)
@@ -175,7 +171,7 @@ class Upstreams:
         return len(self._unfit(attempt)) < len(self._members)
 
     def _unfit(self, attempt: Attempt[R]) -> set[str]:
-        """Return the authorities of servers that cannot take the request."""
+        """Return the servers that cannot take the request."""
         model = attempt.request.model
         return {
             authority
@@ -195,7 +191,7 @@ class Upstreams:
             await self._resolve(name)
 
     async def _resolve(self, name: Address) -> None:
-        """Add and remove servers as the name service says. If it fails, the known servers stay."""
+        """Add and remove servers of a name. Keep them if the name service fails."""
         host, _, port = name.grpc.rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
@@ -228,12 +224,12 @@ class Upstreams:
 
 class _Member(NamedTuple):
     upstream: Upstream
-    name: str  # that resolved to the server; empty: the server was given itself
+    name: str  # that resolved to the server, if any
     watch: asyncio.Task[None]
 
 
 def _cut(error: RequestError) -> RequestError:
-    """Return the error of an answer that has begun; it has a tag."""
+    """Return the error, which has a tag, of an answer that has begun."""
     if isinstance(error, ServerUnavailable):
         return EngineDead(f"the server was lost while it answered: {error.message}")
     return error

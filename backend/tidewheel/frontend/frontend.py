@@ -57,7 +57,7 @@ class Frontend:
         on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Call `on_idle` before the last response of the last live request, and `on_ended` after each one's last.
+        """Call `on_idle` before the last response of the last live request, `on_ended` after each request's last.
 
         `close` closes the reader, too.
         """
@@ -256,7 +256,7 @@ class Frontend:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, a little later if the engine knows it, and may end it."""
+        """End the request, or give an engine that knows its deadline a little time to end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)

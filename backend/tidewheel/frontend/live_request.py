@@ -187,7 +187,7 @@ def milliseconds(begin_ns: int, end_ns: int) -> float | None:
 
 
 class EndedRequest(NamedTuple):
-    """Figures and labels of a request that has ended, without its prompt and output."""
+    """Figures and labels of a request that has ended, without prompt and output."""
 
     request_id: str
     task: Task

@@ -200,7 +200,7 @@ class RequestReader:
     def _read_prompt(
         self, request: GenerateRequest, options: PromptOptions, sampling: SamplingParams
     ) -> tuple[str, str | None, Int32Array]:
-        """Return the prompt's field, its text if the tokens are all of it, and token ids [num_prompt_tokens]."""
+        """Return the prompt's field, its text unless tokens were cut, and token ids [num_prompt_tokens]."""
         name = self._prompt_name(request)
         if options.return_token_strs:
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")

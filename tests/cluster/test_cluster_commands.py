@@ -13,7 +13,7 @@ import pytest
 from support.triton.serving import REPOSITORY
 from tidewheel.cli.cluster import _show
 from tidewheel.cli.main import main
-from tidewheel.cluster import ClusterError
+from tidewheel.cluster import ClusterError, control
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.control import ClusterStatus
 from tidewheel.cluster.local_ray import ClusterFolder
@@ -133,6 +133,15 @@ def test_one_process_holds_a_folder(run_dir: Path) -> None:
         with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterFolder(folder.root).made():
             pass
     assert not folder.is_up
+
+
+def test_a_start_beside_another_leaves_that_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ClusterFolder.here()
+    with folder.made():
+        monkeypatch.setattr(control, "_checked", lambda settings: folder)  # as if it had looked just before
+        with pytest.raises(ClusterError, match="a cluster of yours is up"):
+            control.up(ClusterSettings(model="a/b"), print)
+        assert folder.token.exists()
 
 
 def test_a_long_path_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,10 @@ def test_ray_is_closed_to_others(cluster: RunningCluster) -> None:
     others = [one for one in found if one.pid not in actors]
     assert len(others) > 5
     assert {one.laddr.ip.removeprefix("::ffff:") for one in others} <= {"127.0.0.1", "::1"}
+    for port in {one.laddr.port for one in found}:
+        with contextlib.suppress(requests.RequestException):
+            jobs = requests.get(f"http://127.0.0.1:{port}/api/jobs/", timeout=0.5)
+            assert not jobs.ok, f"the API of jobs, which runs any program, is at {port}"
     (token,) = cluster.run_dir.glob("cluster*/token")
     assert token.stat().st_mode & 0o777 == 0o600
     environment = cluster.replicas()[0].environ()

@@ -40,7 +40,7 @@ _RANGES = (
 
 
 class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the gateway, and of the replicas behind it. Paths are those of the machines that run replicas."""
+    """Options of the gateway and the replicas. Paths are those of the machines that run replicas."""
 
     port: int = msgspec.field(default=8080, name="openai_port")
     router: str = "prefix-aware"
@@ -59,7 +59,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
     stream_limit_s: float = 600.0  # for running requests of a replica that is removed
 
     def check(self) -> None:
-        """Raise `ClusterError` for a value out of range, and for contradictions."""
+        """Raise `ClusterError`."""
         if bool(self.model) == bool(self.model_repository):
             raise ClusterError("give either model or model_repository: what the replicas serve")
         if self.model and self.models:

@@ -1,4 +1,4 @@
-"""Start, ask, change and end the cluster of this user on this machine. Ray Serve does the work."""
+"""Start, ask, change and end this user's cluster on this machine."""
 
 from __future__ import annotations
 
@@ -36,29 +36,14 @@ class ClusterStatus:
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Start Ray and the application. Return the gateway's port when all replicas serve.
-
-    Raise `ClusterError`, with nothing left.
-    """
+    """Return the gateway's port when all replicas serve. Raise `ClusterError`, with nothing left."""
     folder = _checked(settings)
-    try:
-        with folder.made() as lock:
-            note("starting Ray")
-            ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
-            with connected(folder):
-                # A gateway that is started again listens on the same port.
-                settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port))
-                first = settings.first_replicas
-                note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
-                _deploy(folder, settings)
-                while not _is_ready(settings):
-                    if ray.has_ended:
-                        raise ClusterError(f"Ray ended at its start: {local_ray.last_line(folder.log)}")
-                    time.sleep(_POLL_S)
-    except BaseException:
-        folder.remove()
-        raise
-    return settings.port
+    with folder.made() as lock:
+        try:
+            return _start(folder, lock, settings, note)
+        except BaseException:
+            folder.remove()
+            raise
 
 
 def status(folder: ClusterFolder) -> ClusterStatus:
@@ -69,7 +54,7 @@ def status(folder: ClusterFolder) -> ClusterStatus:
 
 
 def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
-    """Change the number of replicas. A removed one lets its requests end. Raise `ClusterError` without room."""
+    """Let removed replicas end their requests. Raise `ClusterError` without room for that many."""
     settings = folder.settings
     if settings.is_scaled:
         raise ClusterError(f"the load decides between {settings.replicas} and {settings.most_replicas} replicas")
@@ -82,10 +67,7 @@ def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
 
 
 def down(folder: ClusterFolder) -> None:
-    """End the cluster, or the rest of a dead one. Raise `ClusterError` without a cluster.
-
-    The gateway's open requests have `drain_s` to end.
-    """
+    """End the cluster after its open requests, or the rest of a dead one. Raise `ClusterError` without a cluster."""
     if not folder.root.exists():
         raise ClusterError(f"no cluster of yours is up: there is no {folder.root}")
     with contextlib.suppress(ClusterError):  # without Ray, or without an application
@@ -96,7 +78,7 @@ def down(folder: ClusterFolder) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raise `ClusterError` if the port is taken."""
+    """Return the port, or a free one for 0. Raise `ClusterError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -108,7 +90,6 @@ def free_port(host: str, port: int) -> int:
 
 
 def _checked(settings: ClusterSettings) -> ClusterFolder:
-    """Check what is known before anything starts."""
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
     settings.check()
@@ -121,6 +102,22 @@ def _checked(settings: ClusterSettings) -> ClusterFolder:
     folder.check_free()
     free_port(settings.host, settings.port)
     return folder
+
+
+def _start(folder: ClusterFolder, lock: int, settings: ClusterSettings, note: Callable[[str], None]) -> int:
+    note("starting Ray")
+    ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
+    with connected(folder):
+        # A gateway that is started again listens on the same port.
+        settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port))
+        first = settings.first_replicas
+        note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
+        _deploy(folder, settings)
+        while not _is_ready(settings):
+            if ray.has_ended:
+                raise ClusterError(f"Ray ended at its start: {local_ray.last_line(folder.log)}")
+            time.sleep(_POLL_S)
+    return settings.port
 
 
 # --- calls of Ray, inside `connected` ---------------------------------------------------------------------------
@@ -176,7 +173,7 @@ def _status(settings: ClusterSettings, *, with_figures: bool = True) -> ClusterS
 
 
 def _figures() -> dict[str, dict[str, float]]:
-    """Ask the gateway, which hears of all replicas. Empty without a gateway."""
+    """Ask the gateway; empty without one."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException

@@ -1,7 +1,4 @@
-"""The gateway as an actor of Ray Serve, which listens by itself: Serve's proxies carry nothing.
-
-Ray starts a dead gateway again, and tells the actor of every replica that comes or goes.
-"""
+"""The gateway as an actor of Ray Serve, which listens by itself: Serve's proxies carry nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _PAUSE_S = 0.2
 
 class GatewayActor:
     async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Listen. Raise `ClusterError` if the port cannot be had. `handle` is that of the replicas' deployment."""
+        """Listen. `handle` is that of the replicas' deployment. Raise `ClusterError`."""
         settings = read_settings(arguments)
         protect_texts()
         self._feed = feed_of(handle.deployment_name)
@@ -52,7 +49,7 @@ class GatewayActor:
 
 
 async def _listen(gateway: Gateway, settings: ClusterSettings) -> HttpListener:
-    """Listen, also on the port of a gateway that has just died. Raise `ServeError`."""
+    """Wait for the port of a gateway that has just died. Raise `ServeError`."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + _REBIND_S
     while True:

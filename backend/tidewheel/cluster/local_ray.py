@@ -68,7 +68,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterFolder:
-    """Private folder of this user's cluster. Its path is in the environment of every process of the cluster."""
+    """Private folder, whose path is in the environment of every process of the cluster."""
 
     root: Path
 
@@ -82,7 +82,6 @@ class ClusterFolder:
 
     @property
     def run(self) -> Path:
-        """Run directory of the replicas' servers."""
         return self.root / "run"
 
     @property
@@ -131,7 +130,7 @@ class ClusterFolder:
             )
 
     def check_free(self) -> None:
-        """Raise `ClusterError` if a cluster is up here, or another command starts one."""
+        """Raise `ClusterError` if a cluster is up, or being started."""
         if self.is_up and not self.is_abandoned:
             raise ClusterError(
                 f"a cluster of yours is up in {self.root}: end it with tidewheel cluster down, or set {RUN_DIR}"
@@ -192,7 +191,7 @@ class ClusterFolder:
         return f"Ray has ended: see {self.log}" if self.root.exists() else ""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of Ray's processes, without those of another cluster of Ray."""
+        """Return the variables of Ray's processes, without those of another Ray."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 

@@ -1,4 +1,4 @@
-"""Replica of a server: an actor of Ray Serve that supervises one `tidewheel serve`, and never sees a token."""
+"""Replica of a server: an actor of Ray Serve that supervises one `tidewheel serve`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ class _HealthReply(msgspec.Struct):
 
 
 class Replica:
-    """Ray Serve makes a replica, asks for its state, and deletes it."""
-
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Return when the server is ready. Raise `ClusterError` if it cannot start."""
         settings = read_settings(arguments)
@@ -65,9 +63,9 @@ class Replica:
         self._ready_at = time.monotonic()
 
     async def check_health(self) -> None:
-        """Raise `ClusterError` if waiting does not help: Ray Serve replaces the replica then.
+        """Raise `ClusterError`, upon which Ray Serve replaces the replica.
 
-        A replica whose supervisor starts the server again stays, and gets no requests meanwhile.
+        A replica whose supervisor starts the server again stays, without requests.
         """
         readiness = await self._readiness()
         if not readiness.is_live:
@@ -80,7 +78,7 @@ class Replica:
         """Return at once: the call waits in Ray Serve's queue until there is a replica."""
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Return the server's authorities, for the gateway."""
+        """Return the fields of the gateway's `Address`."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         ports = {
@@ -92,15 +90,14 @@ class Replica:
         return {name: endpoints.authority(port) for name, port in ports.items()}
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return the server's figures, for the gateway's router and the status."""
+        """Return the figures, for the gateway's router and the status."""
         return await self._look()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the server's figures, for the scaling policy."""
+        """Return the figures, for the scaling policy."""
         return await self._look()
 
     async def __del__(self) -> None:
-        """Let the running requests end, and stop the server."""
         if hasattr(self, "_http"):
             await asyncio.to_thread(self._server.drain, self._stream_limit_s)
             await asyncio.to_thread(self._server.stop)
@@ -123,7 +120,7 @@ class Replica:
             raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._server.log}")
 
     async def _look(self) -> dict[str, float]:
-        """Return the figures of the server's `/metrics`, or the last ones. Empty before the first answer."""
+        """Return the figures of `/metrics`, or the last ones; empty before the first answer."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -165,13 +162,13 @@ class ServerChild:
 
     @property
     def endpoints(self) -> Endpoints | None:
-        """Endpoints, or None until the server has chosen its ports."""
+        """None until the server has chosen its ports."""
         if self._endpoints is None:
             self._endpoints = read_ports_file(self._ports)
         return self._endpoints
 
     def check_alive(self) -> None:
-        """Raise `ClusterError` with the server's last words if it has ended."""
+        """Raise `ClusterError` if the server has ended."""
         if not self._child.has_ended:
             return
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -194,7 +191,7 @@ class ServerChild:
             time.sleep(_DRAIN_LOOK_S)
 
     def stop(self) -> None:
-        """End the server, and wait for its end. Its requests fail."""
+        """End the server, whose requests fail."""
         self._child.stdin.close()
         if not self._child.wait(_END_S):
             self._child.kill()  # its guard ends the rest
@@ -219,7 +216,7 @@ def _address(settings: ClusterSettings) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's variables without Ray's: its token is not for servers."""
+    """Leave out Ray's variables: its token is not for servers."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "SERVE_"))}
 
 

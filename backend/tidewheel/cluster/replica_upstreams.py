@@ -27,7 +27,7 @@ class KnownReplica(NamedTuple):
 
 
 class ReplicaFeed:
-    """Replicas of a deployment. Ray's router publishes them on a thread of its own."""
+    """Replicas of a deployment, which Ray's router publishes on a thread of its own."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, KnownReplica] = {}  # by replica id; replaced as a whole
@@ -45,7 +45,7 @@ _feeds: dict[str, ReplicaFeed] = {}
 
 
 def feed_of(deployment: str) -> ReplicaFeed:
-    """Return the feed of this process. Ray makes its router itself, so that only a name connects the two."""
+    """Return the feed of this process. Ray makes its router itself: only a name connects the two."""
     return _feeds.setdefault(deployment, ReplicaFeed())
 
 
@@ -76,7 +76,6 @@ class ReplicaUpstreams(Upstreams):
     """Replicas that Ray's router knows. A removed replica drains by itself, and refuses what is still sent to it."""
 
     def __init__(self, handle: Any, feed: ReplicaFeed, settings: ClusterSettings) -> None:
-        """`handle` is that of the replicas' deployment in Ray Serve."""
         super().__init__(())
         self._router = make_router(settings.router)
         self._may_be_empty = settings.replicas == 0  # then waiting requests start a replica
@@ -96,7 +95,7 @@ class ReplicaUpstreams(Upstreams):
 
     @property
     def models(self) -> list[str]:
-        """Return the models of all replicas, or of the last ones while there is none."""
+        """Models of all replicas, or of the last ones while there is none."""
         return super().models or self._known_models
 
     @property

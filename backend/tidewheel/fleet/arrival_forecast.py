@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tidewheel.errors import ConfigError
 
-_LEAST = 1e-3  # of a seasonal factor and a level, so that a night without requests stays finite
+_LEAST = 1e-3  # of a factor and a level: a night without requests stays finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,6 @@ class ArrivalForecast:
         self._errors: deque[tuple[float, float]] = deque(maxlen=settings.error_buckets)  # (error, arrivals)
 
     def learn(self, counts: Iterable[float]) -> None:
-        """Add the arrivals of the next buckets."""
         for count in counts:
             self._add(count)
 
@@ -135,7 +134,7 @@ class ArrivalBuckets:
         self._count = 0.0
 
     def add(self, now: float, num_arrivals: int) -> list[float]:
-        """Return the counts of the buckets that ended since the last call, spreading new arrivals evenly."""
+        """Return the counts of the buckets that ended since the last call."""
         if self._last is None:
             self._last, self._end = (now, num_arrivals), now + self._bucket_s
             return []

@@ -1,4 +1,4 @@
-"""Loads of replicas in numpy columns, so that a decision over a thousand replicas takes a few operations."""
+"""Loads of replicas, in numpy columns: a decision over a thousand replicas takes a few operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Loads(Generic[T]):
         self.names: list[T | None] = []
         self.num_open: Float64Array = np.zeros(0)  # unfinished requests
         self.waiting: Float64Array = np.zeros((len(Priority), 0))  # uncomputed prompt tokens, of a class and above
-        self.running: Float64Array = np.zeros(0)  # tokens of started requests
+        self.running: Float64Array = np.zeros(0)
         self.total_open = 0.0
         self.usual_open = 0.0  # mean of `total_open` over about as many requests as are open
         self.total_waiting: Float64Array = np.zeros(len(Priority))
@@ -53,7 +53,6 @@ class Loads(Generic[T]):
         return iter(self.slots)
 
     def join(self, replica: T) -> int:
-        """Add a replica and return its slot."""
         if None not in self.names:
             self._grow()
         slot = self.names.index(None)
@@ -63,7 +62,6 @@ class Loads(Generic[T]):
         return slot
 
     def leave(self, replica: T) -> int:
-        """Remove a replica and return its slot."""
         slot = self.slots.pop(replica)
         self.total_open -= float(self.num_open[slot])
         self.total_waiting -= self.waiting[:, slot]
@@ -87,7 +85,7 @@ class Loads(Generic[T]):
         return num_open
 
     def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return the prompt tokens, by slot, computed before a new request of the class."""
+        """Return the prompt tokens, by slot, ahead of a new request of the class."""
         ahead: Float64Array = self.waiting[priority - 1]
         return ahead
 
@@ -99,7 +97,7 @@ class Loads(Generic[T]):
         return RoutedRequest(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, routed: RoutedRequest[T]) -> int | None:
-        """Return the slot of the request's replica, or None if the replica has left since."""
+        """Return the slot, or None if the replica has left since."""
         slot = self.slots.get(routed.replica)
         return slot if slot is not None and self._epochs[slot] == routed.epoch else None
 

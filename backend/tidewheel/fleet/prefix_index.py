@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MAX_KNOWN = 1 << 20  # chunks in all replicas
+MAX_KNOWN = 1 << 20
 MAX_KNOWN_OF_ONE = 1 << 14
 _MAX_STAIRS = 4  # different depths that one lookup distinguishes
 
@@ -45,7 +45,7 @@ class PrefixIndex:
             self._drop_holder(chunk, slot)
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return the stamps of the leading chunks that the slot has."""
+        """Return the stamps of the slot's leading chunks."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
             stamp = stamps.get(chunk)
@@ -71,7 +71,7 @@ class PrefixIndex:
         return Depths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the different depths, smallest first, each with the bits of the slots at least that deep."""
+        """Return the different depths, rising, with the bits of the slots at least that deep."""
         stairs: list[tuple[int, int]] = []
         slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):
@@ -84,7 +84,7 @@ class PrefixIndex:
         return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
-        """Record a use of the chunks at a slot, and return their new stamp."""
+        """Record a use of the chunks, and return its stamp."""
         self._now += 1
         stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
         for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last
@@ -103,7 +103,7 @@ class PrefixIndex:
                 self._drop_holder(chunk, slot)
 
     def forget_until(self, slot: int, stamp: int) -> None:
-        """Forget all chunks last used at the stamp or before: an LRU cache that evicted one evicted all of them."""
+        """Forget the chunks last used until the stamp, as an LRU cache that evicted one of them has."""
         stamps = self._stamps[slot]
         while stamps and next(iter(stamps.values())) <= stamp:
             self._drop_oldest(slot)
@@ -120,7 +120,6 @@ class PrefixIndex:
         self._drop_holder(chunk, slot)
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` if the two views differ, or are too large."""
         pairs = {(chunk, slot) for slot, stamps in self._stamps.items() for chunk in stamps}
         held = {(chunk, slot) for chunk, bits in self._holders.items() for slot in self._stamps if bits >> slot & 1}
         assert pairs == held

@@ -1,4 +1,4 @@
-"""Protocol of routers, which choose a replica for each request, while replicas come and go.
+"""Protocol of routers, which choose a replica for each request.
 
     join(replica) … leave(replica)
     replica = choose(request)          changes nothing
@@ -23,18 +23,16 @@ MAX_CHUNKS = 512  # hashed of one prompt
 
 
 class RouteRequest(NamedTuple):
-    """The properties of a request that a routing decision uses."""
-
     session: str = ""  # unique within a tenant; empty: none
     tenant: str = ""
     priority: Priority = Priority.NORMAL
     num_tokens: int = 0  # of the prompt, or an estimate
     chunks: tuple[int, ...] = ()  # result of `chunk_hashes`
-    chunk_tokens: int = 1  # of one chunk
+    chunk_tokens: int = 1
 
 
 class ReplicaLoad(NamedTuple):
-    """Load of a replica from all its clients, as the replica reports it."""
+    """Load that a replica reports, from all its clients."""
 
     num_requests: int = 0  # not answered
     waiting_tokens: int = 0  # of prompts that are not computed yet
@@ -69,13 +67,13 @@ class Router(Protocol[T]):
         """Count a request at a replica that has joined."""
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        """Record the first token, and the prompt tokens found in the replica's cache. Later calls do nothing."""
+        """Record the first token, and the cached prompt tokens. Later calls do nothing."""
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        """Stop counting the request; pass `num_cached_tokens` if `started` did not. Later calls do nothing."""
+        """Stop counting; `num_cached_tokens`, if `started` did not have it. Later calls do nothing."""
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Correct the load of a replica that has other clients too. Unknown replicas are ignored."""
+        """Correct the load of a replica with other clients. Unknown replicas are ignored."""
 
 
 def chunk_hashes(data: bytes | memoryview, chunk_bytes: int, tenant: str = "", salt: str = "") -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The routers: round robin, least loaded, session affinity, and the prefix-aware one, which knows caches too."""
+"""Routers: round robin, least loaded, session affinity, and prefix-aware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequ
 from tidewheel.request import Priority
 
 VIRTUAL_NODES = 64  # ring points per replica
-NEW_FACTOR = 1.0  # load bound for new sessions; the rest up to LOAD_FACTOR is left to the replica's old sessions
+NEW_FACTOR = 1.0  # load bound of new sessions; old ones may go up to LOAD_FACTOR
 RUNNING_WEIGHT = 0.03  # cost of a running token, in prompt tokens to compute: about its share of a step
 MAX_SESSIONS = 1 << 17  # whose last replica is remembered
 _RING_SEARCH = (64, 1024)  # points searched before the rest: nearly always enough
@@ -42,7 +42,7 @@ class HashRing:
         self._hashes, self._slots = self._hashes[stays], self._slots[stays]
 
     def first(self, key: str, accepts: Callable[[RowArray], BoolArray]) -> int | None:
-        """Return the first slot clockwise from the key that `accepts`, or None. `accepts` takes an array of slots."""
+        """Return the first slot clockwise from the key that `accepts` (given an array of slots), or None."""
         slots = self._slots
         begin = int(self._hashes.searchsorted(np.uint64(_hash(key))))
         near, far = (begin + length for length in _RING_SEARCH)
@@ -60,8 +60,6 @@ def _hash(text: str) -> int:
 
 
 class CountingRouter(Generic[T]):
-    """Base of all routers: members and loads."""
-
     def __init__(self) -> None:
         self.loads = Loads[T]()
 
@@ -116,8 +114,6 @@ class RoundRobin(CountingRouter[T]):
 
 
 class LeastLoaded(CountingRouter[T]):
-    """The replica with the fewest open requests."""
-
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
         return least_open(self.loads, excluded)
 
@@ -146,7 +142,6 @@ class SessionAffinity(CountingRouter[T]):
 
 
 def _session_key(request: RouteRequest) -> str:
-    """Return the session's name, qualified by its tenant."""
     return f"{request.tenant}\0{request.session}"
 
 
@@ -203,7 +198,6 @@ class PrefixAware(CountingRouter[T]):
         return self.loads.names[slot] if math.isfinite(num_open[slot]) else None
 
     def _bounded(self, request: RouteRequest, num_open: Float64Array) -> int:
-        """Return the slot by session or cost, within the load bound."""
         num_replicas, total = len(self.loads), self.loads.total_open
         if num_open is not self.loads.num_open:
             present = num_open[np.isfinite(num_open)]
@@ -214,7 +208,7 @@ class PrefixAware(CountingRouter[T]):
             slot = self.loads.slots.get(self._homes[key]) if key in self._homes else None
             if slot is None:
                 slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
-            # The mean may be low for a moment only: many requests end in one step, and their users ask again at once.
+            # The mean dips when many requests end in one step, and their users ask again at once.
             usual = max(total, self.loads.usual_open * num_replicas / len(self.loads))
             if slot is not None and num_open[slot] < load_bound(usual, num_replicas):
                 return slot
@@ -231,7 +225,7 @@ class PrefixAware(CountingRouter[T]):
         return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
 
     def _cheapest(self, request: RouteRequest, num_open: Float64Array, bound: int) -> int:
-        """Return the slot of the least cost within the bound. The overall minimum is nearly always within it."""
+        """Return the slot of the least cost within the bound."""
         cost = RUNNING_WEIGHT * self.loads.running
         cost += self.loads.waiting_ahead(request.priority)
         cost -= self._cached_tokens(request)
@@ -329,6 +323,6 @@ def check_router(name: str) -> None:
 
 
 def make_router(name: str) -> Router[Any]:
-    """Return a router without replicas. Raise `ConfigError` for an unknown name."""
+    """Raise `ConfigError` for an unknown name."""
     check_router(name)
     return ROUTERS[name]()

@@ -23,13 +23,11 @@ _QUEUE_LIMITS = {Priority.CRITICAL: 0.5, Priority.HIGH: 1.0, Priority.NORMAL: 2.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """Report of one ready replica."""
-
     name: str
     waiting: int = 0  # requests that have not started
     running: int = 0
     cache_usage: float = 0.0  # share of its KV blocks held by requests
-    tokens_per_s: float = 0.0  # computed tokens of prompts and outputs, since the last report
+    tokens_per_s: float = 0.0  # computed, since the last report
     queue_s: Mapping[Priority, float] = field(default_factory=dict)  # age of the oldest waiting request by class
 
 
@@ -67,12 +65,12 @@ class Decision(NamedTuple):
 
 class ScalingPolicy(Protocol):
     def decide(self, state: FleetState) -> Decision:
-        """Return the wanted number of replicas. Called repeatedly, with a rising clock."""
+        """Return the wanted number. Called repeatedly, with a rising clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSettings:
-    """Bounds and thresholds. Raise `ConfigError` naming the field."""
+    """Raise `ConfigError` naming the field."""
 
     min_replicas: int = 1  # 0: none while there are no requests
     max_replicas: int = 4
@@ -84,8 +82,8 @@ class ScalingSettings:
     idle_to_zero_s: float = 600.0  # without any request
     waiting_per_replica: int = 8
     ongoing_per_replica: int = 2  # of the rule `ongoing`; Ray Serve's default
-    cache_usage: float = 0.8  # of a replica
-    max_num_seqs: int = 256  # requests that run in one replica
+    cache_usage: float = 0.8
+    max_num_seqs: int = 256
     replica_tokens_per_s: float = 0.0  # capacity; 0: learned from replicas whose requests wait
     queue_limit_s: Mapping[Priority, float] = field(default_factory=lambda: dict(_QUEUE_LIMITS))
 
@@ -170,7 +168,7 @@ class WorkMeter:
         self._num_full = 0  # reports of full replicas
 
     def observe(self, state: FleetState) -> Work:
-        """Return the estimates as of this state. Raise `ValueError` if the clock went back."""
+        """Raise `ValueError` if the clock went back."""
         last, self._last = self._last, state
         seconds = 0.0 if last is None else state.now - last.now
         if seconds < 0:
@@ -200,7 +198,7 @@ class WorkMeter:
         return Work(asked, tokens_per_request, self._capacity.value or 0.0, is_firm=self._num_full >= FIRM_REPORTS)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
-        """Average the rates of full replicas. One that just became full may have been idle: a lower bound."""
+        """Average the rates of full replicas. A replica that just became full gives a lower bound."""
         were_full = {replica.name for replica in before if is_full(self._settings, replica)}
         known = self._capacity.value
         for replica in now:

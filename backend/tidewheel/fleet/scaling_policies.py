@@ -33,7 +33,7 @@ class Need(NamedTuple):
 
 
 class Reactive:
-    """Scale up at once for the largest need, and down to the largest need of the last minutes."""
+    """Scale for the largest current need, and down to the largest of the last minutes."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -135,14 +135,12 @@ class Hysteresis:
 
 
 class SlidingMaximum:
-    """Largest of the numbers of the last seconds."""
-
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._numbers: deque[tuple[float, int]] = deque()  # (time, number), numbers falling
 
     def add(self, now: float, number: int, seconds: float) -> int:
-        """Add a number, and return the largest of the last `seconds` (at most the constructor's)."""
+        """Return the largest of the last `seconds`, at most the constructor's."""
         while self._numbers and self._numbers[-1][1] <= number:
             self._numbers.pop()
         self._numbers.append((now, number))
@@ -197,8 +195,6 @@ class Predictive:
 
 
 class Constant:
-    """Keep `max_replicas`."""
-
     def __init__(self, settings: ScalingSettings) -> None:
         self._num_replicas = settings.max_replicas
 

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -144,12 +145,12 @@ def _engine_arguments() -> str:
             f"{item.reason}; {item.remedy}"
         for name, item in NOT_OFFERED.items()
     }  # fmt: skip
-    ignored = {f"`{name}`": reason for name, reason in WITHOUT_EFFECT.items()}
+    ignored = Counter(WITHOUT_EFFECT.values())
     return (
         f"Honoured: {', '.join(honoured)}.\n\n"
         + _table(("not offered, and what to do", "arguments (allowed values)"), _grouped(refused))
         + "\n"
-        + _table(("no effect", "arguments"), _grouped(ignored))
+        + _table(("no effect", "arguments"), ((reason, str(count)) for reason, count in ignored.items()))
     )
 
 

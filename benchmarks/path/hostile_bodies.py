@@ -32,7 +32,7 @@ import requests
 from common.serving import free_ports, served
 from common.study import ROOT, Study, in_turns, show
 from engine.structured_output import hostile_grammars, record
-from tidewheel.cli.gateway import MAX_BODY_MB
+from tidewheel.gateway import MAX_BODY_MB
 
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 GOAL_MS = 50.0

@@ -8,9 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import MAX_BODY_MB, add_shared_options
+from tidewheel.cli.gateway import add_shared_options
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
+from tidewheel.gateway import MAX_BODY_MB
 
 if TYPE_CHECKING:
     from tidewheel.cluster.cluster_settings import ClusterSettings

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tidewheel.gateway import MAX_BODY_MB
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -31,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes
 WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
 
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import MAX_BODY_MB, WORKERS_HELP, add_shared_options, workers
+from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, workers
 from tidewheel.cli.usage import UsageError, printable
+from tidewheel.gateway import MAX_BODY_MB
 
 if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and as the events of a stream, and in those of vLLM's tokenizer calls."""
+"""Answers in OpenAI's shapes, whole and as events, and in those of vLLM's tokenizer calls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ Logprobs = Sequence[Mapping[int, TokenLogprob]]  # by token
 
 
 class _Usage:
-    """Tokens of one request."""
-
     def __init__(self) -> None:
         self._prompts: dict[int, int] = {}  # by prompt
         self._cached: dict[int, int] = {}
@@ -227,7 +225,7 @@ def _finish_reason(reason: str | None) -> Json:
 
 
 def _prompt_logprobs(entries: Logprobs) -> list[Json | None]:
-    """Return log-probabilities of a prompt as vLLM's server does: null for the first token."""
+    """Return entries as vLLM's server does: null for the first token."""
     return [
         {
             str(token_id): {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}

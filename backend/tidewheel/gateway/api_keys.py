@@ -55,7 +55,7 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ledger:
-    """Use of every key, in memory, or in a file that all workers share. Rows are never removed."""
+    """Use of every key, in memory or in a file of all workers. Rows stay."""
 
     def __init__(self, path: Path | None = None, worker: int = 0) -> None:
         """Open the file. The worker's former process has no open requests any more."""
@@ -156,8 +156,6 @@ class Account:
 
 
 class ApiKeys:
-    """Keys of a file, which `refresh` reads again after a change."""
-
     def __init__(self, path: Path | None, ledger: Ledger | None = None) -> None:
         """Raise `ConfigError`. Without a file, no key is needed."""
         self._path = path

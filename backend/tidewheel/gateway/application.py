@@ -224,7 +224,6 @@ class Gateway:
         return self._counters.errors.get(WrongKey.tag, 0)
 
     def publish(self) -> None:
-        """Report this worker's figures to the others."""
         self._worker.publish(self._figures())
 
     def _figures(self) -> Counters:
@@ -293,7 +292,7 @@ def _request_id(http: web.Request, request: UpstreamRequest) -> str:
 
 
 def _traceparent(http: web.Request) -> str:
-    """Return W3C's header; empty if it is malformed, as its specification says."""
+    """Return W3C's header, empty if it is malformed."""
     header = http.headers.get("traceparent", "").strip()
     return header if _TRACEPARENT.fullmatch(header) else ""
 

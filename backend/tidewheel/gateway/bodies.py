@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
-from tidewheel.gateway.forced_calls import force_call
+from tidewheel.gateway.output_parser import force_call
 from tidewheel.gateway.upstream_request import StreamOptions, UpstreamRequest
 from tidewheel_client.codec import OUTPUT_FLAGS
 from tidewheel_client.errors import InvalidRequest, Unsupported

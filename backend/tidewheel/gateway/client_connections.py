@@ -23,7 +23,7 @@ _KEEPALIVE_S = 75.0
 _OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": _KEEPALIVE_S}
 _LOG_INTERVAL_S = 10.0
 _OWN_DESCRIPTORS = 32  # of a gateway without clients
-_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+_BACKLOG = 1024  # connections in the kernel
 _MOST_AT_ONCE = 128  # accepted by asyncio before it serves one
 _IPV6_SITE = 64  # bits; one client has all addresses below
 _ALL = ""  # key of the group of all connections
@@ -69,7 +69,6 @@ class ConnectionTable:
         return True
 
     def leave(self, connection: ClientConnection) -> None:
-        """Remove a connection, if it is in the table."""
         if connection not in self._open:
             return
         self.serve(connection)
@@ -183,7 +182,7 @@ class ClientConnection(web.RequestHandler):
     async def answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Run `handler` for a request whose headers have arrived."""
+        """Answer a request whose headers have arrived."""
         self._end_limit()
         self._request, self._is_read = request, False
         request.content.on_eof(self._end_reading)
@@ -215,7 +214,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class HttpListener:
-    """Listening sockets of an aiohttp application, with limited client connections."""
+    """Listening sockets of an aiohttp application."""
 
     def __init__(self, runner: web.AppRunner, sockets: asyncio.Server) -> None:
         self._runner = runner

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from tidewheel.gateway import MAX_BODY_MB
 from tidewheel.gateway.output_parser import Reasoning
 from tidewheel.gateway.upstream import Address
-
-MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):

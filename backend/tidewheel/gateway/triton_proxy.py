@@ -17,7 +17,7 @@ _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
 
 
 class ProxyAttempt(Attempt[bytes]):
-    """Attempt by HTTP, whose responses are parts of Triton's answer."""
+    """Attempt by HTTP. Responses are parts of the body."""
 
     message: ProxiedRequest
 

@@ -33,7 +33,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True, kw_only=True)
 class UpstreamRequest:
-    """A request, made from its body. Each prompt is sent by itself."""
+    """A client's request. Each prompt is sent by itself."""
 
     prompts: list[dict[str, object]]  # tensors by name
     params: dict[str, object]  # read by the backend

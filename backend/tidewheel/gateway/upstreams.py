@@ -68,7 +68,6 @@ class Upstreams:
         return [member.upstream for member in self._members.values()]
 
     async def look_again(self) -> None:
-        """See `Upstream.look_again`."""
         await asyncio.gather(*(one.look_again() for one in self.each))
 
     @property
@@ -167,11 +166,10 @@ class Upstreams:
             self._router.ended(lease.routed, lease.num_cached)
 
     def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
-        """Return whether another server may take the request after the error."""
+        """Return whether another server may take the request."""
         return len(self._unfit(attempt)) < len(self._members)
 
     def _unfit(self, attempt: Attempt[R]) -> set[str]:
-        """Return the servers that cannot take the request."""
         model = attempt.request.model
         return {
             authority

@@ -6,26 +6,26 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from signal import SIGKILL, SIGTERM, Signals
+from typing import TypeVar
 
 import psutil
 
 from tidewheel_process.child import wait_until
+
+T = TypeVar("T")
 
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)  # ZombieProcess is a NoSuchProcess
 
 
 def children(pid: int) -> list[psutil.Process]:
     """Return the children, also those that are not reaped yet."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children())
-    return []
+    return _read(lambda: psutil.Process(pid).children(), [])
 
 
 def descendants(pid: int) -> list[psutil.Process]:
     """Return the living processes below `pid`."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [process for process in psutil.Process(pid).children(recursive=True) if is_alive(process)]
-    return []
+    found: list[psutil.Process] = _read(lambda: psutil.Process(pid).children(recursive=True), [])
+    return [process for process in found if is_alive(process)]
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -35,35 +35,38 @@ def is_alive(process: psutil.Process) -> bool:
 
 def status(process: psutil.Process) -> str:
     """Return psutil's status, such as `zombie` or `stopped`; empty if the process is gone."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return str(process.status())
-    return ""
+    return _read(lambda: str(process.status()), "")
 
 
 def name(process: psutil.Process) -> str:
     """Return the name, of a zombie its first 15 bytes; empty if the process is gone."""
-    with contextlib.suppress(*_GONE):
-        return str(process.name())
-    return ""
+    return _read(lambda: str(process.name()), "")
 
 
 def arguments(pid: int) -> list[str]:
     """Return the command line; empty if it cannot be read."""
-    with contextlib.suppress(*_GONE):
-        return list(psutil.Process(pid).cmdline())
-    return []
+    return _read(lambda: psutil.Process(pid).cmdline(), [])
+
+
+def is_running(program: str) -> bool:
+    return any(name(process) == program and is_alive(process) for process in psutil.process_iter())
 
 
 def started_with(variable: str, folder: str) -> list[psutil.Process]:
     """Return this user's other processes whose variable named the folder, or one below it, at their start."""
 
     def names_it(process: psutil.Process) -> bool:
-        with contextlib.suppress(*_GONE):
-            value: str = process.environ().get(variable, "")
-            return value == folder or value.startswith(f"{folder}/")
-        return False
+        value = _read(lambda: str(process.environ().get(variable, "")), "")
+        return value == folder or value.startswith(f"{folder}/")
 
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and names_it(process)]
+
+
+def _read(read: Callable[[], T], otherwise: T) -> T:
+    try:
+        return read()
+    except _GONE:
+        return otherwise
 
 
 def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:
@@ -88,7 +91,3 @@ def reap(*, keep: Iterable[int]) -> None:
         if process.pid not in kept and status(process) == psutil.STATUS_ZOMBIE:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-
-
-def is_running(program: str) -> bool:
-    return any(name(process) == program and is_alive(process) for process in psutil.process_iter())

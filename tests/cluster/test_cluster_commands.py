@@ -19,7 +19,6 @@ from tidewheel.cluster.control import ClusterStatus
 from tidewheel.cluster.local_ray import ClusterFolder
 from tidewheel.engine.folder import SOCKET, engine_dir, settings_digest
 from tidewheel.private_dir import LONGEST_RUN_DIR, MAX_SOCKET_PATH
-from tidewheel.server.model_control import MAX_LINE, ControlSocket, ask
 from tidewheel.server.workdir import work_dir
 
 UP = ("cluster", "up", "--model-repository", str(REPOSITORY))
@@ -163,26 +162,6 @@ def test_no_socket_of_a_cluster_has_a_longer_path_than_is_checked(
     cluster.check_path()
     with pytest.raises(ClusterError, match="by 1 bytes"):
         ClusterFolder(Path(f"{cluster.root}x")).check_path()
-
-
-def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
-    def handle(command: dict[str, object]) -> dict[str, object]:
-        if command["do"] == "fail":
-            raise ClusterError("it cannot")
-        return {"did": command["do"]} if command["do"] != "crash" else {"did": 1 // 0}
-
-    path = tmp_path / "c"
-    with ControlSocket(path, handle, ClusterError):
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert ask(path, {"do": "this"}, ClusterError) == {"did": "this"}
-        with pytest.raises(ClusterError, match="it cannot"):
-            ask(path, {"do": "fail"}, ClusterError)
-        with pytest.raises(ClusterError, match="ZeroDivisionError"):
-            ask(path, {"do": "crash"}, ClusterError)
-        with pytest.raises(ClusterError):
-            ask(path, {"do": "x" * MAX_LINE}, ClusterError)
-    with pytest.raises(ClusterError, match="does not answer"):
-        ask(path, {"do": "this"}, ClusterError)
 
 
 def test_status_says_what_each_replica_has_to_do(capsys: pytest.CaptureFixture[str]) -> None:

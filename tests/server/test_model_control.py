@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.adapter.repository_entry import ORIGIN
 from tidewheel.server import ServeError, repository
-from tidewheel.server.model_control import Action, ControlSocket, ModelControl, ask_server, reload
+from tidewheel.server.model_control import MAX_LINE, Action, Command, ControlSocket, ModelControl, ask_server, reload
 from tidewheel.server.repository import folder_names, mirror
 
 
@@ -98,7 +98,7 @@ def polling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
 
     answered("add_entry")
     answered("load_again")
-    with ControlSocket(tmp_path / "c", triton.control.handle, ServeError):
+    with ControlSocket(tmp_path / "c", triton.control.handle):
         yield triton, tmp_path / "c"
 
 
@@ -171,6 +171,32 @@ def test_a_restart_takes_back_what_was_being_loaded(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(repository, "add_entry", killed)
     with pytest.raises(ServeError, match="cannot be loaded: tritonserver died"):
-        triton.control.handle({"do": "load", "model": "b"})
+        triton.control.handle(Command("load", "b"))
     assert folder_names(triton.served) == ["a"]
     triton.control.note_restart("again")
+
+
+def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
+    done: list[Command] = []
+
+    def handle(command: Command) -> None:
+        match command.model:
+            case "fail":
+                raise ServeError("it cannot")
+            case "crash":
+                raise ZeroDivisionError
+        done.append(command)
+
+    path = tmp_path / "c"
+    with ControlSocket(path, handle):
+        assert path.stat().st_mode & 0o777 == 0o600
+        ask_server(path, "load", "this")
+        assert done == [Command("load", "this")]
+        for action, model, error in (
+            ("load", "fail", "^it cannot$"), ("load", "crash", "^ZeroDivisionError: no reason given$"),
+            ("load", "x" * MAX_LINE, ""), ("fly", "this", "fly"),
+        ):  # fmt: skip
+            with pytest.raises(ServeError, match=error):
+                ask_server(path, action, model)  # type: ignore[arg-type]
+    with pytest.raises(ServeError, match="does not answer"):
+        ask_server(path, "load", "this")

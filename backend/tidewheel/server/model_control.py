@@ -9,19 +9,29 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from tidewheel.server import ServeError, repository
 from tidewheel_process.child import wait_until
 
-MAX_LINE = 1 << 16
-ASK_S = 60.0
+MAX_LINE = 1 << 16  # bytes of a command
+READ_S = 60.0  # for a command to arrive
 _TIMEOUT_S = 3600.0  # a load has limits of its own
 
 Action = Literal["load", "unload", "reload"]
-Handle = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Command(msgspec.Struct):
+    """Line of JSON on the control socket."""
+
+    do: Action
+    model: str
+
+
+class _Answer(msgspec.Struct):
+    error: str = ""
 
 
 @dataclass(slots=True)
@@ -51,15 +61,14 @@ class ModelControl:
         self._lock = threading.Lock()
         self._pending: _PendingLoad | None = None
 
-    def handle(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Do a command of `ask_server` and return an empty answer. Raise `ServeError`. Not thread-safe."""
+    def handle(self, command: Command) -> None:
+        """Do a command of `ask_server`. Raise `ServeError`. Not thread-safe."""
         self._check()
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         try:
-            actions[command["do"]](str(command["model"]))
+            actions[command.do](command.model)
         except OSError as error:
             raise ServeError(f"{error.filename}: {error.strerror}") from None
-        return {}
 
     def note_load(self, model: str, failure: str) -> None:
         """End the wait for a load; `failure` is empty if the model serves. Thread-safe."""
@@ -121,36 +130,31 @@ class ModelControl:
             raise ServeError(f"model {model!r} cannot be loaded: {pending.failure}")
 
 
-def ask_server(control: Path, action: Action, model: str) -> None:
-    """Have the server at a control socket load, unload or reload a model. Raise `ServeError`."""
-    ask(control, {"do": action, "model": model}, ServeError, None)
-
-
 class ControlSocket(socketserver.ThreadingUnixStreamServer):
-    """Server of commands on a Unix socket, one at a time: a line of JSON each way.
+    """Server of commands on a Unix socket, one at a time.
 
-    A client gets the bare message of an `error`, and class and first line of any other exception.
+    A client gets the bare message of a `ServeError`, and class and first line of any other exception.
     """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, path: Path, handle: Handle, error: type[Exception]) -> None:
+    def __init__(self, path: Path, handle: Callable[[Command], None]) -> None:
         self._handle = handle
-        self._error = error
         self._turn = threading.Lock()
-        super().__init__(str(path), _Command)
+        super().__init__(str(path), _Connection)
         path.chmod(0o600)
 
-    def answer(self, line: bytes) -> bytes:
+    def do(self, line: bytes) -> str:
+        """Return the error of a command; empty: done."""
         try:
             with self._turn:
-                answer = self._handle(msgspec.json.decode(line, type=dict[str, Any]))
-        except (self._error, msgspec.DecodeError) as error:
-            answer = {"error": str(error)}
+                self._handle(msgspec.json.decode(line, type=Command))
+        except (ServeError, msgspec.DecodeError) as error:
+            return str(error)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"}
-        return msgspec.json.encode(answer)
+            return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+        return ""
 
     def __enter__(self) -> ControlSocket:
         threading.Thread(target=self.serve_forever, args=(0.1,), name="control", daemon=True).start()
@@ -161,28 +165,27 @@ class ControlSocket(socketserver.ThreadingUnixStreamServer):
         self.server_close()
 
 
-class _Command(socketserver.StreamRequestHandler):
+class _Connection(socketserver.StreamRequestHandler):
     server: ControlSocket
-    timeout = ASK_S
+    timeout = READ_S
 
     def handle(self) -> None:
-        self.wfile.write(self.server.answer(self.rfile.readline(MAX_LINE)) + b"\n")
+        answer = _Answer(self.server.do(self.rfile.readline(MAX_LINE)))
+        self.wfile.write(msgspec.json.encode(answer) + b"\n")
 
 
-def ask(path: Path, command: dict[str, Any], error: type[Exception], limit_s: float | None = ASK_S) -> dict[str, Any]:
-    """Return a `ControlSocket`'s answer. Raise `error` for an error, or without an answer within the limit."""
+def ask_server(control: Path, action: Action, model: str) -> None:
+    """Have the server at a control socket load, unload or reload a model. Raise `ServeError`."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(limit_s)
-            connection.connect(str(path))
-            connection.sendall(msgspec.json.encode(command) + b"\n")
+            connection.connect(str(control))
+            connection.sendall(msgspec.json.encode(Command(action, model)) + b"\n")
             with connection.makefile("rb") as lines:
-                answer = msgspec.json.decode(lines.readline(MAX_LINE), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as failure:
-        raise error(f"{path} does not answer: {failure}") from None
-    if "error" in answer:
-        raise error(str(answer["error"]))
-    return answer
+                answer = msgspec.json.decode(lines.readline(MAX_LINE), type=_Answer)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ServeError(f"{control} does not answer: {error}") from None
+    if answer.error:
+        raise ServeError(answer.error)
 
 
 def reload(authority: str, model: str) -> None:

@@ -255,7 +255,7 @@ def _model_control(
     )
     parts.log.on_load = control.note_load
     supervisor.on_restart = control.note_restart
-    return ControlSocket(parts.work.control, control.handle, ServeError)
+    return ControlSocket(parts.work.control, control.handle)
 
 
 @contextlib.contextmanager

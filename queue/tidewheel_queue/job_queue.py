@@ -10,6 +10,7 @@ from tidewheel_client.errors import RequestTimeout
 from tidewheel_client.facade import Facade, blocking, iterating, run
 from tidewheel_queue import queue_calls as calls
 from tidewheel_queue.jobs import MAX_JOB_BYTES, DeadJob, EnqueuedJob, Job, JobCounts, Result, TextChunk, pack
+from tidewheel_queue.lua_scripts import SCRIPTS
 from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint, RedisEndpoint
 
 BOUND = 10_000
@@ -43,7 +44,7 @@ class AsyncQueue:
         except BaseException:
             await self._endpoint.close()
             raise
-        self._scripts = {name: self._redis.register_script(text) for name, text in calls.SCRIPTS.items()}
+        self._scripts = {name: self._redis.register_script(text) for name, text in SCRIPTS.items()}
         return self
 
     async def enqueue(self, /, job: Job | Mapping[str, object] | None = None, **fields: Any) -> EnqueuedJob:

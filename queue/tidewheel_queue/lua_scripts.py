@@ -1,12 +1,10 @@
-"""Steps of a queue that are atomic, as Lua for Redis 6.2.
+"""Atomic steps of a queue, in Lua for Redis 6.2.
 
 KEYS are the streams of the four classes, the streams of ended and of dead jobs, and the mark of an idle worker. ARGV
 begins with the prefix of the queue's other keys, which have the same hash tag. A job is a hash and, until it ends, an
-entry of its class's stream; so the lengths of the streams count the jobs that wait or run. A job has ended when its
-hash has a `result`, which is written once. `attempts` counts those that a limit counts; `begun` is the number of the
-last one, which no other has: a worker that gives a job back takes back its attempt, but not its number.
-A worker lives while its number in the hash `beats` changes. Idle times of the streams are not used: they are
-differences of the wall clock.
+entry of its class's stream. It has ended when its hash has a `result`, written once. `attempts` counts to the
+limit; `begun` is the unique number of the last attempt. A job that is given back takes back its attempt, not its
+number. A worker lives while its number in the hash `beats` changes; idle times of streams follow the wall clock.
 """
 
 from __future__ import annotations
@@ -63,11 +61,9 @@ local function waiting_and_running()
 end
 """
 
-# prefix, bound, ttl_ms, then of each job: id, class, payload, stream. Return {jobs before}, and take none, if the
-# new ones have no room, else {jobs before, 1 if new else 0, …}.
-ENQUEUE = (
-    _COMMON
-    + """
+# prefix, bound, ttl_ms, then id, class, payload, stream of each job. Return {jobs before, 1 if new else 0, …}, or
+# {jobs before} without room.
+_ENQUEUE = """
 local before, bound, at = waiting_and_running(), tonumber(ARGV[2]), now_ms()
 local news, seen = 0, {}
 for i = 4, #ARGV, 4 do
@@ -91,13 +87,10 @@ end
 if news > 0 and redis.call('DEL', IDLE) == 1 then redis.call('PUBLISH', prefix .. 'bell', 'work') end
 return out
 """
-)
 
-# prefix, consumer, room, max_attempts, 1 to claim what others gave back, 1 to begin with the lowest class, then of
-# each worker that is gone: consumer, its last beat. Return {id, number of attempt, age in ms, payload} of each job
-TAKE = (
-    _COMMON
-    + f"""
+# prefix, consumer, room, max_attempts, 1 to claim returned jobs, 1 to begin with the lowest class, then consumer and
+# last beat of each dead worker. Return {id, number of attempt, age in ms, payload} of each job.
+_TAKE = f"""
 local consumer, room, most = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local taken, at = {{}}, now_ms()
 local function begin(class, entry)
@@ -145,23 +138,17 @@ end
 if #taken == 0 then redis.call('SET', IDLE, '1', 'EX', 60) end
 return taken
 """
-)
 
 # prefix, then of each job: id, state, result. Return 1 for each that had no result yet.
-FINISH = (
-    _COMMON
-    + """
+_FINISH = """
 local out = {}
 for i = 2, #ARGV, 3 do out[#out + 1] = finish(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
 return out
 """
-)
 
-# prefix, consumer, id, number of the attempt, max_attempts, reason. Return 1: try again, with the next number;
-# 0: dead now, or not this worker's.
-FAIL = (
-    _COMMON
-    + """
+# prefix, consumer, id, number of the attempt, max_attempts, reason. Return 1 to try again with the next number; 0 if
+# dead, or another worker's.
+_FAIL = """
 local id = ARGV[3]
 if not is_held(id, ARGV[2]) then return 0 end
 local job = redis.call('HMGET', key_of(id), 'attempts', 'begun')
@@ -174,13 +161,9 @@ redis.call('HINCRBY', key_of(id), 'attempts', 1)
 redis.call('HINCRBY', key_of(id), 'begun', 1)
 return 1
 """
-)
 
-# prefix, consumer, ids. Beat once. Return {the ids that this worker no longer holds, {consumer, beat, …} of the other
-# workers that hold jobs}.
-BEAT = (
-    _COMMON
-    + f"""
+# prefix, consumer, ids. Beat once. Return {lost ids, {consumer, beat, …} of other workers with jobs}.
+_BEAT = f"""
 redis.call('HINCRBY', BEATS, ARGV[2], 1)
 local lost, others, seen = {{}}, {{}}, {{[ARGV[2]] = true, ['{RETURNED}'] = true}}
 for i = 3, #ARGV do
@@ -198,12 +181,9 @@ for class = 1, 4 do
 end
 return {{lost, others}}
 """
-)
 
-# prefix, consumer, ids to keep. Give back the other jobs that the consumer has; return how many.
-GIVE_BACK = (
-    _COMMON
-    + f"""
+# prefix, consumer, ids to keep. Give back the consumer's other jobs; return their number.
+_GIVE_BACK = f"""
 local kept, count = {{}}, 0
 for i = 3, #ARGV do kept[ARGV[i]] = true end
 local function give_back(class, entry)
@@ -222,12 +202,9 @@ end
 if count > 0 then redis.call('PUBLISH', prefix .. 'bell', 'work') end
 return count
 """
-)
 
-# prefix, consumer. Forget the consumer, and those that have been silent for long, unless jobs are in their names.
-LEAVE = (
-    _COMMON
-    + f"""
+# prefix, consumer. Forget the consumer and long silent consumers, unless they hold jobs.
+_LEAVE = f"""
 for class = 1, 4 do
   local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[class], '{GROUP}')
   if not consumers.err then
@@ -236,7 +213,7 @@ for class = 1, 4 do
       for i = 1, #item, 2 do of[item[i]] = item[i + 1] end
       if of.pending == 0 and (of.name == ARGV[2] or of.idle > {STALE_CONSUMER_MS}) then
         redis.call('XGROUP', 'DELCONSUMER', KEYS[class], '{GROUP}', of.name)
-        redis.call('HDEL', BEATS, of.name)  -- one that lives is made again by its next take and beat
+        redis.call('HDEL', BEATS, of.name)  -- a living one is made again by its next take and beat
       end
     end
   end
@@ -244,24 +221,18 @@ end
 redis.call('HDEL', BEATS, ARGV[2])
 return 0
 """
-)
 
 # prefix, id. Return 1: cancelled; 0: it had ended; -1: unknown.
-CANCEL = (
-    _COMMON
-    + """
+_CANCEL = """
 if redis.call('EXISTS', key_of(ARGV[2])) == 0 then return -1 end
 local done = finish(ARGV[2], 'cancelled', '{}')
 if done == 1 then redis.call('PUBLISH', prefix .. 'bell', 'cancel ' .. ARGV[2]) end
 return done
 """
-)
 
-# prefix, consumer, then of each chunk: id, number of the attempt, number of the chunk in it, text. Add to the token
-# streams of jobs that the worker holds, once.
-EMIT = (
-    _COMMON
-    + f"""
+# prefix, consumer, then id, number of the attempt, number of the chunk in the attempt, text of each chunk. Add new
+# chunks to the token streams of the worker's jobs.
+_EMIT = f"""
 for i = 3, #ARGV, 4 do
   local id, attempt, number = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local told = redis.call('HMGET', key_of(id), 'told_attempt', 'told')
@@ -275,12 +246,9 @@ for i = 3, #ARGV, 4 do
 end
 return 0
 """
-)
 
 # prefix. Return {waiting and running of each class, …, running of each class, …, dead}.
-COUNT = (
-    _COMMON
-    + f"""
+_COUNT = f"""
 local out = {{}}
 for class = 1, 4 do out[class] = redis.call('XLEN', KEYS[class]) end
 for class = 1, 4 do
@@ -297,4 +265,19 @@ end
 out[9] = redis.call('XLEN', DEAD)
 return out
 """
-)
+
+SCRIPTS = {
+    name: _COMMON + script
+    for name, script in {
+        "enqueue": _ENQUEUE,
+        "take": _TAKE,
+        "finish": _FINISH,
+        "fail": _FAIL,
+        "beat": _BEAT,
+        "give_back": _GIVE_BACK,
+        "leave": _LEAVE,
+        "cancel": _CANCEL,
+        "emit": _EMIT,
+        "count": _COUNT,
+    }.items()
+}

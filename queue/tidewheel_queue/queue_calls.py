@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tidewheel_client.errors import Busy, InvalidRequest, NotFound
-from tidewheel_queue import lua_scripts
 from tidewheel_queue.jobs import (
     CLASSES,
     MAX_JOB_BYTES,
@@ -130,17 +129,3 @@ def read_dead(entries: Iterable[tuple[str, dict[str, str]]]) -> list[DeadJob]:
     return [
         DeadJob(found["id"], found["reason"], int(found["attempts"]), unpack(found["job"])) for _, found in entries
     ]
-
-
-SCRIPTS = {
-    "enqueue": lua_scripts.ENQUEUE,
-    "cancel": lua_scripts.CANCEL,
-    "count": lua_scripts.COUNT,
-    "take": lua_scripts.TAKE,
-    "finish": lua_scripts.FINISH,
-    "fail": lua_scripts.FAIL,
-    "beat": lua_scripts.BEAT,
-    "give_back": lua_scripts.GIVE_BACK,
-    "leave": lua_scripts.LEAVE,
-    "emit": lua_scripts.EMIT,
-}

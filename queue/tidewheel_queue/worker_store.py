@@ -10,6 +10,7 @@ from redis import exceptions
 
 from tidewheel_client.errors import RequestError
 from tidewheel_queue import queue_calls as calls
+from tidewheel_queue.lua_scripts import SCRIPTS
 from tidewheel_queue.redis_endpoint import RedisEndpoint, heeding_cancels, is_lost
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class WorkerStore:
         self._max_attempts = str(max_attempts)
         self._note = note
         self._redis = endpoint.redis
-        self._scripts = {name: self._redis.register_script(text) for name, text in calls.SCRIPTS.items()}
+        self._scripts = {name: self._redis.register_script(text) for name, text in SCRIPTS.items()}
         self._is_away = False
 
     async def check(self) -> None:

@@ -23,7 +23,8 @@ from tidewheel_client import (
 )
 from tidewheel_client.facade import run
 from tidewheel_queue import AsyncQueue, EnqueuedJob, Job, Queue
-from tidewheel_queue.queue_calls import SCRIPTS, QueueNames
+from tidewheel_queue.lua_scripts import SCRIPTS
+from tidewheel_queue.queue_calls import QueueNames
 from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint
 
 

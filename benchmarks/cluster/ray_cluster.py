@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,16 @@ from typing import Self
 
 import msgspec
 import psutil
-import requests
 
 from cluster.servers import kill_tree, wait_known
-from common.serving import Address, free_ports
+from common.serving import HTTP, Address, free_ports
 from modelled.engine import modelled
+from tidewheel.metrics import UPSTREAM_READY
+from tidewheel_client import Figures
 from tidewheel_process import process_tree
 
 CPUS_OF_A_REPLICA = 0.1  # so that all fit on few cores
 _RUN_DIR = "TIDEWHEEL_RUN_DIR"
-_UPSTREAM = re.compile(r'tidewheel_gateway_upstream_ready\{upstream="([^"]+)"\}')
 _REPLICA, _GATEWAY = "ray::ServeReplica:tidewheel:replica", "ray::ServeReplica:tidewheel:gateway"
 
 
@@ -53,8 +52,8 @@ class RayServers:
         wait_known(self.gateway, count)
 
     def replicas(self) -> list[Address]:
-        text = requests.get(f"http://{self.gateway}/metrics", timeout=10).text
-        known = set(_UPSTREAM.findall(text))
+        figures = Figures.parse(HTTP.get(f"http://{self.gateway}/metrics").text)
+        known = {sample.labels["upstream"] for sample in figures.samples(UPSTREAM_READY.name)}
         return [one for actor in self._actors(_REPLICA) for one in self._addresses(actor) if one.grpc in known]
 
     def kill_one(self, *, alone: bool) -> float:

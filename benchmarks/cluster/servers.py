@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, Self
 
+import httpx2
 import psutil
-import requests
 
 from cluster.named_gateway import NAME
 from common.serving import Address, Served, free_ports, metric
@@ -150,5 +150,5 @@ def num_ready(gateway: str) -> int:
     """Return how many servers the gateway finds ready; -1 if it does not answer."""
     try:
         return int(metric(gateway, _READY))
-    except requests.RequestException:
+    except httpx2.HTTPError:
         return -1

@@ -28,10 +28,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
-import requests
 
-from common.serving import Address, metric, served
+from common.serving import HTTP, Address, metric, served
 from common.study import BUILD, ROOT, Study, show
 from tidewheel.engine.heartbeat import HangWatch
 
@@ -60,7 +60,7 @@ class Watched:
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
             value: object = None
-            with suppress(requests.RequestException):
+            with suppress(httpx2.HTTPError):
                 value = self._read()
             if not self._changes or self._changes[-1][1] != value:
                 self._changes.append((time.monotonic(), value))
@@ -89,24 +89,23 @@ class Server:
     def __init__(self, address: Address, folder: Path) -> None:
         self.address = address
         self.folder = folder
-        self._ready = Watched(lambda: requests.get(f"http://{address.health}/ready", timeout=5).status_code, 0.005)
-        self.live = Watched(lambda: requests.get(f"http://{address.health}/live", timeout=5).status_code, 0.02)
+        self._ready = Watched(lambda: HTTP.get(f"http://{address.health}/ready", timeout=5).status_code, 0.005)
+        self.live = Watched(lambda: HTTP.get(f"http://{address.health}/live", timeout=5).status_code, 0.02)
         self._metric = Watched(lambda: metric(address.health, "tidewheel_ready"), 0.005)
         self._answers = Watched(lambda: time.monotonic() if self.ask() else None, 0.005)
 
     def ask(self) -> bool:
         body = {"text_input": "The server", "max_tokens": 1}
-        return requests.post(f"{self._url}/generate", json=body, timeout=LIMIT_S).ok
+        return HTTP.post(f"{self._url}/generate", json=body, timeout=LIMIT_S).is_success
 
     def send(self, **body: Any) -> None:
         """Send a request for a stream, and read its first bytes."""
-        sent = requests.post(
-            f"{self._url}/generate_stream", json={"stream": True, **body}, stream=True, timeout=LIMIT_S
-        )
+        url, body = f"{self._url}/generate_stream", {"stream": True, **body}
+        sent = HTTP.send(HTTP.build_request("POST", url, json=body, timeout=LIMIT_S), stream=True)
 
         def read() -> None:
-            with suppress(requests.RequestException):
-                list(sent.iter_content())
+            with suppress(httpx2.HTTPError):
+                list(sent.iter_raw())
 
         threading.Thread(target=read, daemon=True).start()
 

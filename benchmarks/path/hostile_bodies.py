@@ -27,9 +27,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
-import requests
 
-from common.serving import free_ports, served
+from common.serving import HTTP, free_ports, served
 from common.study import ROOT, Study, in_turns, show
 from engine.structured_output import hostile_grammars, record
 from tidewheel.gateway import MAX_BODY_MB
@@ -194,7 +193,7 @@ def _request(path: str, body: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _streams(port: int) -> Iterator[list[socket.socket]]:
-    while not requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
+    while not HTTP.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success:
         time.sleep(0.1)
     with contextlib.ExitStack() as held:
         request = _request(PATH, json.dumps(STREAM).encode())

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
-import requests
+import httpx2
 
 from common.serving import Address, free_ports, serving_repository
 from common.study import ROOT, Study, show
@@ -62,7 +62,7 @@ def asker(address: Address, max_tokens: int) -> Callable[[tuple[int, str]], None
     def ask(request: tuple[int, str]) -> None:
         number, text = request
         if not hasattr(_clients, "http"):
-            _clients.http, _clients.grpc = requests.Session(), Client(address.grpc, model="demo")
+            _clients.http, _clients.grpc = httpx2.Client(verify=False), Client(address.grpc, model="demo")
         if number % 4 == 0:
             _clients.grpc.generate(text, max_tokens=max_tokens)
             return

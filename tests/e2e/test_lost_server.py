@@ -13,6 +13,8 @@ import pytest
 import requests
 
 from support.triton.serving import REPOSITORY, Server, free_ports, start_server, stop_server, wait_for, wait_ready
+from tidewheel.metrics import UPSTREAM_READY
+from tidewheel_client import Figures
 
 pytestmark = pytest.mark.e2e
 NUM_STREAMS = 4
@@ -38,11 +40,10 @@ def gateway_process(*servers: Server) -> Iterator[str]:
 
 def num_ready(url: str) -> int:
     try:
-        lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
+        figures = Figures.parse(requests.get(f"{url}/metrics", timeout=60).text)
     except requests.ConnectionError:
         return 0
-    ready = [line for line in lines if line.startswith("tidewheel_gateway_upstream_ready")]
-    return int(sum(float(line.rpartition(" ")[2]) for line in ready))
+    return int(sum(sample.value for sample in figures.samples(UPSTREAM_READY.name)))
 
 
 def complete(url: str, number: int, **fields: object) -> requests.Response:

@@ -17,6 +17,8 @@ import psutil
 import requests
 
 from support.triton.serving import ROOT, wait_for
+from tidewheel.metrics import UPSTREAM_READY
+from tidewheel_client import Figures
 
 LIMIT_S = 120.0
 
@@ -81,8 +83,8 @@ class RunningCluster:
         """Return whether the gateway sees so many ready replicas, and no other."""
         with contextlib.suppress(requests.RequestException):
             text = self.session.get(f"{self.url}/metrics", timeout=60).text
-            states = [line for line in text.splitlines() if line.startswith("tidewheel_gateway_upstream_ready{")]
-            return len(states) == num_replicas and all(line.endswith(" 1") for line in states)
+            states = [sample.value for sample in Figures.parse(text).samples(UPSTREAM_READY.name)]
+            return states == [1.0] * num_replicas
         return False
 
     def wait_ready(self, num_replicas: int) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 from common.dashboard_panels import Span, draw, read_lines, read_panels
 from support.deploy.planted_load import KEY, SETTINGS, Load, Tally, serving_with_gateway
@@ -33,8 +32,9 @@ from support.deploy.prometheus_server import (
 )
 from support.faults.planted import Fault
 from support.triton.serving import Server, wait_for
-from tidewheel.metrics import TABLE
+from tidewheel.metrics import GATEWAY_ERRORS, TABLE
 from tidewheel_client import Busy, Client, EngineDead
+from tidewheel_client.server_pages import read_figures
 
 pytestmark = pytest.mark.e2e
 
@@ -161,12 +161,11 @@ def test_reasons_and_tags_agree_with_the_count_of_clients(server: Server, load: 
         | {("tidewheel_requests_received_total", DEMO): tally.num_sent},
     )
 
-    def gateway_metrics() -> str:
-        key = {"Authorization": f"Bearer {KEY}"}
-        return requests.get(f"{server.openai}/metrics", headers=key, timeout=60).text
+    def num_wrong_keys() -> float:
+        page = read_figures(f"{server.openai}/metrics", KEY)
+        return sum(sample.value for sample in page.samples(GATEWAY_ERRORS.name, tag="TW-KEY"))
 
-    count = f'tidewheel_gateway_errors_total{{tag="TW-KEY"}} {wrong_keys}\n'
-    wait_for(lambda: count in gateway_metrics(), SETTLE_S, "counts of both workers")
+    wait_for(lambda: num_wrong_keys() == wrong_keys, SETTLE_S, "counts of both workers")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ class PerfMetrics:
 
 @dataclass(slots=True, kw_only=True)  # made for each response: a frozen one takes 1.3 µs more
 class Chunk:
-    """News of one sequence; its last chunk has a `finish_reason`."""
+    """Part of one sequence; its last chunk has a `finish_reason`."""
 
     text: str
     index: int = 0  # of the sequence
@@ -60,7 +60,7 @@ class Completion:
 
     @classmethod
     def of_sequences(cls, request_id: str, chunks: Iterable[Chunk]) -> tuple[Completion, ...]:
-        """Return one per sequence."""
+        """Return a completion per sequence."""
         by_index: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             by_index.setdefault(chunk.index, []).append(chunk)

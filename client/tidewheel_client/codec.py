@@ -14,7 +14,7 @@ from tidewheel_client.errors import InvalidRequest
 
 Message = str | Mapping[str, object]
 
-# Output flags with defaults. Counts tell how many tokens a coalesced chunk holds.
+# Output flags with defaults.
 OUTPUT_FLAGS: dict[str, bool] = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,

@@ -1,4 +1,4 @@
-"""Synchronous facades of asynchronous classes, which so are written once.
+"""Synchronous facades of asynchronous classes.
 
 A facade's core is an asynchronous object over calls that block. Its coroutines never suspend, so a single step runs
 each to its end, in any thread and without an event loop.
@@ -45,7 +45,7 @@ def run(call: Awaitable[R]) -> R:
 
 
 def iterate(items: AsyncIterator[R]) -> Iterator[R]:
-    """Iterate over what a core yields, and close its generator."""
+    """Iterate over a core's asynchronous iterator, and close it."""
     try:
         with contextlib.suppress(StopAsyncIteration):
             while True:

@@ -141,7 +141,7 @@ class AsyncGrpcResponses:
         return anext(self._responses)
 
     async def _read(self) -> AsyncGenerator[list[Chunk] | None]:
-        """Yield the responses, and None from their end on."""
+        """Yield the responses, then None without end."""
         try:
             async for message in self._messages:
                 if message.error_message:

@@ -33,7 +33,7 @@ _NO_TEXT = bytes(4)
 _OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of a sequence that goes on
 _FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
 _ONE = {datatype: struct.Struct(f"<{code}") for datatype, code in _FORMATS.items()}
-_MAX_LAYOUTS = 1024  # that are remembered
+_MAX_LAYOUTS = 1024  # in the cache
 
 
 def _stream_response() -> Any:
@@ -92,12 +92,12 @@ def decode(response: Any) -> list[Chunk]:
 
 
 def _length(raw: bytes) -> int:
-    """Return that of the first string."""
+    """Return the length of the first string in bytes."""
     return int.from_bytes(raw[:4], "little")
 
 
 def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
-    """Return a chunk for each sequence, of the values by output."""
+    """Return a chunk for each sequence, from the values by output name."""
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
     reasons = outputs.get("finish_reason")

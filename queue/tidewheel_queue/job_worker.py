@@ -39,14 +39,13 @@ _FIRST_BUSY_WAIT_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    concurrency: int = 16  # jobs at a time
+    concurrency: int = 16
     lease_s: float = 30.0  # of silence, after which another worker takes the jobs
     max_attempts: int = 5
     drain_s: float = 30.0  # for jobs after `stop`
     until_empty: bool = False  # end when no job waits or runs
 
     def __post_init__(self) -> None:
-        """Raise `InvalidRequest`."""
         for name, lowest, highest in (
             ("concurrency", 1, 4096), ("lease_s", 0.2, 3600), ("max_attempts", 1, 1000), ("drain_s", 0, 86_400),
         ):  # fmt: skip
@@ -100,7 +99,7 @@ class Worker:
         self._gate = ServerGate(client, note, self._wake.set)
 
     async def run(self) -> None:
-        """Work until `stop`. Raise `RequestError` if there is no Redis to begin with."""
+        """Work until `stop`. Raise `RequestError` without a Redis at the start."""
         endpoint = await RedisEndpoint.open(self._where)
         try:
             self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)

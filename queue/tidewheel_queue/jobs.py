@@ -81,7 +81,6 @@ class Result:
         return str(self.answer["text"]) if self.answer else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the known fields and the answer, for JSON."""
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "answer"}
         return {name: value for name, value in known.items() if value is not None} | dict(self.answer or {})
 
@@ -94,7 +93,7 @@ class DeadJob(NamedTuple):
 
 
 class TextChunk(NamedTuple):
-    """StreamChunk of an answer. A later attempt begins the text anew."""
+    """Part of an answer. A later attempt starts the text again."""
 
     text: str
     attempt: int
@@ -109,14 +108,14 @@ class JobCounts(NamedTuple):
 
 
 def check_id(job_id: str) -> str:
-    """Return the id. Raise `InvalidRequest`."""
+    """Raise `InvalidRequest`."""
     if not isinstance(job_id, str) or not _ID.fullmatch(job_id):
         raise InvalidRequest(f"id {_shown(job_id)}: 1 to 128 characters of A-Z a-z 0-9 . _ : - are allowed")
     return job_id
 
 
 def job_of(given: object) -> Job:
-    """Return the job of a JSON object's fields. Raise `InvalidRequest`."""
+    """Raise `InvalidRequest`."""
     if not isinstance(given, Mapping):
         raise InvalidRequest(f"a job is a JSON object, not {_shown(given)}")
     for name in given:
@@ -203,7 +202,7 @@ def _job_of_line(number: int, line: bytes, max_job_bytes: int) -> tuple[dict[str
 
 
 class _Check(NamedTuple):
-    allows: Any  # a function of the value
+    allows: Any
     rule: str
 
 
@@ -242,7 +241,6 @@ _NOT_PARAMS = _FIELDS | {"request_id", "timeout_s"}
 
 
 def _given(job: Job) -> dict[str, object]:
-    """Return the fields that are set."""
     shown = {item.name: getattr(job, item.name) for item in fields(job)}
     return {name: value for name, value in shown.items() if value is not None}
 

@@ -80,7 +80,6 @@ class RedisEndpoint:
         self._release()
 
     def error_of(self, error: exceptions.RedisError) -> RequestError:
-        """Translate the error of a command."""
         text = str(error) or type(error).__name__
         if isinstance(error, exceptions.AuthenticationError):
             return RequestError(f"Redis at {self.name} refuses the user or the password of the URL")

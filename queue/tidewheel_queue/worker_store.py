@@ -21,8 +21,6 @@ _LOST_ONES = (exceptions.ConnectionError, exceptions.TimeoutError)
 
 
 class TakenJob(NamedTuple):
-    """Job that this worker holds."""
-
     id: str
     attempt: int  # number, unique within the job
     age_ms: float  # at the take
@@ -30,8 +28,6 @@ class TakenJob(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """Part of a job's token stream."""
-
     id: str
     attempt: int
     number: int  # within the attempt, from 1
@@ -176,7 +172,7 @@ class WorkerStore:
         if not self._is_away:
             self._is_away = True
             self._note(f"{self._endpoint.error_of(error)}: trying again")
-        with contextlib.suppress(RequestError):  # said above
+        with contextlib.suppress(RequestError):  # reported above
             await self._endpoint.revive()
         await asyncio.sleep(wait_s)
 
@@ -198,7 +194,7 @@ class Batcher(Generic[T, R]):
         return future
 
     async def run(self) -> None:
-        """Write until cancelled. Raise what a write raises."""
+        """Write until cancelled, or until a write raises."""
         while True:
             await self._added.wait()
             batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]

@@ -24,7 +24,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks and thinks, after a refusal at least its retry time."""
+    """User that asks and thinks; after a refusal it thinks for the retry time at least."""
 
     abstract = True
     kind: ClassVar[str]
@@ -72,7 +72,7 @@ class LoadUser(User):
         raise NotImplementedError
 
     def disconnect(self) -> None:
-        """Runs after a failed start too."""
+        """Disconnect, also after a failed start."""
         raise NotImplementedError
 
     def send(self, ask: Ask, timing: Timing) -> None:

@@ -28,7 +28,7 @@ from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
-from tidewheel.frontend.interface import Chunk, Generation
+from tidewheel.frontend.interface import Generation, OutputChunk
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
@@ -74,7 +74,7 @@ class _Prompt:
         pairs = zip(self.requests, self.outputs.take(), strict=True)
         return [self._result(index, request, chunk) for index, (request, chunk) in enumerate(pairs)]
 
-    def _result(self, index: int, request: Request, chunk: Chunk) -> GenerationResult:
+    def _result(self, index: int, request: Request, chunk: OutputChunk) -> GenerationResult:
         leader = self.requests[0]
         asked = leader.sampling.prompt_logprobs
         return GenerationResult(

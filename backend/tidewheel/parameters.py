@@ -105,7 +105,7 @@ def at_least(low: int, meaning: str, **more: typing.Any) -> Parameter:
     return Parameter(meaning, low=low, high=MAX_INT32, **more)
 
 
-class Field(NamedTuple):
+class ParameterField(NamedTuple):
     """Field of a struct of parameters."""
 
     name: str
@@ -116,11 +116,11 @@ class Field(NamedTuple):
 
 
 @functools.cache
-def fields_of(struct: type[msgspec.Struct]) -> Mapping[str, Field]:
+def fields_of(struct: type[msgspec.Struct]) -> Mapping[str, ParameterField]:
     return {found.name: _field(found) for found in msgspec.structs.fields(struct)}
 
 
-def _field(found: msgspec.structs.FieldInfo) -> Field:
+def _field(found: msgspec.structs.FieldInfo) -> ParameterField:
     annotated, parameter = typing.get_args(found.type)
     is_optional = type(None) in typing.get_args(annotated)
     plain = typing.get_args(annotated)[0] if is_optional else annotated
@@ -130,7 +130,7 @@ def _field(found: msgspec.structs.FieldInfo) -> Field:
         "list of texts": parameter.check_texts, "list of token ids": parameter.check_token_ids,
     }  # fmt: skip
     default = None if found.default is msgspec.NODEFAULT else found.default
-    return Field(found.name, kind, default, parameter, checks.get(kind, _accept))
+    return ParameterField(found.name, kind, default, parameter, checks.get(kind, _accept))
 
 
 def _accept(name: str, value: object) -> None:

@@ -20,11 +20,11 @@ from tidewheel_client.errors import (
     RequestTimeout,
     ServerUnavailable,
 )
-from tidewheel_client.facade import AsyncEvent, Event
+from tidewheel_client.facade import AsyncEvent, WakeEvent
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.http_transport import AsyncHttpTransport
 from tidewheel_client.server_pages import AsyncServerPages, Figures, Health
-from tidewheel_client.stream import AsyncStream, Limits, Retries
+from tidewheel_client.stream import AsyncStream, Retries, StreamLimits
 from tidewheel_client.transport import Ask, Transport
 
 Item = str | Sequence[codec.Message] | Mapping[str, Any]  # of `map`: a prompt, messages, or arguments of `generate`
@@ -34,7 +34,7 @@ _POLL_S = 0.1
 class ClientParts(NamedTuple):
     """Parts in which the core of a synchronous client differs."""
 
-    event: Callable[[], Event]
+    event: Callable[[], WakeEvent]
     grpc: Callable[..., Transport]
     http: Callable[..., Transport]
     get_page: server_pages.Get
@@ -270,7 +270,7 @@ class AsyncClient:
         ask = Ask(
             model=self.model, request_id=request_id or uuid.uuid4().hex, prompt=prompt, params=params, stream=stream
         )
-        limits = Limits(self._timeout_s if timeout_s is None else timeout_s, self._retries)
+        limits = StreamLimits(self._timeout_s if timeout_s is None else timeout_s, self._retries)
         return AsyncStream(self._transport, ask, limits, self._parts.event())
 
     async def _is_decoupled(self, model: str) -> bool:

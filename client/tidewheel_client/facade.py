@@ -77,7 +77,7 @@ def iterating(
     return call
 
 
-class Event(Protocol):
+class WakeEvent(Protocol):
     """Event of a core, which `set` may wake from another thread or task."""
 
     def set(self) -> None: ...

@@ -13,7 +13,7 @@ from typing import Concatenate, NamedTuple, Self
 
 from tidewheel_client.answers import Chunk, Completion
 from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
-from tidewheel_client.facade import C, Event, Facade, P, blocking
+from tidewheel_client.facade import C, Facade, P, WakeEvent, blocking
 from tidewheel_client.transport import Ask, Transport
 
 _FIRST_WAIT_S = 0.1
@@ -84,7 +84,7 @@ class Retries:
         return None if left_s is not None and wait >= left_s else wait
 
 
-class Limits(NamedTuple):
+class StreamLimits(NamedTuple):
     timeout_s: float | None = None  # of a request with its retries
     retries: Retries = Retries()
 
@@ -96,7 +96,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     drops the request. `finish_reason` is None until the end.
     """
 
-    def __init__(self, transport: Transport, ask: Ask, limits: Limits, cancelled: Event) -> None:
+    def __init__(self, transport: Transport, ask: Ask, limits: StreamLimits, cancelled: WakeEvent) -> None:
         self._transport = transport
         self._ask = ask
         self._retries = limits.retries

@@ -14,7 +14,7 @@ from tidewheel.adapter.responder import ResponseFormat, TritonSink, response_ten
 from tidewheel.adapter.tensors import INPUTS, TRTLLM_OUTPUTS, complete
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import ConfigError, InvalidRequest
-from tidewheel.frontend.interface import Chunk, GenerateRequest
+from tidewheel.frontend.interface import GenerateRequest, OutputChunk
 from tidewheel.sampling import TopLogprobs
 
 DIALECT = {"parameters": {"io_dialect": {"string_value": "trtllm"}}}
@@ -126,7 +126,7 @@ def test_a_stream_never_brings_the_prompt(stream: bool, exclude: bool, echo: boo
 
 
 STATS = RequestStats(arrival_ns=1, first_scheduled_ns=2, num_reused_blocks=5, num_new_blocks=6, num_cached_tokens=64)
-CHUNK = Chunk(
+CHUNK = OutputChunk(
     text="né",
     token_ids=[5, 6],
     logprobs=[TopLogprobs(-0.5, 1, (), ()), TopLogprobs(-1.5, 3, (), ())],
@@ -162,7 +162,7 @@ def test_every_output_but_the_text_has_a_batch_dimension() -> None:
         assert kind.replace("FLOAT", "FP") == declared[tensor.name()], tensor.name()
 
 
-def sent(one_by_one: bool, *responses: list[Chunk]) -> list[tuple[dict[str, Any], int]]:
+def sent(one_by_one: bool, *responses: list[OutputChunk]) -> list[tuple[dict[str, Any], int]]:
     sender = InferenceResponseSender()
     sink = TritonSink(sender)
     sink.format = ResponseFormat(is_trtllm=True, one_by_one=one_by_one)
@@ -172,8 +172,8 @@ def sent(one_by_one: bool, *responses: list[Chunk]) -> list[tuple[dict[str, Any]
 
 
 def test_a_response_for_each_sequence_with_news() -> None:
-    first, second = Chunk(text="a", token_ids=[1]), Chunk(text="b", token_ids=[2])
-    quiet = Chunk(text="")
+    first, second = OutputChunk(text="a", token_ids=[1]), OutputChunk(text="b", token_ids=[2])
+    quiet = OutputChunk(text="")
     last = [msgspec.structs.replace(chunk, finish_reason="stop") for chunk in (quiet, second)]
     assert sent(True, [first, second], [quiet, second], last) == [
         ({"text_output": [b"a"], "sequence_index": [[0]]}, 0),

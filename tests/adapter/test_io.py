@@ -16,7 +16,7 @@ from tidewheel.adapter.responder import ResponseFormat, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
-from tidewheel.frontend.interface import Chunk, GenerateRequest, Response
+from tidewheel.frontend.interface import GenerateRequest, OutputChunk, Response
 from tidewheel.sampling import TopLogprobs
 
 _DTYPES = {
@@ -251,7 +251,7 @@ def test_logprobs_that_are_given(flag: str) -> None:
 
 
 def test_logprobs_of_the_prompt() -> None:
-    chunk = Chunk(
+    chunk = OutputChunk(
         text="", prompt_ids=[7, 5], prompt_logprobs=[TopLogprobs(-1.5, 3, (9,), (-0.5,))],
         token_texts={5: "n", 7: "o", 9: "m"},
     )  # fmt: skip
@@ -267,7 +267,7 @@ def test_logprobs_of_the_prompt() -> None:
 
 
 def test_an_embedding() -> None:
-    chunk = Chunk(text="", embedding=np.array([0.5, -0.25], np.float32), finish_reason="stop")
+    chunk = OutputChunk(text="", embedding=np.array([0.5, -0.25], np.float32), finish_reason="stop")
     (tensors,) = response_tensors([chunk], ResponseFormat(), [""])
     (embedding,) = (tensor.as_numpy() for tensor in tensors if tensor.name() == "embedding")
     assert (embedding.dtype, embedding.tolist()) == (np.float32, [0.5, -0.25])
@@ -279,7 +279,7 @@ def test_logprobs_that_are_not_given_are_null() -> None:
     assert outputs["logprobs"] == [b"null", b"null"]
 
 
-CHUNK = Chunk(
+CHUNK = OutputChunk(
     text="né",
     token_ids=[5, 6],
     logprobs=[
@@ -304,7 +304,7 @@ CHUNK = Chunk(
 EVERYTHING = ResponseFormat(**{flag.removeprefix("return_"): True for flag in RETURN_FLAGS})
 
 
-def values(chunk: Chunk, response_format: ResponseFormat) -> dict[str, Any]:
+def values(chunk: OutputChunk, response_format: ResponseFormat) -> dict[str, Any]:
     return several([chunk], response_format)
 
 
@@ -343,7 +343,7 @@ def test_every_output() -> None:
 def test_the_chosen_token_comes_first_and_once() -> None:
     """Its rank is the place among the likeliest, where ties stand in any order."""
     logprobs = [TopLogprobs(-1.5, 3, (9, 5, 7), (-0.5, -1.5, -1.5))]
-    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 7: "o", 9: "m"})
+    chunk = OutputChunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 7: "o", 9: "m"})
     (entry,) = json.loads(values(chunk, ResponseFormat(logprobs=True))["logprobs"][0])
     assert list(entry.items()) == [
         ("5", {"logprob": -1.5, "rank": 2, "decoded_token": "n"}),
@@ -353,7 +353,7 @@ def test_the_chosen_token_comes_first_and_once() -> None:
 
 
 def test_a_chunk_in_the_middle() -> None:
-    outputs = values(Chunk(text="", token_ids=[7], num_input_tokens=4), EVERYTHING)
+    outputs = values(OutputChunk(text="", token_ids=[7], num_input_tokens=4), EVERYTHING)
     assert outputs == {
         "text_output": [b""], "finish_reason": [b"None"], "logprobs": [b"[]"],
         "num_input_tokens": [4], "num_output_tokens": [1], "token_ids": [7],
@@ -362,7 +362,7 @@ def test_a_chunk_in_the_middle() -> None:
 
 def test_a_thread_keeps_the_finish_reasons_of_unfinished_responses() -> None:
     def tensors(*reasons: str | None) -> dict[str, Any]:
-        response = [Chunk(text="", finish_reason=reason) for reason in reasons]
+        response = [OutputChunk(text="", finish_reason=reason) for reason in reasons]
         (tensors,) = response_tensors(response, ResponseFormat(finish_reason=True), [""] * len(response))
         return {tensor.name(): tensor for tensor in tensors}
 
@@ -392,7 +392,7 @@ def test_an_element_for_each_sequence() -> None:
 
 
 def test_figures_come_when_the_last_sequence_ends() -> None:
-    outputs = several([CHUNK, Chunk(text="", token_ids=[7], num_input_tokens=4)], EVERYTHING)
+    outputs = several([CHUNK, OutputChunk(text="", token_ids=[7], num_input_tokens=4)], EVERYTHING)
     assert "arrival_time_ns" not in outputs
     assert outputs["finish_reason"] == [b"length", b"None"]
     assert len(json.loads(outputs["logprobs"][0])) == 2
@@ -405,7 +405,7 @@ def test_the_timeout_of_triton() -> None:
 
 
 def test_text_that_is_no_unicode() -> None:
-    assert values(Chunk(text="a\ud800"), ResponseFormat()) == {"text_output": [b"a?"]}
+    assert values(OutputChunk(text="a\ud800"), ResponseFormat()) == {"text_output": [b"a?"]}
 
 
 def test_a_rendered_template_comes_back_only_when_asked() -> None:

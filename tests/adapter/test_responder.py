@@ -11,9 +11,9 @@ from support.triton import fake_triton
 from support.triton.fake_triton import InferenceResponseSender, TritonError
 from tidewheel import errors
 from tidewheel.adapter.responder import ResponseFormat, TritonSink
-from tidewheel.frontend.interface import Chunk
+from tidewheel.frontend.interface import OutputChunk
 
-LAST = Chunk(text="c", finish_reason="stop")
+LAST = OutputChunk(text="c", finish_reason="stop")
 
 
 def make_sink(**response_format: bool) -> tuple[TritonSink, InferenceResponseSender]:
@@ -39,7 +39,7 @@ def only_error(sender: InferenceResponseSender) -> TritonError:
 
 def test_the_final_flag_rides_on_the_last_chunk() -> None:
     sink, sender = make_sink()
-    for chunk in (Chunk(text="a"), Chunk(text="b"), LAST):
+    for chunk in (OutputChunk(text="a"), OutputChunk(text="b"), LAST):
         sink.send([chunk])
     assert texts(sender) == ["a", "b", "c"]
     assert [flags for _, flags in sender.sent] == [0, 0, 1]
@@ -63,15 +63,19 @@ def test_nothing_follows_an_error() -> None:
 
 def test_text_accumulates_when_asked() -> None:
     sink, sender = make_sink(accumulate=True)
-    for chunk in (Chunk(text="a"), Chunk(text="b"), LAST):
+    for chunk in (OutputChunk(text="a"), OutputChunk(text="b"), LAST):
         sink.send([chunk])
     assert texts(sender) == ["a", "ab", "abc"]
 
 
 def test_the_last_of_several_sequences_ends_the_request() -> None:
     sink, sender = make_sink(accumulate=True)
-    open_chunk = Chunk(text="a")
-    for response in ([open_chunk, open_chunk], [LAST, open_chunk], [Chunk(text="", finish_reason="stop"), LAST]):
+    open_chunk = OutputChunk(text="a")
+    for response in (
+        [open_chunk, open_chunk],
+        [LAST, open_chunk],
+        [OutputChunk(text="", finish_reason="stop"), LAST],
+    ):
         sink.send(response)
     sink.send([LAST, LAST])
     tensors = [response.output_tensors()[0].as_numpy().tolist() for response, _ in sender.sent]
@@ -146,8 +150,8 @@ def test_is_cancelled_does_not_wait_for_a_send() -> None:
     assert texts(sender) == ["c"]
 
 
-@pytest.mark.parametrize("chunk", [Chunk(text="a"), LAST])
-def test_a_response_that_cannot_be_sent_ends_the_request(chunk: Chunk) -> None:
+@pytest.mark.parametrize("chunk", [OutputChunk(text="a"), LAST])
+def test_a_response_that_cannot_be_sent_ends_the_request(chunk: OutputChunk) -> None:
     sink, sender = make_sink()
     sender.fail_next = fake_triton.TritonModelException("Failed to increase the shared memory pool size")
     sink.send([chunk])

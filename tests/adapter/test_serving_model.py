@@ -29,7 +29,7 @@ from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.admission_gate import HoldingGate, RefusingGate
 from tidewheel.frontend.frontend import EngineRelay
-from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.interface import GenerateRequest, OutputChunk, Sink
 from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.health_endpoint import READY, Readiness
@@ -81,7 +81,7 @@ class FakeFrontend:
             case b"hold":
                 self.held.append(sink)
             case _:
-                sink.send([Chunk(text="done", finish_reason="stop")])
+                sink.send([OutputChunk(text="done", finish_reason="stop")])
 
     @property
     def is_idle(self) -> bool:
@@ -321,7 +321,7 @@ def test_other_settings_are_followed_and_requests_end_where_they_are(
     started.execute([request])
     assert "at most 9 are allowed" in error_of(request).message()
     assert first.engine.events == []
-    first.held.pop().send([Chunk(text="done", finish_reason="stop")])
+    first.held.pop().send([OutputChunk(text="done", finish_reason="stop")])
     wait_for(lambda: first.engine.events == ["front end closed", "client closed"], 60, "the end of the first")
     assert held.sender.sent[0][0].output_tensors()[0].as_numpy().tolist() == [b"done"]
     started.finalize()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
-from tidewheel.fleet.scaling_policies import Predictive, Reactive
+from tidewheel.fleet.scaling_policies import PredictiveScaling, ReactiveScaling
 
 SETTINGS = ForecastSettings(bucket_s=300, season_s=86_400)
 BUCKETS = 288
@@ -93,7 +93,7 @@ def test_recorded_arrivals_fill_whole_seasons() -> None:
     assert bucket_counts([], SETTINGS) == []
 
 
-def run(policy: Predictive | Reactive, counts: list[float], begin: int = 0) -> list[int]:
+def run(policy: PredictiveScaling | ReactiveScaling, counts: list[float], begin: int = 0) -> list[int]:
     """Return the number after each bucket, for a fleet that computes all that is asked."""
     numbers, arrivals, number = [], 0, 3
     for index, count in enumerate(counts):
@@ -115,7 +115,10 @@ def test_replicas_are_asked_for_before_they_are_needed() -> None:
     """While arrivals rise, those of the time to start a replica later are planned for."""
     counts = day(9000)
     history = counts * 3
-    ahead, now = run(Predictive(SCALING, SETTINGS, history), counts[:60]), run(Reactive(SCALING), counts[:60])
+    ahead, now = (
+        run(PredictiveScaling(SCALING, SETTINGS, history), counts[:60]),
+        run(ReactiveScaling(SCALING), counts[:60]),
+    )
     late = [index for index in range(10, 56) if ahead[index] < needed(counts[index + 2])]
     assert late == []
     assert sum(now[index] < needed(counts[index + 2]) for index in range(10, 56)) > 3
@@ -123,26 +126,26 @@ def test_replicas_are_asked_for_before_they_are_needed() -> None:
 
 def test_replicas_go_sooner_while_the_forecast_is_trusted() -> None:
     counts, patient = day(9000), dataclasses.replace(SCALING, scale_down_after_s=7200)
-    ahead, now = Predictive(patient, SETTINGS, counts * 3), Reactive(patient)
+    ahead, now = PredictiveScaling(patient, SETTINGS, counts * 3), ReactiveScaling(patient)
     assert sum(run(ahead, counts)[72:216]) < sum(run(now, counts)[72:216])
 
 
 def test_a_forecast_that_is_off_has_no_say() -> None:
     """A holiday: a fifth of the arrivals. Once the error is known, the decisions are those of the reactive policy."""
     counts = [count / 5 for count in day(9000)]
-    predictive = Predictive(SCALING, SETTINGS, day(9000) * 3)
+    predictive = PredictiveScaling(SCALING, SETTINGS, day(9000) * 3)
     predictive.forecast._settings = ForecastSettings(level_weight=0.0, trend_weight=0.0, season_weight=0.0)
-    found, expected = run(predictive, counts), run(Reactive(SCALING), counts)
+    found, expected = run(predictive, counts), run(ReactiveScaling(SCALING), counts)
     assert not predictive.forecast.is_reliable
     assert found[12:] == expected[12:]
-    trusting = Predictive(SCALING, ForecastSettings(error_limit=100.0), day(9000) * 3)
+    trusting = PredictiveScaling(SCALING, ForecastSettings(error_limit=100.0), day(9000) * 3)
     trusting.forecast._settings = ForecastSettings(level_weight=0.0, trend_weight=0.0, error_limit=100.0)
     assert sum(run(trusting, counts)) > 2 * sum(expected)
 
 
 def test_without_history_it_is_the_reactive_policy_for_a_day() -> None:
     counts = day(9000)
-    assert run(Predictive(SCALING, SETTINGS), counts) == run(Reactive(SCALING), counts)
+    assert run(PredictiveScaling(SCALING, SETTINGS), counts) == run(ReactiveScaling(SCALING), counts)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from tidewheel.frontend.prompt_process import (
     EncodeJob,
     GrammarTrial,
     Job,
-    Limits,
     LocalEncoder,
+    PromptLimits,
     TokenizeJob,
     TokenizerFolder,
     try_out,
@@ -39,7 +39,7 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if messages[0].content == 'time' %}
     {%- for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
 {%- endif %}"""
-LIMITS = Limits(trial_s=3.0, job_s=1.0)
+LIMITS = PromptLimits(trial_s=3.0, job_s=1.0)
 
 
 @pytest.fixture(scope="module")

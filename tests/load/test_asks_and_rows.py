@@ -11,10 +11,10 @@ import pytest
 
 from tidewheel_client.errors import Busy, RequestTimeout
 from tidewheel_client.load import locust_rows
-from tidewheel_client.load.load_options import Ask, LoadOptions, Work
+from tidewheel_client.load.load_options import LoadOptions, LoadRequest, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
 
-ASK = Ask(prompt="a b", qos="high", max_tokens=8, ignore_eos=True, tenant=None)
+ASK = LoadRequest(prompt="a b", qos="high", max_tokens=8, ignore_eos=True, tenant=None)
 
 
 class Clock:
@@ -44,7 +44,7 @@ def options(arguments: argparse.Namespace, **changes: object) -> LoadOptions:
     return LoadOptions.from_arguments(argparse.Namespace(**{**vars(arguments), **changes}))
 
 
-def asks(work: Work, count: int = 400) -> list[Ask]:
+def asks(work: Work, count: int = 400) -> list[LoadRequest]:
     return [work.next() for _ in range(count)]
 
 

@@ -12,7 +12,7 @@ from support.triton.serving import wait_for
 from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import ServeError, health
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.health import STARTING, Health
+from tidewheel.server.health import STARTING, HealthMonitor
 from tidewheel_process.restarts import CrashLoop
 
 
@@ -33,8 +33,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Readiness | None]:
     return FakeWatch.seen
 
 
-def make(answers: list[bool], seen: dict[str, Readiness | None]) -> Health:
-    return Health(Endpoints(), lambda: answers[-1], lambda: [Path(name) / "current" for name in seen])
+def make(answers: list[bool], seen: dict[str, Readiness | None]) -> HealthMonitor:
+    return HealthMonitor(Endpoints(), lambda: answers[-1], lambda: [Path(name) / "current" for name in seen])
 
 
 def test_the_worst_engine_counts(seen: dict[str, Readiness | None]) -> None:
@@ -100,4 +100,4 @@ def test_a_taken_port_is_named_with_its_option(seen: dict[str, Readiness | None]
     with make([True], seen) as it:
         port = it._endpoint.port
         with pytest.raises(ServeError, match=f"port {port} .--health-port.: "):
-            Health(Endpoints(health=port), lambda: True)
+            HealthMonitor(Endpoints(health=port), lambda: True)

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
-from tidewheel.frontend.interface import Chunk, Response, is_last
+from tidewheel.frontend.interface import OutputChunk, Response, is_last
 from tidewheel.sampling import TopLogprobs
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -131,7 +131,7 @@ def response_tensors(response: Response, response_format: ResponseFormat, texts:
     return [_of_one(response[index], response_format, texts[index], index) for index in shown or [0]]
 
 
-def _of_one(chunk: Chunk, response_format: ResponseFormat, text: str, index: int) -> list[Any]:
+def _of_one(chunk: OutputChunk, response_format: ResponseFormat, text: str, index: int) -> list[Any]:
     arrays = _arrays([chunk], response_format, [text])
     return _tensors([chunk], response_format, {**arrays, "sequence_index": np.array([index], np.int32)})
 
@@ -185,13 +185,13 @@ def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.astype(np.int32) if array.dtype == np.uint32 else array
 
 
-def logprobs_json(chunk: Chunk) -> str:
+def logprobs_json(chunk: OutputChunk) -> str:
     """Return `{token_id: {logprob, rank, decoded_token}}` by token; an infinite `logprob` is null."""
     pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
     return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
 
-def prompt_logprobs_json(chunk: Chunk, logprobs: Sequence[TopLogprobs]) -> str:
+def prompt_logprobs_json(chunk: OutputChunk, logprobs: Sequence[TopLogprobs]) -> str:
     """Return the list of the prompt's tokens. The first has null for `logprob` and `rank`."""
     first, *others = chunk.prompt_ids
     entries: list[dict[str, dict[str, object]]] = [

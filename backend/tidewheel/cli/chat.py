@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     with connect(args) as client:
         print(f"{client.model} at {client.url}. {_HELP}")
-        Conversation(client, args.system, params, stats=args.stats).run()
+        TerminalChat(client, args.system, params, stats=args.stats).run()
     return 0
 
 
-class Conversation:
+class TerminalChat:
     """Messages and answers so far, asked for in the terminal."""
 
     def __init__(self, client: Client, system: str | None, params: dict[str, object], *, stats: bool) -> None:

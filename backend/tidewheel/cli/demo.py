@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.chat import Conversation
+from tidewheel.cli.chat import TerminalChat
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError, show
 
@@ -87,7 +87,7 @@ class _Session:
             self.error = error
 
     def _talk(self, client: Client, endpoints: Endpoints) -> None:
-        conversation = Conversation(client, None, {"temperature": 0.0, "max_tokens": self._max_tokens}, stats=True)
+        conversation = TerminalChat(client, None, {"temperature": 0.0, "max_tokens": self._max_tokens}, stats=True)
         for question in QUESTIONS:
             print(f"\n> {question}", flush=True)
             conversation.ask(question)

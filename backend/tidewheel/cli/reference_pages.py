@@ -25,7 +25,7 @@ from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
 from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
 from tidewheel.frontend.request_parameters import FIELDS
 from tidewheel.metrics import TABLE
-from tidewheel.parameters import Field
+from tidewheel.parameters import ParameterField
 from tidewheel.settings import JSON_SETTINGS
 
 _HEADING = re.compile(r"    # (?P<text>.+)")
@@ -183,7 +183,7 @@ def _request_parameters() -> str:
     return _table(("parameter", "type", "default", "other names", "meaning"), rows)
 
 
-def _parameter_row(field: Field) -> tuple[str, ...]:
+def _parameter_row(field: ParameterField) -> tuple[str, ...]:
     """Mark a parameter without a tensor by an asterisk."""
     parameter = field.parameter
     name = f"`{field.name}`" + ("" if parameter.is_tensor else " \\*")

@@ -32,7 +32,7 @@ class Need(NamedTuple):
     reason: str  # of `least`
 
 
-class Reactive:
+class ReactiveScaling:
     """Scale for the largest current need, and down to the largest of the last minutes."""
 
     def __init__(self, settings: ScalingSettings) -> None:
@@ -153,10 +153,10 @@ def _ceil(value: float) -> int:
     return math.ceil(value - _SLACK)
 
 
-class Predictive:
+class PredictiveScaling:
     """Scale for the largest arrivals forecast within the start of a replica, and for the current work.
 
-    Decides as `Reactive` while the forecast's recent error is large, or before it has seen a season, or while a
+    Decides as `ReactiveScaling` while the forecast's recent error is large, before it has seen a season, or while a
     replica's capacity is unknown. With a trusted forecast it scales down sooner, after a replica's start or a bucket,
     since replicas needed again by then are forecast.
     """
@@ -245,8 +245,8 @@ class Ongoing:
 
 SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = MappingProxyType(
     {
-        "reactive": Reactive,
-        "predictive": Predictive,
+        "reactive": ReactiveScaling,
+        "predictive": PredictiveScaling,
         "queue-depth": QueueDepth,
         "ongoing": Ongoing,
         "constant": Constant,
@@ -265,5 +265,5 @@ def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] 
     check_scaling(name)
     if name == "predictive":
         forecast = ForecastSettings()
-        return Predictive(settings, forecast, bucket_counts(history, forecast))
+        return PredictiveScaling(settings, forecast, bucket_counts(history, forecast))
     return SCALING_POLICIES[name](settings)

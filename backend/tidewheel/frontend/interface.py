@@ -56,7 +56,7 @@ class Generation(NamedTuple):
     request_id: str = ""
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     """New output of a sequence."""
 
     text: str
@@ -72,7 +72,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     stats: RequestStats | None = None  # in every response after the engine's end
 
 
-Response = Sequence[Chunk]  # by sequence
+Response = Sequence[OutputChunk]  # by sequence
 
 
 def is_last(response: Response) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tidewheel.batch import Float32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
-from tidewheel.frontend.interface import Chunk, Generation, Response
+from tidewheel.frontend.interface import Generation, OutputChunk, Response
 from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
 from tidewheel.request import FinishReason
 from tidewheel.sampling import TopLogprobs
@@ -121,8 +121,8 @@ class OutputStream:
             held = "" if self._detokenizer is None else self._detokenizer.flush()
             self._text.append(self._stop.push(held, may_stop=False) + self._stop.flush())
 
-    def take(self, stats: RequestStats | None = None) -> Chunk:
-        chunk = Chunk(
+    def take(self, stats: RequestStats | None = None) -> OutputChunk:
+        chunk = OutputChunk(
             text="".join(self._text),
             token_ids=self._token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
@@ -202,10 +202,10 @@ class EmbeddingStream(OutputStream):
             states = np.frombuffer(delta.pooled, dtype="<f4").astype(np.float32)
             self._embedding = states / max(float(np.linalg.norm(states)), _TINY)
 
-    def take(self, stats: RequestStats | None = None) -> Chunk:
+    def take(self, stats: RequestStats | None = None) -> OutputChunk:
         reason = FinishReason.STOP.value if self._embedding is not None else self.finish_reason
         num_tokens = len(self._prompt_ids)
-        return Chunk(
+        return OutputChunk(
             text="", num_input_tokens=num_tokens, finish_reason=reason, embedding=self._embedding, stats=stats
         )
 

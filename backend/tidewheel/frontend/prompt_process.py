@@ -100,7 +100,7 @@ class TokenizerFolder(NamedTuple):
     max_prompt_bytes: int
 
 
-class Limits(NamedTuple):
+class PromptLimits(NamedTuple):
     """The memory is address space; the time is CPU time."""
 
     memory_mb: int = 3072
@@ -254,7 +254,7 @@ def main() -> None:
     protect_texts()
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
         folder = TokenizerFolder(args.folder, args.vocab_size, args.max_prompt_bytes)
-        limits = Limits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)
+        limits = PromptLimits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)
         encoder = _start(stream, folder, limits.trial_s, is_trial=args.trial)
         if encoder is not None:
             _serve(stream, encoder, limits)
@@ -277,7 +277,7 @@ def _start(
     return encoder
 
 
-def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> None:
+def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: PromptLimits) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
     while data := read(stream):
         job = decoder.decode(data)

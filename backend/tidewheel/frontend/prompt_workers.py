@@ -24,7 +24,7 @@ from tidewheel.frontend.prompt_process import (
     EncodeJob,
     GrammarTrial,
     Job,
-    Limits,
+    PromptLimits,
     PromptText,
     Refusal,
     RenderJob,
@@ -52,9 +52,9 @@ _answers = msgspec.msgpack.Decoder(Answer)
 class PromptWorkers:
     """Encoder that gives each job to one of `count` processes, which are replaced when they end."""
 
-    def __init__(self, folder: TokenizerFolder, count: int, limits: Limits | None = None) -> None:
+    def __init__(self, folder: TokenizerFolder, count: int, limits: PromptLimits | None = None) -> None:
         self._folder = folder
-        self._limits = limits or Limits()
+        self._limits = limits or PromptLimits()
         self._is_closed = False
         self._lock = threading.Lock()
         self._workers: list[_Worker | None] = [_Worker(folder, self._limits, is_trial=True), *[None] * (count - 1)]
@@ -144,7 +144,7 @@ class PromptWorkers:
 
 
 class _Worker:
-    def __init__(self, folder: TokenizerFolder, limits: Limits, *, is_trial: bool) -> None:
+    def __init__(self, folder: TokenizerFolder, limits: PromptLimits, *, is_trial: bool) -> None:
         command = [python_executable(), "-P", "-m", prompt_process.__name__, *map(str, (*folder, *limits))]
         self._folder = folder
         self._limits = limits

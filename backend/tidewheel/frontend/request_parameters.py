@@ -15,7 +15,7 @@ from tidewheel.frontend.coercion import Coercion, show
 from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, with_grammar
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource
 from tidewheel.grammar import Grammar
-from tidewheel.parameters import Field, Parameter, fields_of
+from tidewheel.parameters import Parameter, ParameterField, fields_of
 from tidewheel.request import Priority
 from tidewheel.request_options import PromptOptions, RequestOptions, to_priority
 from tidewheel.sampling import SamplingParams
@@ -37,7 +37,7 @@ class EnsembleParameters(msgspec.Struct, frozen=True, kw_only=True):
     pad_id: Annotated[int | None, Parameter("without effect: nothing is padded")] = None
 
 
-FIELDS: Mapping[str, Field] = {
+FIELDS: Mapping[str, ParameterField] = {
     name: field
     for struct in (SamplingParams, RequestOptions, PromptOptions, EnsembleParameters)
     for name, field in fields_of(struct).items()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import Delta
 from tidewheel.errors import Cancelled, InternalError, TidewheelError
-from tidewheel.frontend.interface import Chunk, Response, is_last
+from tidewheel.frontend.interface import OutputChunk, Response, is_last
 from tidewheel.frontend.live_request import EndedRequest, LiveRequest
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder
 from tidewheel.frontend.threads import Workers
@@ -163,7 +163,7 @@ class ResponseSenders:
         if ending.error is not None:
             return ending.error
         if outputs is None:  # cancelled before tokenisation, or nothing to generate
-            return [Chunk(text=request.answer, finish_reason=ending.finish_reason)]
+            return [OutputChunk(text=request.answer, finish_reason=ending.finish_reason)]
         outputs.end(ending.finish_reason)
         return outputs.take()
 

@@ -18,7 +18,7 @@ ASK_S = 1.0  # between two requests to tritonserver
 STARTING = Readiness("starting", "the server loads its models")
 
 
-class Health:
+class HealthMonitor:
     """Health endpoint, and the threads that examine engines and tritonserver during the `with` block."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Health:
             except Exception as error:  # unknown is not ready
                 self._seen[name] = Readiness("stopped", f"{name} cannot be examined: {error}")
 
-    def __enter__(self) -> Health:
+    def __enter__(self) -> HealthMonitor:
         for thread in self._threads:
             thread.start()
         return self

@@ -21,7 +21,7 @@ from tidewheel.private_dir import unwritable
 from tidewheel.server import ServeError, model_control, repository, tritonserver, workdir
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import DeployedModel, Endpoints, check_keys
-from tidewheel.server.health import Health
+from tidewheel.server.health import HealthMonitor
 from tidewheel.server.model_control import ControlSocket, ModelControl
 from tidewheel.server.model_reloads import Load
 from tidewheel.server.server_log import ServerLog
@@ -145,7 +145,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         )
         with (
             workdir.ports_file(options.ports_file, plan.endpoints),
-            Health(plan.endpoints, plan.endpoints.triton.is_live) as health,
+            HealthMonitor(plan.endpoints, plan.endpoints.triton.is_live) as health,
             Supervisor(parts) as supervisor,
             _model_control(options, parts, plan, supervisor),
             _gateway(options, plan.endpoints, supervisor, console) as gateway,
@@ -298,7 +298,7 @@ class _Server:
     plan: _Plan
     console: Console
     supervisor: Supervisor
-    health: Health
+    health: HealthMonitor
     gateway: RestartedChild | None
 
     def run(self, session: Callable[[Endpoints], None] | None) -> None:

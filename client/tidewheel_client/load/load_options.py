@@ -186,7 +186,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class LoadRequest:
     prompt: str
     qos: str
     max_tokens: int
@@ -211,9 +211,9 @@ class Work:
         self._options = options
         self._rng = random.Random(f"{options.seed} {name}")  # noqa: S311 - draws a load, guards nothing
 
-    def next(self) -> Ask:
+    def next(self) -> LoadRequest:
         options, rng = self._options, self._rng
-        return Ask(
+        return LoadRequest(
             prompt=rng.choice(options.prompts) if options.prompts else self._words(),
             qos=options.qos_mix.draw(rng),
             max_tokens=options.output_tokens.draw_count(rng),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tidewheel_client.errors import RequestError
-from tidewheel_client.load.load_options import Ask
+from tidewheel_client.load.load_options import LoadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Reporter:
         self._model = model
         self._is_stream = kind != "INFER"
 
-    def succeeded(self, ask: Ask, timing: Timing) -> None:
+    def succeeded(self, ask: LoadRequest, timing: Timing) -> None:
         name = f"{self._model} {ask.qos}"
         self._fire(self._kind, name, timing.elapsed_ms, timing.num_bytes)
         if not self._is_stream:
@@ -70,7 +70,7 @@ class Reporter:
             if value is not None:
                 self._fire(row, f"{self._kind} {name}", value, 0)
 
-    def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
+    def failed(self, ask: LoadRequest, timing: Timing, error: RequestError) -> None:
         _log_first(self._kind, error.label, error)
         self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, error.label)
 

@@ -17,7 +17,7 @@ from locust import User, task
 from tidewheel_client.client import Client
 from tidewheel_client.error_translation import from_text
 from tidewheel_client.errors import BY_TAG, RequestError, RequestTimeout, ServerUnavailable
-from tidewheel_client.load.load_options import Ask, LoadOptions, OptionError, Work
+from tidewheel_client.load.load_options import LoadOptions, LoadRequest, OptionError, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
 
 _INCOMPLETE = "the stream ended before its last response"
@@ -75,7 +75,7 @@ class LoadUser(User):
         """Disconnect, also after a failed start."""
         raise NotImplementedError
 
-    def send(self, ask: Ask, timing: Timing) -> None:
+    def send(self, ask: LoadRequest, timing: Timing) -> None:
         """Raise `RequestError` unless the answer is complete."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ class GrpcStreamUser(LoadUser):
         if self._client is not None:
             self._client.close()
 
-    def send(self, ask: Ask, timing: Timing) -> None:
+    def send(self, ask: LoadRequest, timing: Timing) -> None:
         assert self._client is not None
         with self._client.stream(ask.prompt, **ask.parameters) as stream:
             for chunk in stream:
@@ -123,7 +123,7 @@ class _HttpUser(LoadUser):
         if self._session is not None:
             self._session.close()
 
-    def send(self, ask: Ask, timing: Timing) -> None:
+    def send(self, ask: LoadRequest, timing: Timing) -> None:
         try:
             self.post(ask, timing)
         except requests.Timeout:
@@ -131,7 +131,7 @@ class _HttpUser(LoadUser):
         except requests.RequestException as error:
             raise ServerUnavailable(f"{self.host}: {error}") from None
 
-    def post(self, ask: Ask, timing: Timing) -> None:
+    def post(self, ask: LoadRequest, timing: Timing) -> None:
         raise NotImplementedError
 
     def request(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
@@ -146,7 +146,7 @@ class _HttpUser(LoadUser):
 class HttpStreamUser(_HttpUser):
     kind = "SSE"
 
-    def post(self, ask: Ask, timing: Timing) -> None:
+    def post(self, ask: LoadRequest, timing: Timing) -> None:
         body = {
             "text_input": ask.prompt,
             "stream": True,
@@ -171,7 +171,7 @@ class OpenAiUser(_HttpUser):
     kind = "OPENAI"
     host = "http://127.0.0.1:8080"
 
-    def post(self, ask: Ask, timing: Timing) -> None:
+    def post(self, ask: LoadRequest, timing: Timing) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}  # an event may hold several tokens
         body = {"model": self.target_model(), "prompt": ask.prompt, "stream": True, "stream_options": options}
         num_tokens, is_over = 0, False
@@ -194,7 +194,7 @@ class HttpInferUser(_HttpUser):
     def target_model(self) -> str:
         return self.options.infer_model
 
-    def post(self, ask: Ask, timing: Timing) -> None:
+    def post(self, ask: LoadRequest, timing: Timing) -> None:
         body: dict[str, Any] = {
             "inputs": [
                 _tensor("text_input", "BYTES", ask.prompt),

@@ -11,7 +11,7 @@ from pathlib import Path
 from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.errors import TidewheelError
-from tidewheel.frontend.interface import Chunk, Response, is_last
+from tidewheel.frontend.interface import OutputChunk, Response, is_last
 
 TIMEOUT_S = 30.0  # of waits that end at once unless something is broken
 TEMPLATE = (
@@ -138,7 +138,7 @@ class RecordingSink:
             assert self._changed.wait_for(lambda: self.num_ends > 0, TIMEOUT_S)
 
     @property
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[OutputChunk]:
         return [response[0] for response in self.responses]
 
     @property

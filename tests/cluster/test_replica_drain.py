@@ -1,0 +1,53 @@
+"""A replica that is removed refuses new requests, and waits for the running ones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tidewheel.cluster import replica
+from tidewheel.cluster.replica import ServerChild
+from tidewheel.server.endpoints import Endpoints
+
+ONE, OTHER, DEAD = Path("one"), Path("other"), Path("dead")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> ServerChild:
+    """A server with three engines, one of which is dead."""
+    server = object.__new__(ServerChild)
+    server._endpoints = Endpoints(metrics=1234)
+    monkeypatch.setattr(replica, "_DRAIN_LOOK_S", 0.0)
+    monkeypatch.setattr(replica, "current_engines_of", {1234: [ONE, OTHER, DEAD]}.__getitem__)
+    monkeypatch.setattr(
+        replica, "read_status", lambda engine: SimpleNamespace(state="ready", is_alive=engine != DEAD)
+    )
+    return server
+
+
+def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
+    server: ServerChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {ONE: [2, 1, 0, 0, 0], OTHER: [1, 1, None, 1, 0]}  # None: no answer in time
+    asked: list[Path] = []
+
+    def drain(engine: Path, timeout_s: float) -> SimpleNamespace | None:
+        asked.append(engine)
+        count = left[engine].pop(0)
+        return None if count is None else SimpleNamespace(num_running=count, num_waiting=0)
+
+    monkeypatch.setattr(replica, "drain", drain)
+    server.drain(60.0)
+    assert asked == [ONE, OTHER] * 5
+
+
+def test_a_request_that_does_not_end_is_waited_for_no_longer_than_the_limit(
+    server: ServerChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "drain", lambda *_: SimpleNamespace(num_running=0, num_waiting=1))
+    begun = time.monotonic()
+    server.drain(0.2)
+    assert 0.2 <= time.monotonic() - begun < 20

@@ -22,14 +22,14 @@ g 3e+06
 def test_figures_of_workers(tmp_path: Path) -> None:
     first, second = (GatewayWorker(tmp_path, index, 2) for index in range(2))
     assert not first.is_listening()
-    counters = Counters(num_open=2, num_hang_ups=3, open_upstream={"u": 1})
+    counters = Counters(num_open=2, num_hang_ups=3, open_upstream={"u": 1, "idle": 0})
     counters.count("/v1/completions", 200)
     for error in (KvCacheFull("full"), WrongKey("wrong"), ServerUnavailable("gone"), KvCacheFull("full")):
         counters.count_error(error)
     first.publish(counters)
     assert first.is_listening()
     total = Counters.sum_of([counters, *second.others()])
-    assert (total.num_open, total.num_hang_ups, total.open_upstream) == (4, 6, {"u": 2})
+    assert (total.num_open, total.num_hang_ups, total.open_upstream) == (4, 6, {"u": 2, "idle": 0})
     assert total.errors == {"TW-KV-FULL": 4, "TW-KEY": 2, "ServerUnavailable": 2}
     assert total.requests == {"/v1/completions 200": 2}
     text = total.render({"u": True})
@@ -39,6 +39,7 @@ def test_figures_of_workers(tmp_path: Path) -> None:
         "tidewheel_gateway_open_requests 4.0",
         'tidewheel_gateway_upstream_ready{upstream="u"} 1.0',
         'tidewheel_gateway_upstream_open_requests{upstream="u"} 2.0',
+        'tidewheel_gateway_upstream_open_requests{upstream="idle"} 0.0',
     ):
         assert f"{line}\n" in text
     again = GatewayWorker(tmp_path, 0, 2).before()

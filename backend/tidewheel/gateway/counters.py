@@ -38,8 +38,13 @@ class Counters(msgspec.Struct):
         total = cls()
         for one in each:
             for name in cls.__struct_fields__:
-                old, new = getattr(total, name), getattr(one, name)
-                setattr(total, name, Counter(old) + Counter(new) if isinstance(old, dict) else old + new)
+                value = getattr(total, name)
+                if isinstance(value, dict):
+                    value = Counter(value)
+                    value.update(getattr(one, name))  # unlike `+`, keeps zeros
+                else:
+                    value += getattr(one, name)
+                setattr(total, name, value)
         return total
 
     def render(self, upstream_ready: Mapping[str, bool]) -> str:

@@ -1,7 +1,7 @@
 """Users that stream over gRPC, over HTTP or in OpenAI's API, or wait for whole answers over HTTP.
 
-HTTP users have locust's `requests`: FastHttpUser collects a kilobyte and so shows a late first token, and httpx2 takes
-twice the CPU time an event.
+HTTP users have locust's `requests`: FastHttpUser collects a kilobyte and so shows a late first token, and httpx2
+takes twice the CPU time an event.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 
-# Imported on first use: the engine uses the errors alone, and its machine may have no gRPC.
+# Imported on first use: the engine needs the errors alone, and may have no gRPC.
 _MODULES = {
     "async_client": ("AsyncClient", "AsyncSession"),
     "client": ("Client", "Session"),

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     logprob: float
-    rank: int  # 1: the most likely; 0: the first token of a prompt, which has no probability
+    rank: int  # 1: most likely; 0: a prompt's first token
     decoded_token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times in ns of the server's monotonic clock, and the prompt's KV blocks."""
+    """Times of the server's monotonic clock, and the prompt's KV blocks."""
 
     arrival_time_ns: int
     first_scheduled_time_ns: int
@@ -21,11 +21,11 @@ class PerfMetrics:
     last_token_time_ns: int
     kv_cache_reused_blocks: int
     kv_cache_alloc_new_blocks: int
-    priority: int  # 1 CRITICAL to 4 LOW: as requested, or the best the tenant may have
+    priority: int  # 1 CRITICAL to 4 LOW, at most the tenant's best
     num_cached_tokens: int = 0  # of the prompt
 
 
-@dataclass(slots=True, kw_only=True)  # made for each response: a frozen one takes 1.3 µs more
+@dataclass(slots=True, kw_only=True)  # a frozen one costs 1.3 µs more a response
 class Chunk:
     """Part of one sequence; its last chunk has a `finish_reason`."""
 
@@ -38,7 +38,7 @@ class Chunk:
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs and logprobs
     prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # with prompt_logprobs, on the first chunk
     embedding: tuple[float, ...] | None = None  # of the task embed
-    cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
+    cumulative_logprob: float | None = None  # so far, with return_cumulative_logprob
     perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
 
 
@@ -60,7 +60,6 @@ class Completion:
 
     @classmethod
     def of_sequences(cls, request_id: str, chunks: Iterable[Chunk]) -> tuple[Completion, ...]:
-        """Return a completion per sequence."""
         by_index: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             by_index.setdefault(chunk.index, []).append(chunk)

@@ -27,12 +27,12 @@ from tidewheel_client.server_pages import AsyncServerPages, Figures, Health
 from tidewheel_client.stream import AsyncStream, Retries, StreamLimits
 from tidewheel_client.transport import Ask, Transport
 
-Item = str | Sequence[codec.Message] | Mapping[str, Any]  # of `map`: a prompt, messages, or arguments of `generate`
+Item = str | Sequence[codec.Message] | Mapping[str, Any]  # a prompt, messages, or arguments of `generate`
 _POLL_S = 0.1
 
 
 class ClientParts(NamedTuple):
-    """Parts in which the core of a synchronous client differs."""
+    """Parts that differ in a synchronous client's core."""
 
     event: Callable[[], WakeEvent]
     grpc: Callable[..., Transport]
@@ -44,10 +44,9 @@ class ClientParts(NamedTuple):
 class AsyncClient:
     """Client of one model on one server, for one event loop. Methods raise `RequestError`.
 
-    `url` is the address of Triton's gRPC service, `HOST:PORT`, or of its HTTP endpoints, `http://HOST:PORT` or https.
-    `timeout_s` bounds requests without their own, retries included. `retries` bounds the retries of a request after
-    retryable errors. `credentials` turns on TLS of gRPC. `headers` go with every call. `transport` replaces the
-    connection to `url`, for tests.
+    `url` is `HOST:PORT` of Triton's gRPC service, or the `http://` or `https://` URL of its HTTP endpoints.
+    `timeout_s` bounds a request with its retries; `retries` limits retries after retryable errors. `credentials`
+    turns on TLS of gRPC, `headers` go with every call, and `transport` replaces the connection in tests.
     """
 
     _parts: ClassVar[ClientParts] = ClientParts(
@@ -132,7 +131,7 @@ class AsyncClient:
             return await stream.read_all()
 
     async def chat(self, /, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
-        """Return the answer to messages, with the arguments of `generate`."""
+        """Answer messages, with the arguments of `generate`."""
         return await self.generate(messages=messages, **arguments)
 
     async def embed(
@@ -147,7 +146,7 @@ class AsyncClient:
         return chunks[-1].embedding
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
-        """Return a session, whose KV blocks wait for its next turn until it is closed or `ttl_s` have passed."""
+        """Return a session, whose KV blocks stay for its next turn, until its close or `ttl_s`."""
         return AsyncSession(self, session_id or uuid.uuid4().hex, ttl_s, tenant)
 
     async def close_session(self, /, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
@@ -177,10 +176,10 @@ class AsyncClient:
         return_errors: bool = False,
         **params: Any,
     ) -> AsyncIterator[Any]:
-        """Generate for each prompt, list of messages, or dictionary of arguments of `generate`.
+        """Yield the answers to prompts, lists of messages or arguments of `generate`, in order.
 
-        Yield the answers in the order of the items, from up to `concurrency` requests at a time. An error ends the
-        iteration, or is yielded in place of its answer with `return_errors`. Raise `ValueError` without concurrency.
+        Up to `concurrency` requests run at a time. An error ends the iteration, or takes its answer's place with
+        `return_errors`. Raise `ValueError` for a bad `concurrency`.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
@@ -229,11 +228,11 @@ class AsyncClient:
         return tuple(sorted([name for name in names if await self._is_decoupled(name)]))
 
     async def metrics(self, /) -> Figures:
-        """Return the server's metrics, from `metrics_url`: by default port 8002 of the host."""
+        """Return the metrics of `metrics_url`, by default at port 8002 of the host."""
         return await self._pages.metrics()
 
     async def health(self, /) -> Health:
-        """Return whether the server is ready, and why not, from `health_url`: by default port 8003 of the host."""
+        """Return the readiness from `health_url`, by default at port 8003 of the host."""
         return await self._pages.health()
 
     async def close(self, /) -> None:
@@ -249,7 +248,6 @@ class AsyncClient:
         await self.close()
 
     def _connect(self, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]) -> Transport:
-        """Raise `InvalidRequest` for an unusable address, or for credentials with HTTP."""
         if not self.url.startswith(("http://", "https://")):
             return self._parts.grpc(self.url, credentials, headers)
         if credentials is not None:
@@ -279,7 +277,7 @@ class AsyncClient:
 
 
 class AsyncSession:
-    """Turns of one conversation. Leaving the `with` block closes the session, unless it is gone by then."""
+    """Turns of one conversation. Leaving the `with` block closes the session."""
 
     def __init__(self, client: AsyncClient, session_id: str, ttl_s: float | None, tenant: str) -> None:
         self.session_id = session_id
@@ -312,7 +310,6 @@ class AsyncSession:
 
 
 def _arguments(item: Item, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` for an item of `map`."""
     if isinstance(item, str):
         return {"prompt": item, **params}
     return {**params, **item} if isinstance(item, Mapping) else {"messages": item, **params}

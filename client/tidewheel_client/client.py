@@ -17,7 +17,7 @@ from tidewheel_client.transport import Transport
 
 
 class _BlockingClient(AsyncClient):
-    """Core of `Client`: its coroutines block and never suspend."""
+    """Core of `Client`, whose coroutines block."""
 
     _parts = ClientParts(
         BlockingEvent, GrpcTransport, HttpTransport, server_pages.blocking_get, concurrent_map.in_threads
@@ -74,7 +74,7 @@ class Client(Facade[AsyncClient]):
     close = blocking(AsyncClient.close)
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> Session:
-        """Return a session, whose KV blocks wait for its next turn until it is closed or `ttl_s` have passed."""
+        """Return the synchronous `AsyncClient.session`."""
         return Session(self._core.session(session_id, ttl_s=ttl_s, tenant=tenant))
 
     @overload
@@ -98,7 +98,7 @@ class Client(Facade[AsyncClient]):
         return_errors: bool = False,
         **params: Any,
     ) -> Iterator[Any]:
-        """Generate for each item, in threads; see `AsyncClient.map`."""
+        """Run `AsyncClient.map` in threads."""
         return iterate(
             self._core.map(items, concurrency=concurrency, progress=progress, return_errors=return_errors, **params)
         )

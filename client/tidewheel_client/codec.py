@@ -14,7 +14,6 @@ from tidewheel_client.errors import InvalidRequest
 
 Message = str | Mapping[str, object]
 
-# Output flags with defaults.
 OUTPUT_FLAGS: dict[str, bool] = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
@@ -34,7 +33,7 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """Encode a request with a `prompt` of `prompt_input`, and perhaps its `task`."""
+    """Encode a request with a `prompt` of `prompt_input`, perhaps with its `task`."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in prompt.items():
         if name == "input_ids":
@@ -54,7 +53,7 @@ def encode(
 def json_body(
     request_id: str, prompt: Mapping[str, object], params: Mapping[str, object], *, stream: bool
 ) -> dict[str, object]:
-    """Encode a request for `generate_stream`, with the arguments of `encode`."""
+    """Encode a request for `generate_stream`."""
     given = {name: _token_ids(value).tolist() if name == "input_ids" else value for name, value in prompt.items()}
     flags, sampling = _flags_and_sampling(params)
     body = {"id": request_id, **given, "stream": stream, **flags}
@@ -62,8 +61,7 @@ def json_body(
 
 
 def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], dict[str, object]]:
-    """Return the output flags that are set, and the other parameters."""
-    # The reason of the end tells a whole stream from a broken one.
+    # A finish reason tells a whole stream from a broken one.
     flags, sampling = {"exclude_input_in_output": True, "return_finish_reason": True}, dict(params)
     for flag, default in OUTPUT_FLAGS.items():
         wanted = sampling.pop(flag, default)
@@ -77,7 +75,7 @@ def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], 
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the prompt by tensor name; raise `InvalidRequest` unless exactly one is given."""
+    """Return the one given prompt by tensor name. Raise `InvalidRequest`."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt

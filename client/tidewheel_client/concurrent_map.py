@@ -1,4 +1,4 @@
-"""`map` of the clients: many requests, a bounded number at a time, with the results in the order of the items."""
+"""`map` of the clients: bounded concurrency, results in the order of the items."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-_AHEAD = 4  # times the concurrency: finished answers that may wait for an earlier answer
+_AHEAD = 4  # times the concurrency: answers that may wait for an earlier one
 
 
 async def in_threads(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield the results of blocking calls, and never suspend. After an error or a close, drop waiting requests."""
+    """Yield results of blocking calls. After an error or a close, drop waiting requests."""
     waiting: deque[Future[R]] = deque()
     with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:
@@ -40,7 +40,7 @@ async def in_threads(
 async def in_tasks(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield the results. After an error or a close, cancel the other requests."""
+    """Yield results. After an error or a close, cancel the other requests."""
     free = asyncio.Semaphore(concurrency)
     waiting: deque[asyncio.Task[R]] = deque()
 

@@ -1,4 +1,4 @@
-"""Errors of gRPC, of HTTP and of Triton as `RequestError`."""
+"""Errors of gRPC, HTTP and Triton as `RequestError`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
 )
 
 _LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # gRPC's messages
-_LOST_AS_SENT = "Internal error from Core"  # gRPC's message in asyncio if a request cannot be written
+_LOST_AS_SENT = "Internal error from Core"  # of gRPC in asyncio, for an unwritten request
 _RESTRICTED = "is restricted, expecting header"
 
 
@@ -77,7 +77,7 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
 
 
 def from_http(status: int, text: str) -> RequestError:
-    """Prefer the text to the status, as Triton answers 400 for almost every error."""
+    """Prefer the text: Triton answers 400 for almost every error."""
     found = from_text(text)
     if type(found) is RequestError and status in _BY_HTTP_STATUS:
         return _BY_HTTP_STATUS[status](text or f"the server answered with HTTP status {status}")

@@ -1,7 +1,6 @@
-"""Synchronous facades of asynchronous classes.
+"""Synchronous facades of asynchronous classes whose coroutines block and never suspend.
 
-A facade's core is an asynchronous object over calls that block. Its coroutines never suspend, so a single step runs
-each to its end, in any thread and without an event loop.
+So one step runs a coroutine to its end, in any thread, without an event loop.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ R = TypeVar("R")
 
 
 class Facade(Generic[C]):
-    """Facade with the context manager of its core."""
-
     def __init__(self, core: C) -> None:
         self._core = core
 
@@ -45,7 +42,6 @@ def run(call: Awaitable[R]) -> R:
 
 
 def iterate(items: AsyncIterator[R]) -> Iterator[R]:
-    """Iterate over a core's asynchronous iterator, and close it."""
     try:
         with contextlib.suppress(StopAsyncIteration):
             while True:
@@ -56,7 +52,7 @@ def iterate(items: AsyncIterator[R]) -> Iterator[R]:
 
 
 def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:
-    """Return the facade's method for a coroutine method of the core."""
+    """Wrap a coroutine method of the core."""
 
     @functools.wraps(method)
     def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -68,7 +64,7 @@ def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Conc
 def iterating(
     method: Callable[Concatenate[C, P], AsyncIterator[R]],
 ) -> Callable[Concatenate[Facade[C], P], Iterator[R]]:
-    """Return the facade's method for an asynchronous generator of the core."""
+    """Wrap an asynchronous generator of the core."""
 
     @functools.wraps(method)
     def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
@@ -78,14 +74,14 @@ def iterating(
 
 
 class WakeEvent(Protocol):
-    """Event of a core, which `set` may wake from another thread or task."""
+    """Event that another thread or task may set."""
 
     def set(self) -> None: ...
 
     def is_set(self) -> bool: ...
 
     async def wait_for(self, seconds: float) -> bool:
-        """Return whether the event is set, after at most `seconds`."""
+        """Wait at most `seconds`. Return whether the event is set."""
 
 
 class AsyncEvent(asyncio.Event):

@@ -1,4 +1,4 @@
-"""Triton's gRPC service, with one call per request, so that no request can end another's stream."""
+"""Triton's gRPC service; a call per request, so that none ends another's stream."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # web proxies must not apply to the server
+    ("grpc.enable_http_proxy", 0),  # never through a web proxy
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # a server that is started again is back within seconds
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # find a restarted server within seconds
 )
-# Makes Triton send errors as a gRPC status, not bare text, which ends the call.
+# Triton ends the call with a gRPC status in place of bare text.
 WITH_STATUS = ("triton_grpc_error", "true")
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 Headers = Sequence[tuple[str, str]]
@@ -56,7 +56,7 @@ class _Service:
 
 
 class GrpcTransport:
-    """Transport of threads, with coroutines that block; thread-safe."""
+    """Thread-safe transport, whose coroutines block."""
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
         self._service = _Service(grpc, url, credentials, headers)
@@ -100,14 +100,14 @@ class GrpcResponses:
         self._call.cancel()
 
     async def close(self) -> None:
-        """Read the end of the call, which Triton would else see as cancelled late."""
+        """Read to the end, or Triton records a late cancel."""
         with contextlib.suppress(grpc.RpcError):
             while next(self._call, None) is not None:
                 pass
 
 
 class AsyncGrpcTransport:
-    """Transport of the event loop in which it is made."""
+    """Transport of the event loop that makes it."""
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
         self._service = _Service(grpc.aio, url, credentials, headers)
@@ -162,7 +162,7 @@ class AsyncGrpcResponses:
         self._call.cancel()
 
     async def close(self) -> None:
-        """Read the end of the call, which Triton would else see as cancelled late."""
+        """Read to the end, or Triton records a late cancel."""
         if not self._is_cancelled:
             await self._read_end()
             await self._responses.aclose()  # or the event loop would start a task for it

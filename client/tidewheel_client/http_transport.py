@@ -1,4 +1,4 @@
-"""Transports over Triton's HTTP endpoints. Requests go to `generate_stream`."""
+"""Transports over Triton's HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class AsyncHttpTransport:
-    """Transport of one event loop to a server's `url`, such as `http://127.0.0.1:8000`."""
+    """Transport of one event loop to a `url` such as `http://127.0.0.1:8000`."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
-        """`verify` checks the certificate of an https server; False accepts any. Raise `InvalidRequest`."""
+        """`verify=False` accepts any certificate. Raise `InvalidRequest` for a bad URL."""
         self._url = url.rstrip("/")
         try:
             self._http = httpx2.AsyncClient(
@@ -42,7 +42,7 @@ class AsyncHttpTransport:
                 verify=verify,
                 timeout=None,
                 limits=_LIMITS,
-                trust_env=False,  # as with gRPC, web proxies must not apply to the server
+                trust_env=False,  # never through a web proxy
             )
         except httpx2.InvalidURL as error:
             raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
@@ -54,7 +54,7 @@ class AsyncHttpTransport:
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Send a message of the gRPC service over HTTP, and return the answer as a message."""
+        """Answer a message of the gRPC service over HTTP."""
         verb, path, answer = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:
@@ -112,7 +112,7 @@ class AsyncHttpResponses:
             self._next.cancel()
 
     async def close(self) -> None:
-        """Read the end of the response, so that its connection can serve another request, or close it."""
+        """Read to the end, so that the connection can be used again, or close it."""
         with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
             if not self._is_cancelled:
                 async with asyncio.timeout(END_S):
@@ -140,7 +140,7 @@ class AsyncHttpResponses:
 
 
 class HttpTransport:
-    """`AsyncHttpTransport` on a loop in a thread; thread-safe, with coroutines that block."""
+    """Thread-safe `AsyncHttpTransport` on a loop in a thread."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
         self._transport = AsyncHttpTransport(url, headers, verify=verify)
@@ -206,7 +206,7 @@ _CALLS: dict[str, tuple[str, str, Any]] = {
 
 
 def _parsed(answer: Any, content: Any) -> Any:
-    """Return the message of Triton's JSON, which leaves out the name of an only field."""
+    """Parse Triton's JSON, which omits the name of an only field."""
     if answer is service_pb2.ModelConfigResponse:
         content = {"config": content}
     if answer is service_pb2.RepositoryIndexResponse:
@@ -219,12 +219,12 @@ def _foreign(url: str, error: Exception) -> ServerUnavailable:
 
 
 def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the values by name. Triton writes a tensor of one element as a scalar."""
+    """Return values by name; Triton writes a one-element tensor as a scalar."""
     return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}
 
 
 def _message(text: str) -> str:
-    """Return the message of an error, which Triton sends as JSON or as an event."""
+    """Parse an error, which Triton sends as JSON or as an event."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(text.strip().removeprefix("data:"))["error"])
     return text.strip()

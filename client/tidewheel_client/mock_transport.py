@@ -22,9 +22,10 @@ Answer = str | Iterable[str | Chunk] | RequestError
 
 
 class MockTransport:
-    """Answer each request with the result of `answer`: a text, its parts, or an error, which `answer` may also raise.
+    """Transport that answers with the result of `answer`.
 
-    Parts are texts or chunks of one sequence. The last part gets the finish reason `stop` unless it has one.
+    The result is a text, its parts (texts or chunks of one sequence), or an error, which may also be raised. The last
+    part gets the finish reason `stop` unless it has one.
     """
 
     def __init__(self, answer: Callable[[Ask], Answer]) -> None:

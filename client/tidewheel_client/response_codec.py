@@ -1,7 +1,7 @@
 """Responses as chunks.
 
-Python reads the parts of a message slowly, and the responses of a stream describe their outputs alike. So our own
-message class leaves descriptions as bytes, and equal bytes are read once. It has Triton's format on the wire.
+Python reads parts of a message slowly, and a stream's responses describe their outputs alike. So our message class,
+of Triton's wire format, keeps descriptions as bytes, and equal bytes are read once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PERF = (
 )
 _PLAIN = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _NO_TEXT = bytes(4)
-_OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of a sequence that goes on
+_OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of an open sequence
 _FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
 _ONE = {datatype: struct.Struct(f"<{code}") for datatype, code in _FORMATS.items()}
 _MAX_LAYOUTS = 1024  # in the cache
 
 
 def _stream_response() -> Any:
-    """Return `ModelStreamInferResponse`, with bytes for each description, and only fields that are read."""
+    """Return `ModelStreamInferResponse` with descriptions as bytes, and only fields that are read."""
     file = descriptor_pb2.FileDescriptorProto(name="tidewheel_responses.proto", package="inference", syntax="proto3")
     whole, inner = file.message_type.add(), file.message_type.add()
     service_pb2.ModelStreamInferResponse.DESCRIPTOR.CopyToProto(whole)
@@ -72,7 +72,7 @@ def _layout(descriptions: tuple[bytes, ...]) -> _Layout:
 
 
 def decode(response: Any) -> list[Chunk]:
-    """Return a chunk for each sequence of a `StreamResponse`'s `infer_response`."""
+    """Return a chunk per sequence of `StreamResponse.infer_response`."""
     layout, raws = _layout(tuple(response.outputs)), response.raw_output_contents
     if layout.pick is not None:  # most responses
         text, reason, num_input, num_output = layout.pick([*raws, None])
@@ -92,12 +92,12 @@ def decode(response: Any) -> list[Chunk]:
 
 
 def _length(raw: bytes) -> int:
-    """Return the length of the first string in bytes."""
+    """Return the first string's length in bytes."""
     return int.from_bytes(raw[:4], "little")
 
 
 def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
-    """Return a chunk for each sequence, from the values by output name."""
+    """Return a chunk per sequence from the values by output name."""
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
     reasons = outputs.get("finish_reason")
@@ -131,7 +131,6 @@ def _finish_reason(text: str | None) -> str | None:
 
 
 def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> list[tuple[int, ...] | None]:
-    """Split concatenated ids by sequence."""
     if token_ids is None:
         return [None] * len(counts)
     if len(counts) == 1:

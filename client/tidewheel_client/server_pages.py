@@ -1,4 +1,4 @@
-"""Metrics and health of a server, which are pages beside Triton's API."""
+"""Metrics and health pages of a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Figures:
     @classmethod
     def parse(cls, text: str) -> Figures:
         """Parse Prometheus's text format. Raise `ValueError`."""
-        # Without the types, by which the parser renames counters whose name has no `_total`, such as Triton's.
+        # With types, the parser renames counters without `_total`, such as Triton's.
         lines = "".join(f"{line}\n" for line in text.split("\n") if not line.startswith("#"))
         families = text_string_to_metric_families(lines)
         return cls(Sample(found.name, found.labels, found.value) for family in families for found in family.samples)
@@ -46,12 +46,12 @@ class Figures:
         return tuple(sorted(self._by_name))
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        """Return the samples with the name and all of the labels."""
+        """Return the samples with all of the labels."""
         wanted = labels.items()
         return [sample for sample in self._by_name.get(name, ()) if wanted <= sample.labels.items()]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples with the labels. Raise `KeyError` for an unknown name."""
+        """Return the samples' sum. Raise `KeyError` for an unknown name."""
         if name not in self._by_name:
             raise KeyError(f"the server shows no metric {name}")
         return sum(sample.value for sample in self.samples(name, **labels))
@@ -64,7 +64,7 @@ class Health(NamedTuple):
 
 
 class AsyncServerPages:
-    """Metrics and health at the given addresses, or at Triton's ports on the host of `url`."""
+    """Pages at the given addresses, or at Triton's ports on the host of `url`."""
 
     def __init__(
         self, url: str, metrics_url: str | None = None, health_url: str | None = None, get: Get | None = None
@@ -137,7 +137,7 @@ async def async_get(url: str) -> httpx2.Response:
 
 
 def verifies(url: str) -> bool:
-    """Return False for an address without TLS, which spares the load of certificates (80 ms)."""
+    """Return False without TLS, to spare the load of certificates (80 ms)."""
     return not url.startswith("http:")
 
 

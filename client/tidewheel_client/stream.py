@@ -21,23 +21,23 @@ _LONGEST_WAIT_S = 5.0
 
 
 class Arrivals:
-    """Chunks of one request in the order of their arrival."""
+    """Chunks of one request, in order of arrival."""
 
     def __init__(self) -> None:
         self._finished: set[int] = set()  # sequences
         self._chunks: deque[Chunk] = deque()  # arrived, not yet taken
         self.has_begun = False
         self.is_over = False  # every sequence has ended
-        self.finish_reason: str | None = None  # of the chunk that was taken last, at the end
+        self.finish_reason: str | None = None  # of the last chunk taken, at the end
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
-        """Return the chunks of a response that are new: responses repeat sequences that have ended."""
+        """Return the new chunks: responses repeat sequences that have ended."""
         self.has_begun = True
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
         return [chunk for chunk in response if self._is_new(chunk)]
 
     def add(self, response: list[Chunk]) -> Chunk | None:
-        """Keep the new chunks of a response, and return the first."""
+        """Keep a response's new chunks, and return the first."""
         if len(response) == 1:  # most, at a third of the cost
             chunk = response[0]
             self.has_begun, self.finish_reason = True, chunk.finish_reason
@@ -47,7 +47,6 @@ class Arrivals:
         return self.next()
 
     def next(self) -> Chunk | None:
-        """Return the next chunk, if one has arrived."""
         if not self._chunks:
             return None
         chunk = self._chunks.popleft()
@@ -66,16 +65,16 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Up to `limit` retries after retryable errors that came before any chunk.
+    """Up to `limit` retries after retryable errors before any chunk.
 
-    A retry waits as long as the server says, or 0.1 s and then twice as long each time. A random part of up to a
-    quarter is added, so that clients that were refused together do not come back together.
+    A retry waits as long as the server says, or 0.1 s, doubled each time. A random part of up to a quarter is added,
+    so that clients refused together do not come back together.
     """
 
     limit: int = 0
 
     def wait_s(self, error: RequestError, num_retries: int, left_s: float | None) -> float | None:
-        """Return the wait before the next retry; None for none, also if `left_s` of the request are too short."""
+        """Return the next wait; None: no retry is left, or `left_s` is too short."""
         if not error.retryable or num_retries >= self.limit:
             return None
         backoff = min(_FIRST_WAIT_S * 2**num_retries, _LONGEST_WAIT_S)
@@ -160,7 +159,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         await self._responses.close()
 
     async def _retry(self, error: RequestError) -> None:
-        """Wait, and send the request again; raise the error if no retry is left."""
+        """Wait and send again, or raise the error if no retry is left."""
         left_s = self._left_s()
         wait_s = None if self._arrivals.has_begun else self._retries.wait_s(error, self._num_retries, left_s)
         self._num_retries += 1
@@ -205,7 +204,7 @@ class Stream(Facade[AsyncStream], Iterator[Chunk]):
 
 
 def streaming(method: Callable[Concatenate[C, P], AsyncStream]) -> Callable[Concatenate[Facade[C], P], Stream]:
-    """Return the facade's method for a method of the core that starts a stream."""
+    """Wrap a method of the core that starts a stream."""
 
     @functools.wraps(method)
     def start(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Stream:

@@ -1,6 +1,6 @@
-"""Interface between a client and the connection that carries its requests.
+"""Interface between a client and its connection.
 
-A transport of a synchronous client has coroutines that block and never suspend.
+Coroutines of a synchronous client's transport block and never suspend.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ END_S = 1.0  # of a request, after its last response
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request."""
-
     model: str
     request_id: str
-    prompt: Mapping[str, object]  # by tensor name, as `codec.prompt_input` returns it; perhaps with a `task`
+    prompt: Mapping[str, object]  # from `codec.prompt_input`, perhaps with a `task`
     params: Mapping[str, object] = field(default_factory=dict)  # sampling and serving keys, output flags
     stream: bool = False
 
@@ -31,10 +29,7 @@ class Responses(Protocol):
     """Responses of one request. One task or thread reads; any may cancel."""
 
     def receive(self) -> Awaitable[list[Chunk] | None]:
-        """Wait for a response, and return a chunk per sequence; None after the last response or a cancel.
-
-        Raise `RequestError`.
-        """
+        """Return a chunk per sequence; None after the end or a cancel. Raise `RequestError`."""
 
     def cancel(self) -> None: ...
 
@@ -47,7 +42,7 @@ class Transport(Protocol):
         """Send a request. Raise `RequestError`."""
 
     async def call(self, method: str, request: Any) -> Any:
-        """Return Triton's answer to a message of its gRPC service. Raise `RequestError`."""
+        """Answer a message of Triton's gRPC service. Raise `RequestError`."""
 
     async def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Checked options of the users, and the requests drawn by them."""
+"""Checked options of the users, and their random requests."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class LoadOptions:
 
 
 def add_arguments(parser: Any) -> None:
-    """Add options to locust's parser itself: its web page omits grouped options."""
+    """Add options to the parser itself: locust's web page omits grouped options."""
     parser.add_argument("--grpc-url", default="127.0.0.1:8001", metavar="HOST:PORT", help="the server's gRPC address")
     parser.add_argument("--model", default="demo", metavar="NAME", help="the model that streams (default: demo)")
     parser.add_argument("--infer-model", default="", metavar="NAME", help="the one for /infer (default: MODEL_infer)")
@@ -165,7 +165,7 @@ def _unless_empty(parse: Callable[[str], object]) -> Callable[[str], object]:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Check the text, but return it for the web page to show."""
+    """Check a text, but return it for the web page."""
 
     def check(text: str) -> str:
         try:

@@ -1,7 +1,7 @@
-"""Users that stream over gRPC, over HTTP or in OpenAI's API, or wait for whole answers over HTTP.
+"""Users that stream over gRPC, HTTP or OpenAI's API, or wait for whole answers over HTTP.
 
-HTTP users have locust's `requests`: FastHttpUser collects a kilobyte and so shows a late first token, and httpx2
-takes twice the CPU time an event.
+HTTP users have locust's `requests`: FastHttpUser collects a kilobyte, so that a first token is late, and httpx2 takes
+twice the CPU time an event.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks and thinks; after a refusal it thinks for the retry time at least."""
+    """User that asks and thinks, after a refusal for the retry time at least."""
 
     abstract = True
     kind: ClassVar[str]
@@ -35,7 +35,7 @@ class LoadUser(User):
     def on_start(self) -> None:
         try:
             self.options = LoadOptions.from_arguments(self.environment.parsed_options)
-        except OptionError:  # from the web page; the test ends soon, and the log has the reason
+        except OptionError:  # from the web page; the log has the reason
             raise GreenletExit from None
         worker = getattr(self.environment.runner, "worker_index", 0)
         self._work = Work(self.options, f"{worker} {next(self._numbers)}")
@@ -66,7 +66,7 @@ class LoadUser(User):
 
     @classmethod
     def address(cls, options: LoadOptions, host: str | None) -> str:
-        """Return the URL or HOST:PORT that users of this class ask; `host` is locust's option."""
+        """Return the server's URL or HOST:PORT; `host` is locust's option."""
         raise NotImplementedError
 
     def connect(self) -> None:
@@ -167,8 +167,6 @@ class HttpStreamUser(_HttpUser):
 
 
 class OpenAiUser(_HttpUser):
-    """User of the gateway's completions."""
-
     kind = "OPENAI"
     host = "http://127.0.0.1:8080"
 
@@ -220,7 +218,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def _error(body: str, retry_after_ms: str | None) -> RequestError:
-    """Return the error of Triton's answer, or of OpenAI's with our tag."""
+    """Parse Triton's error, or OpenAI's with our tag."""
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

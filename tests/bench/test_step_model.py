@@ -73,10 +73,12 @@ def test_slower_launches_lose_more() -> None:
 @pytest.mark.slow
 def test_launches_of_a_layer_reach_the_stub_driver() -> None:
     """Compiles the kernels of a layer for sm_90."""
-    program = Path(__file__).parents[2] / "benchmarks" / "eager_layer.py"
+    programs = Path(__file__).parents[2] / "benchmarks"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, programs, "eager_layer"], env=environment, capture_output=True, text=True, check=True
+    )
     for kinds in json.loads(result.stdout).values():
         assert [time["launches"] for time in kinds.values()] == [5, 7, 7]
         assert [time["attention_launches"] for time in kinds.values()] == [1, 3, 3]

@@ -45,8 +45,9 @@ class AsyncClient:
     """Client of one model on one server, for one event loop. Methods raise `RequestError`.
 
     `url` is `HOST:PORT` of Triton's gRPC service, or the `http://` or `https://` URL of its HTTP endpoints.
-    `timeout_s` bounds a request with its retries; `retries` limits retries after retryable errors. `credentials`
-    turns on TLS of gRPC, `headers` go with every call, and `transport` replaces the connection in tests.
+    `timeout_s` bounds requests without their own, retries included; `retries` limits retries after retryable errors.
+    `credentials` turns on TLS of gRPC, `headers` go with every call, and `transport` replaces the connection in
+    tests.
     """
 
     _parts: ClassVar[ClientParts] = ClientParts(

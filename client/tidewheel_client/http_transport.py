@@ -54,7 +54,7 @@ class AsyncHttpTransport:
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Answer a message of the gRPC service over HTTP."""
+        """Send a message of the gRPC service over HTTP, and return its answer."""
         verb, path, answer = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:

@@ -42,7 +42,7 @@ class Transport(Protocol):
         """Send a request. Raise `RequestError`."""
 
     async def call(self, method: str, request: Any) -> Any:
-        """Answer a message of Triton's gRPC service. Raise `RequestError`."""
+        """Return Triton's answer to a gRPC message. Raise `RequestError`."""
 
     async def close(self) -> None: ...
 

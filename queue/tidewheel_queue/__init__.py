@@ -1,4 +1,4 @@
-"""Durable work: jobs in Redis Streams, and workers that answer them. Needs the extra `queue`."""
+"""Durable jobs in Redis Streams, and workers that answer them; needs the extra `queue`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis of a folder, on a Unix socket: it writes each change to a file, and lives while a process uses it."""
+"""Redis of a folder, on a Unix socket, with an append-only file, while processes use it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
 
 
 class EmbeddedRedis:
-    """User of the Redis in `folder`, which starts with its first user and ends after its last."""
+    """Use of a folder's Redis, which starts with the first user and ends after the last."""
 
     def __init__(self, folder: Path) -> None:
-        """Start Redis if it does not run. Raise `RequestError` or `ServerUnavailable`."""
+        """Start Redis if needed. Raise `RequestError` or `ServerUnavailable`."""
         self.folder = _private(folder.resolve())
         self._binary = find_server()
         self._log = self.folder / redis_guard.LOG
@@ -42,11 +42,11 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        """Path of Redis's socket through a descriptor of this process: a socket's path has at most 107 bytes."""
+        """Socket's path, through a descriptor of this process: such a path has at most 107 bytes."""
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:
-        """Wait until Redis answers; start it again if its guard was killed too. Raise `ServerUnavailable`."""
+        """Wait until Redis answers, starting a dead one again. Raise `ServerUnavailable`."""
         end, next_spawn = time.monotonic() + _START_S, 0.0
         while (answer := self._ping()) != b"+PONG":
             now = time.monotonic()
@@ -66,7 +66,7 @@ class EmbeddedRedis:
             self._lock = -1
 
     def _wait_for_lock(self) -> None:
-        """Wait for a Redis that ends just now."""
+        """Wait for a Redis that is ending."""
         end = time.monotonic() + _START_S
         while not redis_guard.try_lock(self._lock, fcntl.LOCK_SH):
             if time.monotonic() >= end:
@@ -74,7 +74,7 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def _ping(self) -> bytes:
-        """Return the answer's line, empty without an answer."""
+        """Return the answer, empty if there is none."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SPAWN_EVERY_S)
             connection.connect(self.socket_path)
@@ -103,7 +103,7 @@ class EmbeddedRedis:
 
 
 def _private(folder: Path) -> Path:
-    """Make the folder, mode 0700. Raise `RequestError` if it is not this user's alone."""
+    """Make the folder with mode 0700. Raise `RequestError` unless it is this user's alone."""
     try:
         return make_private(folder, "name a new folder")
     except FolderError as error:

@@ -18,7 +18,7 @@ RESULT_TTL_S = 86_400.0
 
 
 class AsyncQueue:
-    """`Queue` of one event loop, with the same arguments, opened by `async with` or `await queue.open()`."""
+    """`Queue` of one event loop, opened by `async with` or `await queue.open()`."""
 
     _endpoint_type: ClassVar[type[RedisEndpoint]] = RedisEndpoint
 
@@ -36,7 +36,7 @@ class AsyncQueue:
         self._where = where
 
     async def open(self, /) -> Self:
-        """Connect. Raise `ServerUnavailable`, and `Unsupported` for an older Redis."""
+        """Connect. Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
         self._endpoint = await self._endpoint_type.open(self._where)
         self._redis = self._endpoint.redis
         try:
@@ -48,14 +48,13 @@ class AsyncQueue:
         return self
 
     async def enqueue(self, /, job: Job | Mapping[str, object] | None = None, **fields: Any) -> EnqueuedJob:
-        """Add a job, or its fields. A job whose id is known is not added again. Raise `Busy` at the bound."""
+        """Add a job unless its id is known. Raise `Busy` at the bound."""
         return (await self.enqueue_many([fields if job is None else job]))[0]
 
     async def enqueue_many(self, /, jobs: Iterable[Job | Mapping[str, object]]) -> list[EnqueuedJob]:
         """Check all jobs, then add them in groups of up to 500.
 
-        A group is added whole, or refused with `Busy`; the groups before it stay. The call may be repeated with the
-        same ids.
+        A group is added whole, or refused with `Busy`; the groups before it stay. Repeated ids are safe.
         """
         packed = [pack(job, self._limits.max_job_bytes) for job in jobs]
         enqueued: list[EnqueuedJob] = []
@@ -67,7 +66,7 @@ class AsyncQueue:
     async def result(self, /, job_id: str, *, wait_s: float = 0.0) -> Result:
         """Return the job's state, and its result once it has ended.
 
-        Raise `NotFound`, and `RequestTimeout` if the job has not ended after `wait_s`, unless that is 0.
+        Raise `NotFound`, and `RequestTimeout` if a `wait_s` passes before the end.
         """
         end = time.monotonic() + wait_s
         last = await self._last_ended() if wait_s else ""
@@ -83,7 +82,7 @@ class AsyncQueue:
         return result
 
     async def results(self, /, *, follow: bool = False) -> AsyncIterator[Result]:
-        """Yield the results that are kept, oldest first; with `follow` new results too, without end."""
+        """Yield the kept results, oldest first; with `follow` also new ones, without end."""
         last = "0-0"
         while True:
             entries = await self._read(self._names.ended, last, calls.BLOCK_MS if follow else None)
@@ -96,7 +95,7 @@ class AsyncQueue:
                 return
 
     async def tokens(self, /, job_id: str) -> AsyncIterator[TextChunk]:
-        """Yield the text of a job with `stream` as it comes, until the job ends. Raise `NotFound`."""
+        """Yield the text of a job with `stream` until the job ends. Raise `NotFound`."""
         last, stream = "0-0", self._names.tokens(job_id)
         while True:
             has_ended = (await self._look(job_id)).has_ended
@@ -109,7 +108,7 @@ class AsyncQueue:
                 return
 
     async def cancel(self, /, job_id: str) -> bool:
-        """End a job that waits or runs. Return False if it had ended. Raise `NotFound`."""
+        """Cancel a job. Return False if it had ended. Raise `NotFound`."""
         self._names.job(job_id)
         return calls.read_cancelled(self._names, job_id, await self._run("cancel", [self._names.prefix, job_id]))
 
@@ -117,11 +116,11 @@ class AsyncQueue:
         return calls.read_counts(await self._run("count", [self._names.prefix]))
 
     async def dead(self, /, limit: int = 1000) -> list[DeadJob]:
-        """Return the last jobs that were given up, newest first."""
+        """Return the jobs given up last, newest first."""
         return calls.read_dead(await self._call(lambda: self._redis.xrevrange(self._names.dead, count=limit)))
 
     async def close(self, /) -> None:
-        """Close the connection. An embedded Redis ends after its last user."""
+        """Close the connection; an embedded Redis ends after its last user."""
         await self._endpoint.close()
 
     async def __aenter__(self) -> Self:
@@ -144,7 +143,6 @@ class AsyncQueue:
         return str(found[0][0]) if found else "0-0"
 
     async def _read(self, stream: str, last: str, block_ms: int | None) -> list[tuple[str, dict[str, str]]]:
-        """Return id and fields of the entries after `last`."""
         answer = await self._call(lambda: self._redis.xread({stream: last}, count=calls.READ_COUNT, block=block_ms))
         return list(answer[0][1]) if answer else []
 
@@ -156,7 +154,7 @@ class AsyncQueue:
 
 
 class _BlockingQueue(AsyncQueue):
-    """Core of `Queue`: its coroutines block and never suspend."""
+    """Core of `Queue`, whose coroutines block."""
 
     _endpoint_type = BlockingRedisEndpoint
 

@@ -32,15 +32,15 @@ from tidewheel_queue.worker_store import (
 MAX_RESULT_BYTES = 16 << 20
 _LOOK_EVERY_S = 1.0  # between takes without a message
 _BEATS_PER_LEASE = 3  # at least
-_LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, so that it does not starve
-_LONGEST_HOLD_S = 5.0  # of a job that waits for a busy server, before it goes back to the queue
+_LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, against starvation
+_LONGEST_HOLD_S = 5.0  # of a job, while the server is busy
 _FIRST_BUSY_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     concurrency: int = 16
-    lease_s: float = 30.0  # of silence, after which another worker takes the jobs
+    lease_s: float = 30.0  # of silence, before others take the jobs
     max_attempts: int = 5
     drain_s: float = 30.0  # for jobs after `stop`
     until_empty: bool = False  # end when no job waits or runs
@@ -67,10 +67,10 @@ def _say_nothing(text: str) -> None:
 
 
 class Worker:
-    """Worker that takes jobs of a queue, asks a server through `client`, and writes the results.
+    """Worker that answers a queue's jobs through `client`, and writes the results.
 
-    It holds its jobs as long as it writes heartbeats; after its death other workers take them. A job gets one result
-    however often it is begun. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
+    It holds jobs by heartbeats; after its death other workers take them. A job gets one result, however often it
+    begins. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class Worker:
         self._options = options or WorkerOptions()
         self._note = note
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._taking = asyncio.Lock()  # during a take, jobs of this worker are not yet in `_held`
+        self._taking = asyncio.Lock()  # a job being taken is not yet in `_held`
         self._wake = asyncio.Event()
         self._is_stopping = False
         self._num_takes = 0
         self._next_claim = 0.0
-        self._gone: dict[str, str] = {}  # last heartbeats of workers that died with jobs
+        self._gone: dict[str, str] = {}  # last heartbeats of dead workers with jobs
         self._gate = ServerGate(client, note, self._wake.set)
 
     async def run(self) -> None:
-        """Work until `stop`. Raise `RequestError` without a Redis at the start."""
+        """Work until `stop`. Raise `RequestError` if no Redis answers at the start."""
         endpoint = await RedisEndpoint.open(self._where)
         try:
             self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)
@@ -113,7 +113,7 @@ class Worker:
             await endpoint.close()
 
     def stop(self) -> None:
-        """Take no more jobs; finish the held jobs, or give them back after `drain_s`."""
+        """Take no more jobs; finish the held ones, or give them back after `drain_s`."""
         self._is_stopping = True
         self._gate.end()
         self._wake.set()
@@ -159,7 +159,7 @@ class Worker:
                 lowest_first=self._num_takes % _LOWEST_FIRST_EVERY == 0,
             )
             for one in taken:
-                if one.id in self._held:  # lost in a stall, and given back by its next worker
+                if one.id in self._held:  # lost in a stall, then given back by another worker
                     self._held.pop(one.id).cancel()
                 self._held[one.id] = group.create_task(self._work(one))
         return bool(taken)
@@ -177,7 +177,7 @@ class Worker:
         await self._store.leave()
 
     async def _beat(self) -> None:
-        """Write heartbeats until cancelled, drop lost jobs, and detect dead workers."""
+        """Write heartbeats, drop lost jobs, and detect dead workers."""
         beat_s = min(_LOOK_EVERY_S, self._options.lease_s / _BEATS_PER_LEASE)
         watch = SilenceWatch(math.ceil(self._options.lease_s / beat_s))
         while True:
@@ -194,12 +194,11 @@ class Worker:
         self._wake.set()
 
     def _drop(self, job_id: str) -> None:
-        """Stop working on a job that was cancelled, or is another worker's."""
+        """Stop work on a job that was cancelled or lost."""
         if job_id in self._held:
             self._held[job_id].cancel()
 
     async def _work(self, taken: TakenJob) -> None:
-        """Answer a job, write the result, and hold the job no longer."""
         try:
             answered = await self._answer(taken)
             if answered is not None and await self._finishes.add(answered):
@@ -216,7 +215,7 @@ class Worker:
             self.figures.failed += 1
 
     async def _answer(self, taken: TakenJob) -> FinishedJob | None:
-        """Return the finished job; None if it goes on elsewhere, or is dead."""
+        """Return the finished job; None: it goes on elsewhere, or is dead."""
         try:
             job = unpack(taken.payload)
         except InvalidRequest as error:
@@ -243,7 +242,7 @@ class Worker:
                 if not await self._try_again(taken.id, attempt, str(error)):
                     return None
                 attempt += 1
-            except Exception as error:  # of a client: the job must end all the same
+            except Exception as error:  # of a client: the job must still end
                 if not await self._try_again(taken.id, attempt, f"{type(error).__name__}: {error}"):
                     return None
                 attempt += 1
@@ -266,7 +265,7 @@ class Worker:
         return Completion.from_chunks(arguments["request_id"], chunks)
 
     async def _wait_for_room(self, taken: TakenJob, error: RequestError, wait_s: float, busy_s: float) -> bool:
-        """Wait as long as the server says, or give the job back. Return True to try again."""
+        """Wait for the server's time, or give the job back. Return True to try again."""
         self._gate.pause(wait_s)
         if isinstance(error, Draining):
             self._gate.shut(str(error))
@@ -285,14 +284,14 @@ class Worker:
 
 
 def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:
-    """Return the rest of the deadline after the time in the queue and since `begun`."""
+    """Return the deadline's rest, less time in the queue and since `begun`."""
     if job.deadline_ms is None:
         return None
     return job.deadline_ms - age_ms - 1000 * (time.monotonic() - begun)
 
 
 def _busy_wait_s(error: RequestError, waited_s: float) -> float:
-    """Return the server's wait, or a wait that doubles the time waited before."""
+    """Return the server's wait, else double the time waited."""
     if error.retry_after_ms is not None:
         return max(error.retry_after_ms / 1e3, 0.01)
     return max(waited_s, _FIRST_BUSY_WAIT_S)
@@ -315,7 +314,7 @@ def _failed(taken: TakenJob, error: RequestError) -> FinishedJob:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[None]:
-    """Raise the first error of a group of tasks in place of the group."""
+    """Raise the first error of a task group by itself."""
     try:
         yield
     except BaseExceptionGroup as group:

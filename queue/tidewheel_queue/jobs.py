@@ -1,5 +1,3 @@
-"""Jobs of a queue, and their results."""
-
 from __future__ import annotations
 
 import difflib
@@ -18,28 +16,28 @@ CLASSES = ("CRITICAL", "HIGH", "NORMAL", "LOW")
 MAX_JOB_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SHOWN = 60  # characters of a wrong value
+_SHOWN = 60  # characters of a bad value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Request that waits in a queue, with exactly one of `prompt`, `messages` and `input_ids`."""
+    """Queued request, with exactly one of `prompt`, `messages` and `input_ids`."""
 
     id: str = ""  # empty: a new one
     prompt: str | None = None
     messages: Sequence[codec.Message] | None = None
     input_ids: Sequence[int] | None = None
     priority: int = 0  # 1 CRITICAL to 4 LOW; 0: NORMAL
-    deadline_ms: float | None = None  # from now on, time in the queue included
+    deadline_ms: float | None = None  # from now, time in the queue included
     tenant: str | None = None
     session_id: str | None = None
     session_ttl_s: float | None = None
-    stream: bool = False  # keep the answer's chunks as they come
-    params: Mapping[str, object] = field(default_factory=dict)  # sampling parameters and output flags
+    stream: bool = False  # keep chunks as they come
+    params: Mapping[str, object] = field(default_factory=dict)  # sampling keys and output flags
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `AsyncClient.stream`, but for the deadline."""
+        """Arguments of `AsyncClient.stream`, without the deadline."""
         prompt = {"prompt": self.prompt, "messages": self.messages, "input_ids": self.input_ids}
         serving = {"tenant": self.tenant, "session_id": self.session_id, "session_ttl_s": self.session_ttl_s}
         given = {name: value for name, value in serving.items() if value is not None}
@@ -48,12 +46,10 @@ class Job:
 
 class EnqueuedJob(NamedTuple):
     id: str
-    is_new: bool  # False: the queue had a job with this id, which stays
+    is_new: bool  # False: the id was known, and its job stays
 
 
 class PackedJob(NamedTuple):
-    """Checked job as Redis stores it."""
-
     id: str
     class_number: int
     payload: str
@@ -62,7 +58,7 @@ class PackedJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """State of a job, and once it has ended, its one result."""
+    """State of a job, and its result after the end."""
 
     id: str
     state: str  # waiting, running; done, failed, dead, cancelled
@@ -77,7 +73,6 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Text of the answer, empty without one."""
         return str(self.answer["text"]) if self.answer else ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,14 +88,14 @@ class DeadJob(NamedTuple):
 
 
 class TextChunk(NamedTuple):
-    """Part of an answer. A later attempt starts the text again."""
+    """Part of an answer; a later attempt starts it again."""
 
     text: str
     attempt: int
 
 
 class JobCounts(NamedTuple):
-    """Numbers of jobs by class, CRITICAL first."""
+    """Jobs by class, CRITICAL first."""
 
     waiting: tuple[int, ...]
     running: tuple[int, ...]
@@ -132,7 +127,7 @@ def job_of(given: object) -> Job:
 
 
 def pack(given: Job | Mapping[str, object], max_bytes: int = MAX_JOB_BYTES) -> PackedJob:
-    """Check a job and pack it. Raise `InvalidRequest`."""
+    """Raise `InvalidRequest`."""
     job = job_of(_given(given) if isinstance(given, Job) else given)
     job_id = check_id(job.id) if job.id else uuid.uuid4().hex
     payload = _payload(job)
@@ -142,7 +137,7 @@ def pack(given: Job | Mapping[str, object], max_bytes: int = MAX_JOB_BYTES) -> P
 
 
 def unpack(payload: str) -> Job:
-    """Raise `InvalidRequest` for a job with the fields of another version."""
+    """Raise `InvalidRequest` for a job of another version."""
     try:
         return Job(**json.loads(payload))
     except (TypeError, ValueError) as error:
@@ -150,7 +145,7 @@ def unpack(payload: str) -> Job:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raise `InvalidRequest`."""
+    """Raise `InvalidRequest`."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
@@ -160,10 +155,9 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> list[dict[str, object]]:
-    """Return the jobs of JSON lines, each with an id. Raise `InvalidRequest` with the number of the first bad line.
+    """Parse jobs of JSON lines. Raise `InvalidRequest` with the first bad line's number.
 
-    A line without an id gets one from the content of the file and the number of the line, so that the same file gives
-    the same ids.
+    A missing id is made from the file's hash and the line number, so that the same file gives the same ids.
     """
     seen: dict[str, int] = {}
     jobs: list[dict[str, object]] = []
@@ -192,7 +186,7 @@ def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> lis
 def _job_of_line(number: int, line: bytes, max_job_bytes: int) -> tuple[dict[str, object], PackedJob]:
     """Raise `InvalidRequest`."""
     try:
-        if len(line) > 8 * max_job_bytes:  # a character may be written in six bytes
+        if len(line) > 8 * max_job_bytes:  # a character takes up to six
             raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {max_job_bytes}")
         job = read_json(line)
         packed = pack(job, max_job_bytes)

@@ -1,18 +1,18 @@
 """Atomic steps of a queue, in Lua for Redis 6.2.
 
-KEYS are the streams of the four classes, the streams of ended and of dead jobs, and the mark of an idle worker. ARGV
-begins with the prefix of the queue's other keys, which have the same hash tag. A job is a hash and, until it ends, an
-entry of its class's stream. It has ended when its hash has a `result`, written once. `attempts` counts to the
-limit; `begun` is the unique number of the last attempt. A job that is given back takes back its attempt, not its
-number. A worker lives while its number in the hash `beats` changes; idle times of streams follow the wall clock.
+KEYS are streams of the four classes, of ended and of dead jobs, and the mark of an idle worker. ARGV begins with the
+prefix of all other keys, which share its hash tag. A job is a hash and, until its end, an entry of its class's
+stream; the end is a `result`, written once. `attempts` counts to the limit, and `begun` numbers attempts uniquely: a
+job given back takes back its attempt, not its number. A worker lives while its number in `beats` changes, as streams'
+idle times follow the wall clock.
 """
 
 from __future__ import annotations
 
 GROUP = "workers"
-RETURNED = "returned"  # the consumer that holds jobs which a worker gave back
-KEPT_ENDS = 100_000  # entries, about, in the streams of ended and of dead jobs
-KEPT_CHUNKS = 4096  # of a token stream
+RETURNED = "returned"  # consumer of the jobs that were given back
+KEPT_ENDS = 100_000  # entries of the streams of ended and of dead jobs
+KEPT_CHUNKS = 4096  # per token stream
 STALE_CONSUMER_MS = 3_600_000
 
 _COMMON = f"""
@@ -88,8 +88,8 @@ if news > 0 and redis.call('DEL', IDLE) == 1 then redis.call('PUBLISH', prefix .
 return out
 """
 
-# prefix, consumer, room, max_attempts, 1 to claim returned jobs, 1 to begin with the lowest class, then consumer and
-# last beat of each dead worker. Return {id, number of attempt, age in ms, payload} of each job.
+# prefix, consumer, room, max_attempts, 1 to claim returned jobs, 1 for the lowest class first, then dead workers and
+# their last beats. Return {id, attempt, age in ms, payload} of each job.
 _TAKE = f"""
 local consumer, room, most = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local taken, at = {{}}, now_ms()
@@ -139,15 +139,14 @@ if #taken == 0 then redis.call('SET', IDLE, '1', 'EX', 60) end
 return taken
 """
 
-# prefix, then of each job: id, state, result. Return 1 for each that had no result yet.
+# prefix, then id, state, result of each job. Return 1 for each first result.
 _FINISH = """
 local out = {}
 for i = 2, #ARGV, 3 do out[#out + 1] = finish(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
 return out
 """
 
-# prefix, consumer, id, number of the attempt, max_attempts, reason. Return 1 to try again with the next number; 0 if
-# dead, or another worker's.
+# prefix, consumer, id, attempt, max_attempts, reason. Return 1 for another attempt, 0 for a dead or lost job.
 _FAIL = """
 local id = ARGV[3]
 if not is_held(id, ARGV[2]) then return 0 end
@@ -162,7 +161,7 @@ redis.call('HINCRBY', key_of(id), 'begun', 1)
 return 1
 """
 
-# prefix, consumer, ids. Beat once. Return {lost ids, {consumer, beat, …} of other workers with jobs}.
+# prefix, consumer, ids. Beat. Return {lost ids, {consumer, beat, …} of other workers with jobs}.
 _BEAT = f"""
 redis.call('HINCRBY', BEATS, ARGV[2], 1)
 local lost, others, seen = {{}}, {{}}, {{[ARGV[2]] = true, ['{RETURNED}'] = true}}
@@ -182,7 +181,7 @@ end
 return {{lost, others}}
 """
 
-# prefix, consumer, ids to keep. Give back the consumer's other jobs; return their number.
+# prefix, consumer, ids to keep. Give back the other jobs; return their number.
 _GIVE_BACK = f"""
 local kept, count = {{}}, 0
 for i = 3, #ARGV do kept[ARGV[i]] = true end
@@ -203,7 +202,7 @@ if count > 0 then redis.call('PUBLISH', prefix .. 'bell', 'work') end
 return count
 """
 
-# prefix, consumer. Forget the consumer and long silent consumers, unless they hold jobs.
+# prefix, consumer. Forget this and long silent consumers without jobs.
 _LEAVE = f"""
 for class = 1, 4 do
   local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[class], '{GROUP}')
@@ -230,8 +229,8 @@ if done == 1 then redis.call('PUBLISH', prefix .. 'bell', 'cancel ' .. ARGV[2]) 
 return done
 """
 
-# prefix, consumer, then id, number of the attempt, number of the chunk in the attempt, text of each chunk. Add new
-# chunks to the token streams of the worker's jobs.
+# prefix, consumer, then id, attempt, number within the attempt, text of each chunk. Add new chunks of the worker's
+# jobs.
 _EMIT = f"""
 for i = 3, #ARGV, 4 do
   local id, attempt, number = ARGV[i], ARGV[i + 1], ARGV[i + 2]
@@ -247,7 +246,7 @@ end
 return 0
 """
 
-# prefix. Return {waiting and running of each class, …, running of each class, …, dead}.
+# prefix. Return {waiting and running by class, running by class, dead}.
 _COUNT = f"""
 local out = {{}}
 for class = 1, 4 do out[class] = redis.call('XLEN', KEYS[class]) end

@@ -1,4 +1,4 @@
-"""Keys, scripts, arguments and answers of one queue in Redis."""
+"""Keys, arguments and answers of a queue's scripts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tidewheel_queue.jobs import (
     unpack,
 )
 
-BLOCK_MS = 1000  # of a read that waits for entries
+BLOCK_MS = 1000  # of a waiting read
 READ_COUNT = 1000
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_PIECE_JOBS, _PIECE_BYTES = 500, 4 << 20  # that one script enqueues: Redis serves nothing else in the meantime
+_PIECE_JOBS, _PIECE_BYTES = 500, 4 << 20  # of one script, which blocks Redis
 _RETRY_AFTER_MS = 1000
 
 
 class QueueNames:
-    """Keys of a queue; the braces keep them on one node of a Redis cluster."""
+    """Keys of a queue, on one node of a Redis cluster by their braces."""
 
     def __init__(self, name: str) -> None:
         if not _NAME.fullmatch(name):
@@ -48,8 +48,6 @@ class QueueNames:
 
 
 class QueueLimits:
-    """Limits of one client of a queue."""
-
     def __init__(self, bound: int, max_job_bytes: int, result_ttl_s: float) -> None:
         if not 1 <= bound <= 10_000_000:
             raise InvalidRequest(f"bound is {bound}: 1 to 10000000 jobs")
@@ -63,7 +61,6 @@ class QueueLimits:
 
 
 def pieces(jobs: Sequence[PackedJob]) -> Iterator[list[PackedJob]]:
-    """Yield groups of jobs, each for one script."""
     piece: list[PackedJob] = []
     size = 0
     for job in jobs:
@@ -86,7 +83,7 @@ def enqueue_arguments(names: QueueNames, limits: QueueLimits, piece: Iterable[Pa
 def read_enqueued(
     names: QueueNames, limits: QueueLimits, piece: Sequence[PackedJob], answer: list[int]
 ) -> list[EnqueuedJob]:
-    """Raise `Busy` if the piece was refused."""
+    """Raise `Busy` for a refused piece."""
     before, *added = answer
     if len(added) != len(piece):
         raise Busy(
@@ -101,7 +98,7 @@ RESULT_FIELDS = ("state", "attempts", "result")
 
 
 def read_result(names: QueueNames, job_id: str, found: Sequence[str | None]) -> Result:
-    """Parse the fields of a job's hash. Raise `NotFound`."""
+    """Parse a job's hash. Raise `NotFound`."""
     state, attempts, result = found
     if state is None:
         raise NotFound(f"queue {names.name!r} has no job {job_id!r}: unknown, or its time to live is over")

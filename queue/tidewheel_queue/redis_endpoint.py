@@ -1,5 +1,3 @@
-"""Redis of a queue: how it is reached, and what its errors mean."""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,10 +29,10 @@ _LOST = (
 
 
 class RedisEndpoint:
-    """Connection to the Redis of a URL, or to the embedded Redis of a folder, which lives until `close` at least."""
+    """Connection to the Redis of a URL, or to a folder's embedded Redis, kept until `close`."""
 
     def __init__(self, where: str | Path) -> None:
-        """Start an embedded Redis; connect to nothing. Raise `RequestError`."""
+        """Start an embedded Redis, but do not connect. Raise `RequestError`."""
         self._embedded: EmbeddedRedis | None = None
         if isinstance(where, str) and "://" in where:
             self._url, self.name = where, _check_url(where)
@@ -43,8 +41,8 @@ class RedisEndpoint:
             self._url, self.name = f"unix://{self._embedded.socket_path}", str(self._embedded.folder)
         try:
             self.redis: Any = self._client()
-            self.redis.connection_pool.make_connection()  # reads the options of the URL
-        except (ValueError, TypeError, exceptions.RedisError):  # whose words could hold a part of the password
+            self.redis.connection_pool.make_connection()  # parses the URL's options
+        except (ValueError, TypeError, exceptions.RedisError):  # messages may quote the password
             self._release()
             raise RequestError(
                 f"the URL of Redis at {self.name} has an option, or a value of one, that is unknown"
@@ -55,10 +53,7 @@ class RedisEndpoint:
         return await asyncio.to_thread(cls, where)
 
     async def call(self, command: Callable[[], Any]) -> Any:
-        """Return the answer of a command that may be repeated; try again after a lost connection.
-
-        Raise `RequestError`.
-        """
+        """Run a repeatable command, once more after a lost connection. Raise `RequestError`."""
         try:
             return await self._answer(command)
         except exceptions.RedisError as error:
@@ -71,7 +66,7 @@ class RedisEndpoint:
             raise self.error_of(error) from None
 
     async def revive(self) -> None:
-        """Start an embedded Redis again if it has died. Raise `ServerUnavailable`."""
+        """Start a dead embedded Redis again. Raise `ServerUnavailable`."""
         if self._embedded is not None:
             await asyncio.to_thread(self._embedded.revive)
 
@@ -90,7 +85,7 @@ class RedisEndpoint:
         return RequestError(f"Redis at {self.name} refuses: {text}")
 
     def check_version(self, info: Any) -> None:
-        """Raise `Unsupported` for a Redis before 6.2."""
+        """Raise `Unsupported` before Redis 6.2."""
         version = str(info.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
             raise Unsupported(f"Redis at {self.name} is {version}: a queue needs 6.2 or later")
@@ -107,7 +102,7 @@ class RedisEndpoint:
 
 
 class BlockingRedisEndpoint(RedisEndpoint):
-    """Endpoint of threads, whose coroutines block and never suspend."""
+    """Endpoint of threads, whose coroutines block."""
 
     @classmethod
     async def open(cls, where: str | Path) -> Self:
@@ -129,16 +124,16 @@ class BlockingRedisEndpoint(RedisEndpoint):
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether the same call may succeed later."""
+    """Return whether the call may succeed later."""
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
         return False
     return isinstance(error, _LOST) or str(error).startswith(("MISCONF", "CLUSTERDOWN", "LOADING"))
 
 
 async def heeding_cancels(called: Awaitable[T]) -> T:
-    """Await a call of Redis. Raise `CancelledError` if its task was cancelled meanwhile.
+    """Await a Redis call. Raise `CancelledError` if its task was cancelled meanwhile.
 
-    The library sends by `asyncio.wait_for`, which loses a cancel at the end of the call in Python 3.11.
+    The library's `asyncio.wait_for` loses a cancel at the end of the call in Python 3.11.
     """
     task = asyncio.current_task()
     num_before = task.cancelling() if task else 0

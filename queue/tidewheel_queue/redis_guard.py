@@ -1,10 +1,10 @@
-"""Guard of an embedded Redis: runs Redis while a process uses the folder, and starts it again when it dies.
+"""Guard of an embedded Redis, which it runs, and starts again, while a process uses the folder.
 
     python -I redis_guard.py FOLDER REDIS_SERVER
 
-Needs the standard library alone, so that it starts fast. Users hold a shared lock on `users.lock`, which the kernel
-frees at their end; when the guard gets the exclusive lock, it stops Redis. The guard holds `server.lock`, and Redis
-inherits it, so that no second Redis writes to the same files while either lives.
+It imports the standard library alone, to start fast. Users share a lock on `users.lock`, which the kernel frees at
+their end; once the guard gets it exclusively, it stops Redis. Redis inherits the guard's `server.lock`, so that no
+second Redis writes to the files while either lives.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ USERS_LOCK, SERVER_LOCK, SOCKET, LOG, USER_CONFIG = (
     "redis.log",
     "redis.conf",
 )
-# A user's redis.conf stands between: it may change the first part, not the second. With `everysec` Redis answers
-# before a slow write to the disk has ended, and a kill loses the answer.
+# A user's redis.conf comes between: it may change the first part only. `everysec` would answer before a slow write to
+# the disk has ended, and a kill would lose the answer.
 _DEFAULTS = b'appendfsync always\nsave ""\nloglevel warning\n'
 _FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n".encode()
 _LOOK_EVERY_S = 0.25
@@ -43,7 +43,6 @@ def open_lock(name: str) -> int:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Return whether the lock is held now."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -52,7 +51,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _in_child() -> None:
-    """Unblock signals, and end Redis with SIGTERM when the guard is killed."""
+    """Unblock signals, and let Redis get SIGTERM when the guard is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory holds jobs
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -71,7 +70,7 @@ def _start(binary: str, server_lock: int) -> subprocess.Popen[bytes]:
     try:
         process.stdin.write(config)
         process.stdin.close()
-    except OSError:  # it has died; the next look tells
+    except OSError:  # it died; the loop sees it
         pass
     return process
 
@@ -106,14 +105,14 @@ def guard(binary: str, server_lock: int, users_lock: int) -> None:
 
 def main() -> None:
     folder, binary = sys.argv[1:]
-    if os.fork():  # the process that asked for a guard does not wait for its end
+    if os.fork():  # the caller does not wait
         os._exit(0)
     os.setsid()
     os.umask(0o077)
     os.chdir(folder)
     server_lock = open_lock(SERVER_LOCK)
     if try_lock(server_lock, fcntl.LOCK_EX):
-        for left in Path().glob("temp-rewriteaof-*.aof"):  # by a Redis that was killed
+        for left in Path().glob("temp-rewriteaof-*.aof"):  # of a killed Redis
             left.unlink(missing_ok=True)
         guard(binary, server_lock, open_lock(USERS_LOCK))
 

@@ -12,7 +12,7 @@ _LONGEST_LOOK_S = 2.0
 
 
 class ServerGate:
-    """Gate in front of a server, shut while the server is away or busy; `on_open` is called when it opens."""
+    """Gate that is shut while the server is away or busy; calls `on_open` at opening."""
 
     def __init__(self, client: AsyncClient, note: Callable[[str], None], on_open: Callable[[], None]) -> None:
         self._client = client
@@ -29,18 +29,18 @@ class ServerGate:
         return self._opened.is_set() and time.monotonic() >= self._paused_until
 
     def shut(self, reason: str) -> None:
-        """Shut the gate until the server is ready."""
+        """Shut until the server is ready."""
         if self._opened.is_set() and not self._is_ending:
             self._note(f"the server at {self._client.url} is away, its jobs wait for it: {reason}")
             self._opened.clear()
             self._shut.set()
 
     def pause(self, seconds: float) -> None:
-        """Take no further job for the wait of a busy server."""
+        """Take no job while the server is busy."""
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     async def wait(self, seconds: float = 0.0) -> bool:
-        """Wait at least `seconds` for an open gate. Return False if the worker ends meanwhile."""
+        """Wait `seconds`, then for an open gate. Return False if the worker is ending."""
         end = time.monotonic() + seconds
         while not self._is_ending and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _FIRST_LOOK_S))
@@ -48,12 +48,12 @@ class ServerGate:
         return not self._is_ending
 
     def end(self) -> None:
-        """Open the gate, so that waiting tasks give their jobs back."""
+        """Open, so that waiting tasks give their jobs back."""
         self._is_ending = True
         self._opened.set()
 
     async def run(self) -> None:
-        """Poll the server while the gate is shut, until cancelled."""
+        """Poll the server while shut, until cancelled."""
         while True:
             await self._shut.wait()
             self._shut.clear()

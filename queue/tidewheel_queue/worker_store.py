@@ -22,7 +22,7 @@ _LOST_ONES = (exceptions.ConnectionError, exceptions.TimeoutError)
 
 class TakenJob(NamedTuple):
     id: str
-    attempt: int  # number, unique within the job
+    attempt: int  # unique within the job
     age_ms: float  # at the take
     payload: str
 
@@ -45,10 +45,10 @@ def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
 
 
 class WorkerStore:
-    """Queue as a worker reads and writes it. Calls wait for a Redis that is away, and are tried again.
+    """Queue of a worker, whose calls wait for a Redis that is away, and are repeated.
 
-    A lost answer of `take` leaves jobs in this worker's name, so it gives back the jobs that are not in `held` before
-    another try. All other calls may be repeated.
+    Jobs of a lost `take` answer stay in this worker's name; so it gives back the jobs not in `held` before another
+    try. All other calls are repeatable.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WorkerStore:
         self._is_away = False
 
     async def check(self) -> None:
-        """Raise `RequestError` unless a Redis from 6.2 on answers."""
+        """Raise `RequestError` unless Redis 6.2 or later answers."""
         try:
             info = await heeding_cancels(self._redis.info())
         except exceptions.RedisError as error:
@@ -83,8 +83,8 @@ class WorkerStore:
     ) -> list[TakenJob]:
         """Return up to `room` jobs, those of dead workers first.
 
-        `gone` maps dead workers to their last heartbeats; a worker with a newer heartbeat keeps its jobs. `claim`
-        takes jobs that were given back too.
+        `gone` maps dead workers to their last heartbeats; a newer heartbeat keeps the jobs. `claim` includes jobs
+        that were given back.
         """
         given = [*self._identity, str(room), self._max_attempts, str(int(claim)), str(int(lowest_first))]
         given += [part for worker in gone.items() for part in worker]
@@ -98,17 +98,17 @@ class WorkerStore:
         return [TakenJob(job_id, attempt, age_ms, payload) for job_id, attempt, age_ms, payload in found]
 
     async def finish(self, endings: Sequence[FinishedJob]) -> list[bool]:
-        """Write the results. Return False for each job that already had a result."""
+        """Write results. Return False for each job that already had one."""
         given = [part for one in endings for part in one]
         return [bool(is_first) for is_first in await self._persistently("finish", [self._names.prefix, *given])]
 
     async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
-        """Count a failed attempt. Return False if the job is dead now, or another worker's."""
+        """Count a failed attempt. Return False if the job is dead or lost."""
         given = [*self._identity, job_id, str(attempt), self._max_attempts, reason]
         return bool(await self._persistently("fail", given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-        """Write this worker's heartbeat. Return the ids of lost jobs, and heartbeats of other workers with jobs."""
+        """Beat. Return the ids of lost jobs, and heartbeats of other workers with jobs."""
         lost, others = await self._persistently("beat", [*self._identity, *ids])
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 
@@ -117,7 +117,7 @@ class WorkerStore:
         return [None] * len(parts)
 
     async def give_back(self, kept: Iterable[str] = ()) -> int:
-        """Give back this worker's jobs except `kept`; return their number."""
+        """Give back the jobs except `kept`; return their number."""
         return int(await self._persistently("give_back", [*self._identity, *kept]))
 
     async def leave(self) -> None:
@@ -128,7 +128,7 @@ class WorkerStore:
         return any((*counts.waiting, *counts.running))
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        """Call `on_work` and `on_cancel` for messages, until cancelled. `take` and `beat` find missed messages."""
+        """Call back for messages until cancelled; `take` and `beat` find missed ones."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
                 await heeding_cancels(self._hear_until_lost(on_work, on_cancel))
@@ -166,7 +166,7 @@ class WorkerStore:
         return answer
 
     async def _away(self, error: exceptions.RedisError, wait_s: float) -> None:
-        """Wait for a Redis that is away. Raise `RequestError` for any other error."""
+        """Wait if Redis is away. Raise `RequestError` for another error."""
         if not is_lost(error):
             raise self._endpoint.error_of(error) from None
         if not self._is_away:
@@ -178,7 +178,7 @@ class WorkerStore:
 
 
 class Batcher(Generic[T, R]):
-    """Collector of items during a write, which the next write sends at once."""
+    """Collector of items for the next write, while a write runs."""
 
     def __init__(self, write: Callable[[list[T]], Awaitable[Sequence[R]]], most: int = 256) -> None:
         self._write = write
@@ -187,14 +187,14 @@ class Batcher(Generic[T, R]):
         self._added = asyncio.Event()
 
     def add(self, item: T) -> asyncio.Future[R]:
-        """Return the future of the write's answer for the item."""
+        """Return the future of the item's answer."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         self._added.set()
         return future
 
     async def run(self) -> None:
-        """Write until cancelled, or until a write raises."""
+        """Write until cancelled, or an error."""
         while True:
             await self._added.wait()
             batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
@@ -207,9 +207,9 @@ class Batcher(Generic[T, R]):
 
 
 class SilenceWatch:
-    """Detector of dead workers: those whose heartbeat stays the same in `most_equal` looks after the first.
+    """Detector of workers whose heartbeat stays the same for `most_equal` further looks.
 
-    Counting looks, and no time, keeps workers alive when a clock is set, or Redis or the machine pauses.
+    Looks are counted, not time: a set clock or a pause of Redis or the machine kills no worker.
     """
 
     def __init__(self, most_equal: int) -> None:
@@ -217,7 +217,7 @@ class SilenceWatch:
         self._seen: dict[str, tuple[str, int]] = {}  # heartbeat and repeats, by worker
 
     def look(self, beats: Mapping[str, str]) -> dict[str, str]:
-        """Compare heartbeats by worker with the last look. Return those of the dead workers."""
+        """Return the heartbeats of the dead workers."""
         seen = {}
         for worker, beat in beats.items():
             last, times = self._seen.get(worker, ("", 0))

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and as events, and in those of vLLM's tokenizer calls."""
+"""Answers in OpenAI's shapes, whole and as events, and of vLLM's tokenizer calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Usage:
     def add(self, index: int, chunk: Chunk) -> None:
         self._prompts[index] = chunk.num_input_tokens or 0
         self._completion += chunk.num_output_tokens or 0
-        if chunk.perf is not None and chunk.index == 0:  # later sequences share its prompt
+        if chunk.perf is not None and chunk.index == 0:  # the sequences share a prompt
             self._cached[index] = chunk.perf.num_cached_tokens
 
     def as_json(self) -> Json:
@@ -61,25 +61,21 @@ class _ChoiceState:
 
 
 class StreamWriter(ABC, Generic[R]):
-    """Translator of a stream of responses to the bytes of the answer."""
-
     headers: Mapping[str, str]
 
     @abstractmethod
     def events(self, index: int, response: R) -> bytes:
-        """Return the events of a prompt's response, empty if the text is held back."""
+        """Return a prompt's events, empty if text is held back."""
 
     @abstractmethod
     def end(self) -> bytes:
-        """Return the events after the last response."""
+        """Return the last events."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes: ...
 
 
 class AnswerWriter(StreamWriter[list[Chunk]]):
-    """Writer of the answer to a chat or a completion."""
-
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
         self._request = request
         self._reasoning = reasoning
@@ -158,7 +154,6 @@ class AnswerWriter(StreamWriter[list[Chunk]]):
         return choice
 
     def _with_prompt_of_chat(self, body: Json) -> Json:
-        """Add the log-probabilities of a chat's prompt, which stand beside the choices."""
         if not self._request.is_chat or not self._request.shows_prompt_logprobs:
             return body
         return {**body, "prompt_logprobs": _prompt_logprobs(self._prompt_logprobs.get(0, ()))}
@@ -218,14 +213,14 @@ def _event(event: Json) -> bytes:
 
 
 def _finish_reason(reason: str | None) -> Json:
-    """Return OpenAI's reason. An answer that a deadline cut has `length`, and `stop_reason` beside it."""
+    """Return OpenAI's reason: a passed deadline is `length`, with `stop_reason`."""
     if reason is None or reason in _OPENAI_REASONS:
         return {"finish_reason": reason}
     return {"finish_reason": "length", "stop_reason": reason}
 
 
 def _prompt_logprobs(entries: Logprobs) -> list[Json | None]:
-    """Return entries as vLLM's server does: null for the first token."""
+    """Return vLLM's entries: null for the first token."""
     return [
         {
             str(token_id): {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
@@ -258,7 +253,7 @@ def _token(one: TokenLogprob) -> Json:
 
 
 def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    """Raise `InvalidRequest` if the model's vectors have fewer dimensions than requested."""
+    """Raise `InvalidRequest` for more dimensions than the vectors have."""
     data, num_tokens = [], 0
     for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
         if chunk.embedding is None:

@@ -1,4 +1,4 @@
-"""API keys from a TOML file: tenant, best class and limits of each, and its use."""
+"""API keys from a TOML file, with tenant, best class, limits and use of each."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tidewheel_client.errors import Busy, InvalidRequest, WrongKey
 MAX_FILE_BYTES = 1 << 22
 MAX_WORKERS = 64
 MAX_KEYS = 1 << 16
-_RETRY_MS = 1000  # after one too many at once
+_RETRY_MS = 1000  # over max_concurrent
 _CLASSES = tuple(one.value for one in Priority)
-_OFFSET = 4096  # of the rows in a ledger's file
+_OFFSET = 4096  # of a ledger's rows
 _ROW = np.dtype(
     [
         ("sha256", "S64"),
-        ("spent", "f8"),  # requests of the last minute, by a leaky bucket
+        ("spent", "f8"),  # requests, in a leaky bucket of a minute
         ("spent_at", "f8"),  # monotonic seconds
         ("num_open", "i4", (MAX_WORKERS,)),  # by worker
     ]
@@ -55,10 +55,10 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ledger:
-    """Use of every key, in memory or in a file of all workers. Rows stay."""
+    """Use of every key, in memory or in a file that workers share. Rows stay."""
 
     def __init__(self, path: Path | None = None, worker: int = 0) -> None:
-        """Open the file. The worker's former process has no open requests any more."""
+        """Open the file, and reset the open requests of the worker's former process."""
         self.worker = worker
         self._file = None if path is None else path.open("r+b")
         if path is None:
@@ -76,7 +76,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other workers out. The kernel frees a dead worker's lock."""
+        """Lock out other workers; the kernel frees a dead worker's lock."""
         if self._file is None:
             yield
             return
@@ -87,7 +87,7 @@ class Ledger:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def rows(self, hashes: Sequence[str]) -> Iterable[Any]:
-        """Return each hash's record. Raise `ConfigError` beyond `MAX_KEYS`, former keys included."""
+        """Return each hash's row. Raise `ConfigError` beyond `MAX_KEYS`, former keys included."""
         with self.locked():
             count = int(self._count[0])
             known = {text: index for index, text in enumerate(self._rows["sha256"][:count].tolist())}
@@ -100,7 +100,7 @@ class Ledger:
 
 
 class Account:
-    """One key and its use; no limits without a key."""
+    """A key and its use; unlimited without a key."""
 
     def __init__(
         self, key: ApiKey | None, ledger: Ledger, record: Any = None, clock: Callable[[], float] = time.monotonic
@@ -111,7 +111,7 @@ class Account:
         self._clock = clock
 
     def label(self, request: UpstreamRequest) -> UpstreamRequest:
-        """Set the tenant, and limit the class. Raise `InvalidRequest` if the client names a tenant."""
+        """Set the tenant, and limit the class. Raise `InvalidRequest` if a tenant is given."""
         if self.key is None:
             return request
         if "tenant" in request.params:
@@ -124,7 +124,7 @@ class Account:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request. Raise `Busy` beyond the key's limits."""
+        """Raise `Busy` beyond the key's limits."""
         if self.key is None:
             yield
             return
@@ -135,7 +135,7 @@ class Account:
         try:
             yield
         finally:
-            num_open[worker] -= 1  # no other worker writes there
+            num_open[worker] -= 1  # only this worker writes it
 
     def _check(self, key: ApiKey, num_open: int) -> None:
         if key.max_concurrent is not None and num_open >= key.max_concurrent:
@@ -157,7 +157,7 @@ class Account:
 
 class ApiKeys:
     def __init__(self, path: Path | None, ledger: Ledger | None = None) -> None:
-        """Raise `ConfigError`. Without a file, no key is needed."""
+        """Raise `ConfigError`. No file: no key is needed."""
         self._path = path
         self._ledger = ledger or Ledger()
         self._accounts: dict[bytes, Account] = {}  # by hash
@@ -168,7 +168,7 @@ class ApiKeys:
             self._read(path)
 
     def refresh(self) -> None:
-        """Read a changed file. Keep the keys if it cannot be read."""
+        """Read a changed file; keep the keys if that fails."""
         if self._path is None:
             return
         try:
@@ -186,7 +186,7 @@ class ApiKeys:
             return self._anonymous
         scheme, _, secret = authorization.partition(" ")
         given = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
-        # Every hash is compared, so that the time says nothing.
+        # Compare every hash, so that the time says nothing.
         found = [account for known, account in self._accounts.items() if hmac.compare_digest(known, given)]
         if scheme.lower() != "bearer" or not found:
             raise WrongKey("the API key is missing or wrong: send Authorization: Bearer KEY")

@@ -1,4 +1,4 @@
-"""The gateway's HTTP application. A request passes the chain in `Gateway._serve`."""
+"""The gateway's HTTP application; a request passes the chain in `Gateway._serve`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tidewheel_client.errors import (
     WrongKey,
 )
 
-BODY_S = 60.0  # for a body to arrive
+BODY_S = 60.0
 _LARGE = 1 << 16  # bytes of work that delay streams
 _REFRESH_S = 1.0  # of keys, and of figures for other workers
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -56,8 +56,6 @@ class _Streamed(web.StreamResponse):
 
 
 class _Endpoint(NamedTuple):
-    """Translation of a path's requests and answers."""
-
     read: Callable[[bodies.Fields], UpstreamRequest]
     answer: Callable[[web.Request, UpstreamRequest, Responses[Any]], Awaitable[web.StreamResponse]]
     attempt: type[Attempt[Any]] = GrpcAttempt
@@ -109,7 +107,7 @@ class Gateway:
     # --- one request ------------------------------------------------------------------------------------------
 
     async def _serve(self, endpoint: _Endpoint, http: web.Request) -> web.StreamResponse:
-        """Pass a request through the chain: limits, body, translation, servers with retries, answer."""
+        """Serve a request: limits, body, translation, servers with retries, answer."""
         account: Account = http["account"]
         with account.admit():
             body = await _read_body(http)
@@ -123,13 +121,12 @@ class Gateway:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, turn errors into answers, and count."""
         self._counters.num_open += 1
         is_page = self._options.playground and playground_pages.is_playground(request.path)
         try:
             if request.path not in self._open_paths and not is_page:
                 request["account"] = self._keys.account(request.headers.get("Authorization", ""))
-            if self._upstreams.not_ready:  # as last seen
+            if self._upstreams.not_ready:
                 await self._upstreams.look_again()
             response = await handler(request)
             if is_page:
@@ -141,7 +138,7 @@ class Gateway:
         except asyncio.CancelledError:
             self._counters.num_hang_ups += 1
             raise
-        except ConnectionError:  # the client is gone, and reads no answer
+        except ConnectionError:  # the client is gone
             self._counters.num_hang_ups += 1
             response = _error_response(request, InternalError("the connection was lost"))
         except Exception:
@@ -158,7 +155,7 @@ class Gateway:
         return _error_response(http, error)
 
     async def _beside(self, size: int, work: Callable[[], T]) -> T:
-        """Do work on so many bytes, in a thread if they are many: one at a time, as it holds the GIL."""
+        """Do work on `size` bytes. Large work runs in a thread, one at a time: it holds the GIL."""
         if size <= _LARGE:
             return work()
         async with self._large:
@@ -180,7 +177,7 @@ class Gateway:
     async def _stream(
         self, http: web.Request, writer: answers.StreamWriter[R], responses: Responses[R]
     ) -> web.StreamResponse:
-        """Answer from the first response on. An error before it is an answer by itself."""
+        """Answer from the first response on; an error before it is the whole answer."""
         answer = _Streamed(headers=writer.headers)
         try:
             async for index, response in responses:
@@ -214,7 +211,7 @@ class Gateway:
             self._keys.refresh()
             self.publish()
             num_wrong = self._num_wrong_keys
-            if num_wrong > self._num_wrong_reported:  # one line, however many there are
+            if num_wrong > self._num_wrong_reported:  # one line for all
                 num_new = num_wrong - self._num_wrong_reported
                 logger.warning("[%s] %d requests without a known API key", WrongKey.tag, num_new)
                 self._num_wrong_reported = num_wrong
@@ -235,7 +232,7 @@ class Gateway:
         each = self._upstreams.each
         texts = await asyncio.gather(*(one.metrics() for one in each))
         of_servers = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
-        self.publish()  # or a restart would take counts back
+        self.publish()  # or counts go back at a restart
         figures = Counters.sum_of([self._figures(), *self._worker.others()])
         ready = {one.address.grpc: not one.not_ready for one in self._upstreams.each}
         text = of_servers + figures.render(ready)
@@ -277,12 +274,12 @@ async def _read_body(http: web.Request) -> bytes:
 
 
 def _parse(http: web.Request, body: bytes) -> bodies.Fields:
-    http["fields"] = fields = bodies.parse(body)  # an error may name one of them
+    http["fields"] = fields = bodies.parse(body)  # for errors that name a field
     return fields
 
 
 def _request_id(http: web.Request, request: UpstreamRequest) -> str:
-    """Return the client's id, or a new one; none for Triton's own API."""
+    """Return the client's id, else a new one; none for Triton's API."""
     if http.path.startswith(_PROXIED):
         return ""
     given = request.request_id or http.headers.get("X-Request-Id", "")
@@ -292,7 +289,7 @@ def _request_id(http: web.Request, request: UpstreamRequest) -> str:
 
 
 def _traceparent(http: web.Request) -> str:
-    """Return W3C's header, empty if it is malformed."""
+    """Return W3C's header, empty if malformed."""
     header = http.headers.get("traceparent", "").strip()
     return header if _TRACEPARENT.fullmatch(header) else ""
 

@@ -1,4 +1,4 @@
-"""Bodies of requests. The backend reads, or refuses by name, all fields that are not listed here."""
+"""Bodies of requests. The backend reads or refuses fields that are not listed here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_INPUTS = 2048  # of embeddings, as OpenAI's
 MAX_FIELDS = 256
 MAX_NAME_CHARS = 256
 MAX_PARAMETER_BYTES = 1 << 18  # the backend's limit
-MOST_TOKENS = 2**31 - 1  # cut by the backend to what fits the context
+MOST_TOKENS = 2**31 - 1  # the backend cuts it to the context
 MAX_REQUEST_ID_CHARS = 128
 # Together some 50 ms of parsing.
 MAX_CONTAINERS = 1 << 15  # lists, objects and keys
 MAX_ITEMS = 1 << 18
-_SMALL = 1 << 14  # bytes that cannot hold too much
-_PIECE = 1 << 18  # bytes, between which other threads run
+_SMALL = 1 << 14  # bytes that need no check
+_PIECE = 1 << 18  # bytes; other threads run between pieces
 _ESCAPE = re.compile(rb"\\*[^\\]?")
 _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 
@@ -57,7 +57,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OpenAIBody(_Body, frozen=True, kw_only=True):
-    """Fields without effect, which OpenAI's clients send by themselves."""
+    """Fields without effect that OpenAI's clients send unasked."""
 
     user: str = ""
     metadata: dict[str, str] = {}
@@ -121,7 +121,7 @@ _B = TypeVar("_B", bound=_Body)
 
 
 def parse(data: bytes) -> Fields:
-    """Return the fields that are not null. Raise `InvalidRequest`."""
+    """Parse the fields that are not null. Raise `InvalidRequest`."""
     check_structure(data)
     try:
         fields = msgspec.json.decode(data)
@@ -139,7 +139,7 @@ def parse(data: bytes) -> Fields:
 
 
 def check_structure(data: bytes) -> None:
-    """Raise `InvalidRequest` for JSON that takes long to parse, whatever its strings hold."""
+    """Raise `InvalidRequest` for JSON that takes long to parse; strings do not count."""
     if len(data) <= _SMALL or _fits(_pieces(data)) or _fits(_outside_strings(data)):
         return
     raise InvalidRequest(
@@ -158,7 +158,7 @@ def _fits(pieces: Iterator[bytes]) -> bool:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Cut no escape."""
+    """Yield pieces that cut no escape."""
     start = 0
     while start < len(data):
         match = _ESCAPE.match(data, min(start + _PIECE, len(data)))
@@ -195,7 +195,7 @@ def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, dict[str, object]]:
 
 
 def check_parameters(params: Fields) -> None:
-    """Raise `InvalidRequest` if the backend would refuse the parameters' size."""
+    """Raise `InvalidRequest` beyond the backend's size limit."""
     if (size := len(msgspec.json.encode(params))) > MAX_PARAMETER_BYTES:
         raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
 
@@ -216,7 +216,7 @@ def read_chat(fields: Fields) -> UpstreamRequest:
     if body.tool_choice not in ("auto", "none"):
         params["structured_outputs"], tools, names, schema_name = force_call(tools, body.tool_choice, params)
     if tools:
-        params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
+        params.setdefault("skip_special_tokens", False)  # a call's mark may be one
     prompt = _conversation(body.messages, tools, body.chat_template_kwargs)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
     request.is_chat, request.tools, request.schema_name = True, names, schema_name
@@ -295,7 +295,7 @@ def _most_tokens(body: ChatBody) -> int:
 
 
 def _follows_grammar(params: dict[str, object]) -> bool:
-    """Return whether a grammar, which has no reasoning, covers the whole answer."""
+    """Return whether a grammar covers the answer, which then has no reasoning."""
     answer_format = params.get("response_format")
     is_format = answer_format is not None and answer_format != {"type": "text"}
     return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
@@ -304,13 +304,13 @@ def _follows_grammar(params: dict[str, object]) -> bool:
 def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields) -> Prompt:
     messages = [_message(message) for message in messages]
     parts = {"tools": tools, "chat_template_kwargs": template_kwargs}
-    # Messages come last: routers hash the text, and a later turn begins with the turn before.
+    # Messages last: routers hash the text, and a later turn begins with the former one.
     given = {name: part for name, part in parts.items() if part} | {"messages": messages}
     return {"messages": msgspec.json.encode(given if len(given) > 1 else messages).decode()}
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls, which clients send back, and give OpenAI's developer the older name."""
+    """Drop nulls, which clients send back, and rename OpenAI's developer role."""
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
 

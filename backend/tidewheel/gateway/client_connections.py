@@ -1,7 +1,7 @@
-"""Limits of client connections: their number, and the time for the headers of a request.
+"""Limits of client connections: their number, and the time for headers.
 
-At the limit, a new connection replaces the longest idle one, else the one that has stalled longest: its request is
-incomplete, or its answer is not read. Connections that wait for an answer stay; if all do, the new one is refused.
+At the limit, a new connection replaces the longest idle one, else the longest stalled one: its request is incomplete,
+or its answer is not read. If all wait for answers, the new one is refused.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepa
 _LOG_INTERVAL_S = 10.0
 _OWN_DESCRIPTORS = 32  # of a gateway without clients
 _BACKLOG = 1024  # connections in the kernel
-_MOST_AT_ONCE = 128  # accepted by asyncio before it serves one
-_IPV6_SITE = 64  # bits; one client has all addresses below
-_ALL = ""  # key of the group of all connections
+_MOST_AT_ONCE = 128  # accepted before asyncio serves one
+_IPV6_SITE = 64  # bits of one client's network
+_ALL = ""  # key of all connections
 
 logger = logging.getLogger(__name__)
 
 
 class _Group:
-    """Connections of one client address, or of all."""
+    """Connections of one address, or of all."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -42,10 +42,10 @@ class _Group:
 
 
 class ConnectionTable:
-    """Open connections of one process. Not thread safe."""
+    """Open connections of a process. Not thread safe."""
 
     def __init__(self, num_descriptors: int) -> None:
-        """`num_descriptors` limits the process's open files. A quarter is left for Triton and for short moments."""
+        """`num_descriptors` limits open files; a quarter is left for Triton and short moments."""
         self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
         self.most_of_address = self.most // 2
         self._groups = {_ALL: _Group()}  # and one for each address with connections
@@ -54,7 +54,7 @@ class ConnectionTable:
         self._next_line_s = 0.0
 
     def enter(self, connection: ClientConnection) -> bool:
-        """Add a connection, closing another if the table is full. Return False if none can be closed."""
+        """Add a connection, closing another if needed. Return False if none can be closed."""
         for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
             group = self._groups.get(address)
             if group is not None and group.num_open >= most and not self.make_room(address):
@@ -79,21 +79,21 @@ class ConnectionTable:
             del self._groups[connection.address]
 
     def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
-        """Mark the connection as idle or stalled from now on."""
+        """Mark the connection as idle, or stalled, from now on."""
         if connection in self._open:
             self.serve(connection)
             for group in self._groups_of(connection):
                 (group.idle if is_idle else group.stalled)[connection] = None
 
     def serve(self, connection: ClientConnection) -> None:
-        """Mark the connection as one whose client waits for an answer."""
+        """Mark the connection as waiting for an answer."""
         if connection in self._open:
             for group in self._groups_of(connection):
                 group.idle.pop(connection, None)
                 group.stalled.pop(connection, None)
 
     def make_room(self, address: str = _ALL) -> bool:
-        """Close one connection of an address that has some. Return False if all wait for answers."""
+        """Close a connection of the address. Return False if all wait for answers."""
         group = self._groups[address]
         connection = next(iter(group.idle or group.stalled), None)
         if connection is None:
@@ -122,7 +122,7 @@ class ConnectionTable:
         self._next_line_s = now + _LOG_INTERVAL_S
 
     def refusal(self) -> bytes:
-        """Return the HTTP response, status 429, for a connection that is refused."""
+        """Return the HTTP response of status 429."""
         error = Busy(
             f"the gateway has {self.most} connections, or {self.most_of_address} of your address, which wait for "
             "answers: try again later"
@@ -135,7 +135,7 @@ class ConnectionTable:
 
 
 class ClientConnection(web.RequestHandler):
-    """Connection of aiohttp's server, with a place in the table and a limit of time for headers."""
+    """Connection of aiohttp's server, in a table, with a time limit for headers."""
 
     __slots__ = ("_deadline", "_is_read", "_is_unread", "_request", "_table", "address")
 
@@ -143,9 +143,9 @@ class ClientConnection(web.RequestHandler):
         super().__init__(server, loop=asyncio.get_running_loop(), **_OPTIONS)
         self._table = table
         self._request: web.Request | None = None  # being answered
-        self._is_read = True  # the last request has arrived in full, answered or not
+        self._is_read = True  # the last request's body has arrived
         self._is_unread = False  # the answer
-        self._deadline: asyncio.TimerHandle | None = None  # of headers that have begun to arrive
+        self._deadline: asyncio.TimerHandle | None = None  # of headers that are arriving
         self.address = _ALL
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -164,7 +164,7 @@ class ClientConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # Other data is the rest of a body that was answered early, or none: aiohttp passes b"" after a pause.
+        # Other data is the rest of a body answered early, or b"", which aiohttp passes after a pause.
         if data and self._is_read and self._request is None and self._deadline is None:
             self._limit_headers()
         super().data_received(data)
@@ -182,7 +182,7 @@ class ClientConnection(web.RequestHandler):
     async def answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a request whose headers have arrived."""
+        """Answer a request after its headers."""
         self._end_limit()
         self._request, self._is_read = request, False
         request.content.on_eof(self._end_reading)
@@ -226,7 +226,7 @@ class HttpListener:
     ) -> HttpListener:
         """Listen for a runner after its `setup`. Raise `OSError` if the port cannot be had.
 
-        `num_descriptors` limits the process's open files. `shares_port` allows other processes at the port.
+        `num_descriptors` limits open files; `shares_port` allows other processes at the port.
         """
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None
@@ -238,7 +238,7 @@ class HttpListener:
             return await connection.answer(request, handler)
 
         def note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            # An accept without a free descriptor: asyncio tries up to 128 times before the one closed here is free.
+            # Without a free descriptor, asyncio tries up to 128 accepts before this close frees one.
             if isinstance(context.get("exception"), OSError) and "socket" in context:
                 if not made_room.is_set():
                     made_room.set()
@@ -270,6 +270,6 @@ class HttpListener:
 
 
 def _address_of(peer: tuple[str, int]) -> str:
-    """Return the group's key: the IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the IPv4 address, or an IPv6 address's /64 network."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     return str(address if address.version == 4 else ipaddress.ip_network((address, _IPV6_SITE), strict=False))

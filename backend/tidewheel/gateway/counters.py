@@ -1,4 +1,4 @@
-"""Counters of a gateway's worker, and the text of its and its servers' figures for Prometheus."""
+"""Counters of a gateway's worker, and Prometheus' text of them and of the servers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Values = Iterable[tuple[Sequence[str], int]]  # by the values of labels
 
 
 class Counters(msgspec.Struct):
-    """Figures of one worker, or of several together."""
+    """Figures of one worker or several."""
 
-    requests: dict[str, int] = {}  # by path and status, with a space between
-    errors: dict[str, int] = {}  # by tag, or class of an error without one
+    requests: dict[str, int] = {}  # by "path status"
+    errors: dict[str, int] = {}  # by tag, else class
     num_open: int = 0
     num_hang_ups: int = 0
     num_moved: int = 0
-    open_upstream: dict[str, int] = {}  # requests by authority of the server
+    open_upstream: dict[str, int] = {}  # requests by server's authority
 
     def count(self, path: str, status: int) -> None:
         key = f"{path} {status}"
@@ -48,7 +48,6 @@ class Counters(msgspec.Struct):
         return total
 
     def render(self, upstream_ready: Mapping[str, bool]) -> str:
-        """Return Prometheus' text. `upstream_ready` is by authority."""
         registry = CollectorRegistry()
         registry.register(_Collector(self, upstream_ready))
         return generate_latest(registry).decode()
@@ -88,9 +87,9 @@ def _family(metric: metrics.Metric, values: Values, *labels: str) -> prometheus.
 
 
 def merge(texts: Mapping[str, str]) -> str:
-    """Join the texts of several servers: a family once, each sample with the label `upstream`.
+    """Join servers' texts: a family once, each sample with the label `upstream`.
 
-    Lines stay as they are: a parser would rename Triton's counters, which do not end with `_total`.
+    No parser: it would rename Triton's counters, which do not end with `_total`.
     """
     if len(texts) == 1:
         return next(iter(texts.values()))

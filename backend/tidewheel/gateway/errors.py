@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tidewheel_client import errors
 
-_RETRY_AFTER_MS = 1000  # where the server names no time
+_RETRY_AFTER_MS = 1000  # if the server names no time
 
 
 class FieldMissing(errors.InvalidRequest):
@@ -59,7 +59,7 @@ _MEANINGS: dict[type[errors.RequestError], _Meaning] = {
     errors.DeadlineExceeded: _Meaning(504, _SERVER, "deadline_exceeded"),
     errors.RequestTimeout: _Meaning(504, _SERVER, "timeout"),
 }
-# The backend's names, and the client's.
+# The client's names by the backend's.
 _NAMES = {
     "text_input": ("prompt", "input"),
     "input_ids": ("prompt", "tokens", "input"),
@@ -75,7 +75,7 @@ def status_of(error: errors.RequestError) -> int:
 
 
 def headers_of(error: errors.RequestError) -> dict[str, str]:
-    """Return the headers that say whether, and when, to send the request again."""
+    """Return the headers about sending the request again."""
     headers = {"x-should-retry": str(error.retryable).lower()}
     if error.retryable:
         retry_ms = error.retry_after_ms or _RETRY_AFTER_MS
@@ -88,7 +88,7 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
 
 
 def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the JSON. `param` is the field with which the message begins.
+    """Return the JSON, whose `param` is the field that begins the message.
 
     `schema_name` replaces the schema of a forced call, which the gateway made.
     """

@@ -1,5 +1,3 @@
-"""Options of a gateway."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,12 +12,12 @@ from tidewheel.gateway.upstream import Address
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080  # 0: a free one
-    api_keys: str = ""  # TOML file; empty: every request is let in
+    api_keys: str = ""  # TOML file; empty: no key is needed
     max_body_mb: int = MAX_BODY_MB
     reasoning: Reasoning = "tagged"
     open_metrics: bool = False  # /metrics needs no key
     playground: bool = False
-    drain_s: float = 30.0  # for open requests, at the end
+    drain_s: float = 30.0  # for open requests
 
     @property
     def key_file(self) -> Path | None:
@@ -31,8 +29,6 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StandaloneOptions(GatewayOptions, frozen=True, kw_only=True):
-    """Options of `tidewheel gateway`."""
-
     upstreams: tuple[Address, ...]
     workers: int = 1
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from tidewheel_client.errors import InvalidRequest
 
-Reasoning = Literal["tagged", "always", "off"]  # always: the template itself opens the tag
+Reasoning = Literal["tagged", "always", "off"]  # always: the template opens the tag
 
 _THINK, _END_THINK = "<think>", "</think>"
 _MISTRAL = "[TOOL_CALLS]"
@@ -24,14 +24,14 @@ _CLOSINGS = {"<tool_call>": "</tool_call>", _MISTRAL: "", "<|python_tag|>": ""} 
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
 _BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\])*")
 _ID_CHARS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # templates of Mistral want exactly so many
-# The beginning of a forced call, as its schema writes it: the name, perhaps cut, and the arguments.
+_ID_LENGTH = 9  # as Mistral's templates want
+# Beginning of a forced call: the name, perhaps cut, and the arguments.
 _CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)(?:"\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
 _decoder = json.JSONDecoder()
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar", "decoding", "decoding_guide_type")
 _FIELDS = ("structured_outputs", "response_format", *(f"guided_{name}" for name in _GRAMMARS))
-_MOST_CHARS = 200  # of names in a message
+_MOST_CHARS = 200  # of names in messages
 
 Tools = list[dict[str, Any]]
 ToolChoice = str | dict[str, Any]
@@ -44,8 +44,6 @@ class ToolCall(NamedTuple):
 
 
 class ParsedOutput(NamedTuple):
-    """Parts of a text."""
-
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -55,16 +53,16 @@ class ParsedOutput(NamedTuple):
 
 
 class OutputParser:
-    """Incremental parser of one sequence. It holds back a possible beginning of a mark."""
+    """Incremental parser of a sequence; holds back a mark's possible beginning."""
 
     def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
-        """`tools`: names of functions; None: calls are content. `is_forced`: the text is one call."""
+        """`tools`: function names; None: calls are content. `is_forced`: the text is one call."""
         self._tools = tools
         self._is_forced = is_forced
         self.was_cut = False  # the forced call
         self._reasoning = reasoning
         self._held = ""
-        self._opening = ""  # mark of the call that is being read
+        self._opening = ""  # mark of the current call
         self._state = self._in_thought if reasoning == "always" else self._at_start
         if is_forced:
             self._state = self._in_call
@@ -84,7 +82,7 @@ class OutputParser:
             return self._parse_calls(held)
         return ParsedOutput(held)
 
-    # Each state returns its part, or None if it needs more text.
+    # A state returns its part; None: it needs more text.
 
     def _at_start(self) -> ParsedOutput | None:
         text = self._held.lstrip()
@@ -144,7 +142,7 @@ class OutputParser:
         return ParsedOutput()
 
     def _take_certain(self, marks: tuple[str, ...]) -> str:
-        """Take all text but a beginning of a mark at its end."""
+        """Take the text before a possible beginning of a mark."""
         lengths = range(min(len(self._held), max(map(len, marks), default=1) - 1), 0, -1)
         num_held = next((n for n in lengths if any(mark.startswith(self._held[-n:]) for mark in marks)), 0)
         num_taken = len(self._held) - num_held
@@ -152,7 +150,6 @@ class OutputParser:
         return text
 
     def _parse_calls(self, raw: str, closing: str = "") -> ParsedOutput:
-        """Return the calls, or the text as content if it is none."""
         try:
             calls = tuple(_read_calls(raw))
         except (ValueError, RecursionError):
@@ -166,7 +163,7 @@ class OutputParser:
 
 
 def _read_calls(text: str) -> Iterator[ToolCall]:
-    """Yield the calls. Raise ValueError if the text holds anything else."""
+    """Raise ValueError if the text holds anything but calls."""
     position = _skip(text, 0)
     while position < len(text):
         if (named := _NAME.match(text, position)) is not None:
@@ -194,7 +191,7 @@ def _call(item: Any) -> ToolCall:
 
 
 def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
-    """Return an unfinished forced call. A cut name is completed if only one function begins so."""
+    """Return an unfinished forced call, with the name completed if only one function fits."""
     found = _CUT.match(text)
     begin, arguments = (found[1], found[2] or "") if found else ("", "")
     fitting = [name for name in names if json.dumps(name, ensure_ascii=False)[1:-1].startswith(begin)]
@@ -205,20 +202,20 @@ def _new_id() -> str:
     return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
 
 
-# --- calls that a client forces, by a JSON schema that the answer follows ------------------------------------------
+# --- forced calls: a JSON schema that the answer follows -----------------------------------------------------------
 
 
 class ForcedCall(NamedTuple):
     grammar: dict[str, Any]  # value of `structured_outputs`
     tools: Tools  # without `strict`: the call follows its schema
-    names: frozenset[str]  # functions, one of which is called
+    names: frozenset[str]  # of the allowed functions
     schema_name: str  # for messages
 
 
 def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> ForcedCall:
-    """Return the call that `tool_choice` names. Raise `InvalidRequest`, also for another grammar in `params`.
+    """Return the call by `tool_choice`. Raise `InvalidRequest`, also for another grammar in `params`.
 
-    The answer is `{"name": …, "arguments": {…}}`, whatever the model.
+    The answer is `{"name": …, "arguments": {…}}` for all models.
     """
     for name in _FIELDS:
         if _is_grammar(name, params.get(name)):
@@ -238,7 +235,6 @@ def _is_grammar(name: str, value: object) -> bool:
 
 
 def _forced_functions(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> dict[str, Mapping[str, Any]]:
-    """Return the chosen function, or all for "required"."""
     functions = [tool.get("function") for tool in tools]
     known = {str(one["name"]): one for one in functions if isinstance(one, Mapping) and "name" in one}
     names = list(known) if tool_choice == "required" else [_chosen_name(tool_choice)]
@@ -267,7 +263,7 @@ def _without_strict(tools: Tools) -> Tools:
 def _call_schema(name: str, parameters: object) -> dict[str, Any]:
     if not isinstance(parameters, Mapping):
         raise InvalidRequest(f"tools: the parameters of {name} must be a JSON schema, an object")
-    # The $id keeps references of the parameters ("#/$defs/…") within them.
+    # The $id keeps the parameters' references ("#/$defs/…") within them.
     arguments = {"$id": f"tool:{name}", **parameters}
     return {
         "type": "object",

@@ -14,7 +14,7 @@ ROOT, PAGE = "/", "/playground"
 FOLDER = Path(__file__).with_name("playground")
 HEADERS = MappingProxyType(
     {
-        # Nothing but this gateway's files, no script within the page, and no frame around it.
+        # Only this gateway's files, no inline script, no frame around.
         "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",

@@ -34,16 +34,16 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_gateway(options: StandaloneOptions) -> int:
-    """Return the exit code. Raise `ServeError` or `ConfigError` if it cannot start."""
+    """Return the exit code. Raise `ServeError` or `ConfigError`."""
     check_keys(options.host, options.key_file)
     if options.workers > 1:
-        ApiKeys(options.key_file)  # its errors are told once
+        ApiKeys(options.key_file)  # reports errors once
         return serve_workers(options)
     return serve_alone(options, GatewayWorker())
 
 
 def serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
-    """Serve in this process. Raise `ServeError` or `ConfigError` if it cannot start."""
+    """Serve in this process. Raise `ServeError` or `ConfigError`."""
     protect_texts()
     log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
@@ -73,7 +73,7 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
 async def listen(
     gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
 ) -> HttpListener:
-    """Serve the gateway until `cleanup`. Raise `ServeError` if the port cannot be had."""
+    """Serve until `cleanup`. Raise `ServeError` if the port cannot be had."""
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     num_descriptors = raise_descriptor_limit()
     runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=drain_s)
@@ -86,7 +86,7 @@ async def listen(
 
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an unhandled error without its message, which may quote a prompt."""
+    """Log an error without its message, which may quote a prompt."""
     lines = [context["message"]]
     if (error := context.get("exception")) is not None:
         lines.append(TracebackFormatter().formatException((type(error), error, error.__traceback__)))

@@ -17,7 +17,7 @@ _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
 
 
 class ProxyAttempt(Attempt[bytes]):
-    """Attempt by HTTP. Responses are parts of the body."""
+    """Attempt by HTTP; responses are parts of the body."""
 
     message: ProxiedRequest
 
@@ -31,8 +31,6 @@ class ProxyAttempt(Attempt[bytes]):
 
 
 class ProxyWriter(StreamWriter[bytes]):
-    """Writer of Triton's own answer."""
-
     def __init__(self, request: UpstreamRequest) -> None:
         self.headers = STREAM_HEADERS if request.stream else {"Content-Type": "application/json"}
 
@@ -66,7 +64,7 @@ def _read(fields: Fields, *, stream: bool) -> UpstreamRequest:
 
 
 def _flat(fields: Fields) -> Fields:
-    """Move the members of `parameters` to the top level, where API keys check them. Raise `InvalidRequest`."""
+    """Move `parameters` to the top level, where API keys check them. Raise `InvalidRequest`."""
     nested = fields.get("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters must be an object of parameters")

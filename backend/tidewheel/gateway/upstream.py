@@ -1,4 +1,4 @@
-"""A server behind the gateway: its address, readiness, models and requests."""
+"""A server of the gateway: address, readiness, models and requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tidewheel_client.errors import RequestError, ServerUnavailable, Unsupported
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.stream import Arrivals
 
-LOOK_S = 0.5  # between two looks at a server
-FRESH_S = 0.1  # age of a look that counts, and the wait for another
+LOOK_S = 0.5  # between looks
+FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
 DNS = "dns:"
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
@@ -31,13 +31,13 @@ class Address(NamedTuple):
 
     grpc: str
     metrics: str = ""
-    health: str = ""  # of `tidewheel serve`, or of an entry's `health_port`
+    health: str = ""  # of `tidewheel serve`, or by `health_port`
     http: str = ""  # of Triton, for proxied requests
-    is_name_of_many: bool = False  # each of the host's addresses is a server
+    is_name_of_many: bool = False  # each address of the host is a server
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
+        """Parse `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
         authority, *others = text.removeprefix(DNS).split(",")
         host, _, port = authority.rpartition(":")
         pairs = (other.partition("=") for other in others)
@@ -73,13 +73,13 @@ class HealthReply(msgspec.Struct):
 
 
 class Upstream:
-    """One server. Not thread safe."""
+    """Not thread safe."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.num_open = 0  # requests
-        self.not_ready = "it was not asked yet"  # the reason; empty: it is ready
-        self.models: frozenset[str] = frozenset()  # as seen last
+        self.not_ready = "it was not asked yet"  # reason; empty: ready
+        self.models: frozenset[str] = frozenset()  # at the last look
         self._foreign: set[str] = set()  # models of other backends
         self._http: aiohttp.ClientSession | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -111,13 +111,13 @@ class Upstream:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Update `not_ready` and `models`. Concurrent callers share one look."""
+        """Update `not_ready` and `models`; concurrent calls share a look."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
 
     async def look_again(self) -> None:
-        """Look, unless the last look is fresh. Wait `FRESH_S` at most; the look goes on."""
+        """Look unless the last look is fresh. Wait `FRESH_S` at most; the look goes on."""
         if time.monotonic() - self._looked_at >= FRESH_S:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_S):
@@ -136,7 +136,7 @@ class Upstream:
         self._looked_at = time.monotonic()
 
     async def _find_reason(self) -> str:
-        """Return `not_ready`. Triton does not notice an engine that is dead or hangs."""
+        """Return `not_ready`: Triton does not notice a dead or hung engine."""
         if self.address.health:
             assert self._http is not None
             async with self._http.get(f"http://{self.address.health}/ready") as answer:
@@ -166,7 +166,7 @@ class Upstream:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
-        """Yield the new chunks of each response. Raise `RequestError`. Closing it early cancels the request."""
+        """Yield each response's new chunks. Raise `RequestError`. An early close cancels the request."""
         responses = self._triton.send(request)
         arrivals = Arrivals()
         self.num_open += 1
@@ -181,7 +181,7 @@ class Upstream:
             responses.cancel()
 
     async def generate(self, request: ProxiedRequest) -> AsyncGenerator[bytes]:
-        """Yield Triton's answer as it comes. Raise `RequestError`."""
+        """Yield Triton's answer. Raise `RequestError`."""
         if not self.address.http or self._http is None:
             raise Unsupported(f"the HTTP port of {self.address.grpc} is not known here: name it, with http=PORT")
         self.num_open += 1
@@ -199,7 +199,7 @@ class Upstream:
             self.num_open -= 1
 
     async def metrics(self) -> str:
-        """Return the server's `/metrics`, empty if it does not answer."""
+        """Return `/metrics`, empty without an answer."""
         if not self.address.metrics or self._http is None:
             return ""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A client's request on its way through the gateway, and the attempts to have it answered."""
+"""Request on its way through the gateway, and the attempts to answer it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tidewheel.request import Priority
 from tidewheel_client import Chunk, codec
 from tidewheel_client.errors import DeadlineExceeded, RequestError, ServerUnavailable
 
-BYTES_PER_TOKEN = 4  # of text, roughly; a token id takes as many
+BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
 CHUNK_TOKENS = 256
 _CLASSES = {str(one.value): one for one in Priority}
 
-R = TypeVar("R")  # one response of a server
+R = TypeVar("R")  # a server's response
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # as in vLLM: in every chunk
+    continuous_usage_stats: bool = False  # in every chunk, as in vLLM
 
 
 @dataclass(slots=True, kw_only=True)
 class UpstreamRequest:
-    """A client's request. Each prompt is sent by itself."""
+    """Client's request, of which each prompt is sent by itself."""
 
     prompts: list[dict[str, object]]  # tensors by name
     params: dict[str, object]  # read by the backend
@@ -50,7 +50,7 @@ class UpstreamRequest:
     top_logprobs: int | None = None  # None: no log-probabilities
     has_echo: bool = False
     shows_prompt_logprobs: bool = False
-    tools: frozenset[str] | None = None  # names of functions; None: the text is not searched for calls
+    tools: frozenset[str] | None = None  # function names; None: calls are text
     has_one_call: bool = False
     follows_grammar: bool = False
     schema_name: str = ""  # of a forced call, for messages
@@ -68,14 +68,14 @@ class UpstreamRequest:
 
     @property
     def left_ms(self) -> float | None:
-        """Milliseconds until the deadline. None: no deadline, or one that the backend refuses."""
+        """Deadline's rest; None: no deadline, or one that the backend refuses."""
         deadline_ms = self.params.get("deadline_ms")
         if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float) or not deadline_ms > 0:
             return None
         return deadline_ms - 1000 * (time.monotonic() - self.begun)
 
     def params_left(self) -> Mapping[str, object]:
-        """Return the parameters with the remaining deadline. Raise `DeadlineExceeded`."""
+        """Return the parameters with the deadline's rest. Raise `DeadlineExceeded`."""
         left_ms = self.left_ms
         if left_ms is None:
             return self.params
@@ -85,7 +85,7 @@ class UpstreamRequest:
 
 
 class Attempt(ABC, Generic[R]):
-    """One prompt on its way to a server, and to others until a response was delivered."""
+    """Prompt on its way to a server, and to others until a response is delivered."""
 
     def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
         self.request = request
@@ -100,12 +100,12 @@ class Attempt(ABC, Generic[R]):
         return [cls(request, index) for index in range(len(request.prompts))]
 
     def encode_again(self) -> None:
-        """Prepare for the next server. Raise `DeadlineExceeded`."""
+        """Prepare for another server. Raise `DeadlineExceeded`."""
         self._encode(self.request.params_left())
 
     @contextlib.asynccontextmanager
     async def sent_to(self, upstream: Upstream) -> AsyncIterator[AsyncGenerator[R]]:
-        """Send the prompt, and yield the responses. A `RequestError` excludes the server.
+        """Yield the server's responses; a `RequestError` excludes the server.
 
         A lost server gets no requests until the next look.
         """
@@ -125,7 +125,7 @@ class Attempt(ABC, Generic[R]):
     def _send(self, upstream: Upstream) -> AsyncGenerator[R]: ...
 
     def cached_tokens(self, response: R) -> int | None:  # noqa: ARG002
-        """Return the prompt's cached tokens, in tokens of the route. None: unknown."""
+        """Return the cached tokens, in tokens of the route. None: unknown."""
         return None
 
 
@@ -150,7 +150,7 @@ class GrpcAttempt(Attempt[list[Chunk]]):
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
-    """Return a prompt as a router sees it. Tokens are estimated: the gateway has no tokenizer."""
+    """Return a prompt for a router, with estimated tokens: the gateway has no tokenizer."""
     data = b"".join(map(_bytes, request.prompts[index].values()))
     tenant, salt = (str(request.params.get(name, "")) for name in ("tenant", "cache_salt"))
     return RouteRequest(
@@ -164,7 +164,7 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
 
 
 def _bytes(value: object) -> bytes:
-    """Return a tensor's bytes; none if the backend will refuse it."""
+    """Return a tensor's bytes, none if malformed."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     try:

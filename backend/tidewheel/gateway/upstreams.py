@@ -1,4 +1,4 @@
-"""Servers behind the gateway: the choice of one for an attempt, and the next one after a refusal."""
+"""Servers behind the gateway: the choice for an attempt, and after a refusal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tidewheel.gateway.upstream import Address, Upstream
 from tidewheel.gateway.upstream_request import Attempt, R
 from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable
 
-RESOLVE_S = 2.0  # between two resolutions of a name
+RESOLVE_S = 2.0  # between resolutions of a name
 AT_ONCE = 64  # prompts of one request at servers
-ALIKE_S = 1.0  # for the other prompts, when one has failed
+ALIKE_S = 1.0  # for the other prompts after an error
 
 
 class NoServer(ServerUnavailable):
@@ -26,25 +26,25 @@ class NoServer(ServerUnavailable):
 
 @dataclass(slots=True)
 class UpstreamLease:
-    """A server, taken by a request until it is answered."""
+    """Server of a request, until the end of the answer."""
 
     upstream: Upstream
     routed: RoutedRequest[str]
-    num_cached: int | None = None  # of the prompt's tokens, as the server reports
+    num_cached: int | None = None  # prompt tokens, reported by the server
 
 
 class Upstreams:
-    """All servers, watched as long as the `async with` block lasts.
+    """All servers, watched within the `async with` block.
 
-    Servers of a name come and go as the name service says. A server that went ends its requests.
+    Servers of a name follow the name service; a removed server ends its requests.
     """
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
         self._router: Router[str] = PrefixAware()
-        self._tasks: set[asyncio.Task[None]] = set()  # of names, and of servers that went
-        self.num_moved = 0  # requests that went on to another server
+        self._tasks: set[asyncio.Task[None]] = set()  # of names, and of removed servers
+        self.num_moved = 0  # requests retried on another server
 
     async def __aenter__(self) -> Upstreams:
         for address in self._addresses:
@@ -76,14 +76,14 @@ class Upstreams:
 
     @property
     def not_ready(self) -> str:
-        """The reason why no server takes requests; empty if one does."""
+        """Reason why no server takes requests; empty if one does."""
         reasons = [one.not_ready for one in self.each]
         if not reasons:
             return "; ".join(f"{address.grpc} has no address" for address in self._addresses)
         return "" if "" in reasons else "; ".join(reasons)
 
     def model(self, name: str) -> str:
-        """Return the name, or the only model for an empty one. Raise `NotFound` or `ServerUnavailable`."""
+        """Return the name, or the only model for no name. Raise `NotFound` or `ServerUnavailable`."""
         models = self.models
         if name in models:
             return name
@@ -133,7 +133,7 @@ class Upstreams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
-        """Yield a server's responses. Retry on the next server until one was delivered. Raise `RequestError`."""
+        """Yield responses, retrying on other servers until one is delivered. Raise `RequestError`."""
         while True:
             try:
                 async with self._lease(attempt) as lease, attempt.sent_to(lease.upstream) as responses:
@@ -155,7 +155,7 @@ class Upstreams:
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[R]) -> AsyncIterator[UpstreamLease]:
-        """Hold a server while it answers. Raise `NoServer`."""
+        """Raise `NoServer`."""
         authority = self._router.choose(attempt.route, self._unfit(attempt))
         if authority is None:
             raise self._no_server(attempt)
@@ -166,7 +166,7 @@ class Upstreams:
             self._router.ended(lease.routed, lease.num_cached)
 
     def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
-        """Return whether another server may take the request."""
+        """Return whether another server is left."""
         return len(self._unfit(attempt)) < len(self._members)
 
     def _unfit(self, attempt: Attempt[R]) -> set[str]:
@@ -189,7 +189,7 @@ class Upstreams:
             await self._resolve(name)
 
     async def _resolve(self, name: Address) -> None:
-        """Add and remove servers of a name. Keep them if the name service fails."""
+        """Update the servers of a name; keep them if the name service fails."""
         host, _, port = name.grpc.rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
@@ -227,7 +227,7 @@ class _Member(NamedTuple):
 
 
 def _cut(error: RequestError) -> RequestError:
-    """Return the error, which has a tag, of an answer that has begun."""
+    """Return the tagged error of an answer that has begun."""
     if isinstance(error, ServerUnavailable):
         return EngineDead(f"the server was lost while it answered: {error.message}")
     return error

@@ -1,6 +1,6 @@
-"""Workers of a gateway: processes that share a port and are started again when they die.
+"""Workers of a gateway: processes that share a port, restarted when they die.
 
-Every worker listens by itself (SO_REUSEPORT): at one shared socket, the first to wake would take a whole burst.
+Each has a socket (SO_REUSEPORT): at a shared one, the first to wake takes a whole burst.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MODULE = "tidewheel.gateway.run_gateway"
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorker:
-    """One worker, and the folder that all share: use of keys, and each one's counters. A single worker has none."""
+    """Worker and the shared folder of key use and counters; a single worker has no folder."""
 
     folder: Path | None = None
     index: int = 0
@@ -47,7 +47,7 @@ class GatewayWorker:
         return self.folder is None or self._path(self.index).exists()
 
     def publish(self, counters: Counters) -> None:
-        """Write this worker's counters. A full disk leaves older ones."""
+        """Write the counters. A full disk leaves older ones."""
         if self.folder is None:
             return
         path = self._path(self.index)
@@ -56,7 +56,7 @@ class GatewayWorker:
             path.with_suffix(".new").replace(path)
 
     def before(self) -> Counters:
-        """Return the counters of a dead worker of this index: counters never go back."""
+        """Return a former worker's counters: counters never go back."""
         counters = self._read(self.index)
         return msgspec.structs.replace(counters, num_open=0, open_upstream={})
 
@@ -108,7 +108,7 @@ def _note(line: str) -> None:
 def _running(
     options: StandaloneOptions, workers: Sequence[GatewayWorker], signals: StopSignals
 ) -> Iterator[Sequence[RestartedChild]]:
-    """Run the workers, which drain at the end of the block; another signal ends the wait for open requests."""
+    """Run the workers, which drain at the block's end, until another signal."""
     children = [
         RestartedChild(f"worker {worker.index} of the gateway", partial(_start, options, worker), _note)
         for worker in workers
@@ -139,7 +139,7 @@ def _wait_listening(
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Hold a port on which the workers may listen too. Raise `ServeError` if the port is taken."""
+    """Reserve a port for the workers. Raise `ServeError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

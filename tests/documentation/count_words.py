@@ -28,9 +28,8 @@ def main() -> None:
     files = sys.stdin.read().split()
     prose = sum(words_of_prose((ROOT / name).read_text(encoding="utf-8")) for name in files)
     print(f"{'prose':<10} {prose:6d} words of docstrings and comments")
-    for name, folder in (("docs", ROOT / "docs"), ("evidence", ROOT / "docs" / "evidence")):
-        words = sum(len(path.read_text(encoding="utf-8").split()) for path in folder.glob("*.md"))
-        print(f"{name:<10} {words:6d} words")
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
+    print(f"{'docs':<10} {words:6d} words")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,4 @@
-"""Clients of a Tidewheel server, over Triton's gRPC streams or its HTTP endpoints.
-
-from tidewheel_client import Client
-
-with Client("127.0.0.1:8001", model="demo") as client:
-    for chunk in client.stream("Once upon a time", max_tokens=64):
-        print(chunk.text, end="", flush=True)
-"""
+"""Clients of a Tidewheel server over Triton's gRPC or HTTP endpoints; docs/clients.md has examples."""
 
 from __future__ import annotations
 
@@ -77,7 +70,7 @@ __all__ = [
 ]
 
 
-# Imported on first use: the engine needs the errors alone, and may have no gRPC.
+# Imported on first use: the engine needs only errors, perhaps without gRPC.
 _MODULES = {
     "async_client": ("AsyncClient", "AsyncSession"),
     "client": ("Client", "Session"),

@@ -27,24 +27,24 @@ class PerfMetrics:
 
 @dataclass(slots=True, kw_only=True)  # a frozen one costs 1.3 µs more a response
 class Chunk:
-    """Part of one sequence; its last chunk has a `finish_reason`."""
+    """Part of one sequence; the last has a `finish_reason`. Output flags request optional parts."""
 
     text: str
-    index: int = 0  # of the sequence
+    index: int = 0
     finish_reason: str | None = None  # stop, length, cancelled, deadline
-    num_input_tokens: int | None = None  # unless switched off
-    num_output_tokens: int | None = None  # in this chunk, unless switched off
-    token_ids: tuple[int, ...] | None = None  # with return_token_ids
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None  # of this chunk
+    token_ids: tuple[int, ...] | None = None
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs and logprobs
-    prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # with prompt_logprobs, on the first chunk
-    embedding: tuple[float, ...] | None = None  # of the task embed
-    cumulative_logprob: float | None = None  # so far, with return_cumulative_logprob
-    perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
+    prompt_logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # on the first chunk
+    embedding: tuple[float, ...] | None = None
+    cumulative_logprob: float | None = None  # so far
+    perf: PerfMetrics | None = None  # on the last chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Whole answer of one sequence; optional parts as in `Chunk`."""
+    """Answer of one sequence, with the parts of `Chunk`."""
 
     request_id: str
     text: str

@@ -85,7 +85,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **params: object,
     ) -> AsyncStream:
-        """Start a request with exactly one of `prompt`, `messages` and `input_ids`, and return its stream.
+        """Start a request with exactly one of `prompt`, `messages` and `input_ids`.
 
         A message is `{"role": …, "content": …}`. `params` are:
 
@@ -108,7 +108,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **params: object,
     ) -> Completion:
-        """Return the whole answer, with the arguments of `stream` except `n`."""
+        """Return the whole answer, with the arguments of `stream` but `n`."""
         if params.get("n", 1) != 1:
             raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
         given = codec.prompt_input(prompt, messages, input_ids)
@@ -138,7 +138,7 @@ class AsyncClient:
     async def embed(
         self, /, prompt: str | None = None, *, input_ids: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> tuple[float, ...]:
-        """Return the pooled hidden states of a prompt, of length 1."""
+        """Return a prompt's pooled hidden states, of length 1."""
         given = codec.prompt_input(prompt, None, input_ids) | {"task": "embed"}
         async with self._start(given, {}, timeout_s) as stream:
             chunks = [chunk async for chunk in stream]
@@ -147,11 +147,11 @@ class AsyncClient:
         return chunks[-1].embedding
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
-        """Return a session, whose KV blocks stay for its next turn, until its close or `ttl_s`."""
+        """Return a session, which keeps its KV blocks between turns for `ttl_s`."""
         return AsyncSession(self, session_id or uuid.uuid4().hex, ttl_s, tenant)
 
     async def close_session(self, /, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
-        """Raise `NotFound` if the session is unknown."""
+        """Raise `NotFound`."""
         params = {"close_session": True, "session_id": session_id, "tenant": tenant}
         async with self._start({"text_input": ""}, params, timeout_s) as stream:
             await stream.read()
@@ -179,8 +179,8 @@ class AsyncClient:
     ) -> AsyncIterator[Any]:
         """Yield the answers to prompts, lists of messages or arguments of `generate`, in order.
 
-        Up to `concurrency` requests run at a time. An error ends the iteration, or takes its answer's place with
-        `return_errors`. Raise `ValueError` for a bad `concurrency`.
+        Up to `concurrency` requests run at a time. An error ends the iteration, or is yielded with `return_errors`.
+        Raise `ValueError` for a bad `concurrency`.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}: it must be at least 1")
@@ -203,7 +203,7 @@ class AsyncClient:
         return bool(answer.ready)
 
     async def wait_ready(self, /, timeout_s: float = 60.0) -> None:
-        """Raise `RequestTimeout` if time runs out."""
+        """Raise `RequestTimeout`."""
         end = time.monotonic() + timeout_s
         while not await self.is_ready():
             if time.monotonic() >= end:
@@ -229,11 +229,11 @@ class AsyncClient:
         return tuple(sorted([name for name in names if await self._is_decoupled(name)]))
 
     async def metrics(self, /) -> Figures:
-        """Return the metrics of `metrics_url`, by default at port 8002 of the host."""
+        """Return the metrics of `metrics_url` (default: port 8002 of the host)."""
         return await self._pages.metrics()
 
     async def health(self, /) -> Health:
-        """Return the readiness from `health_url`, by default at port 8003 of the host."""
+        """Return the readiness from `health_url` (default: port 8003 of the host)."""
         return await self._pages.health()
 
     async def close(self, /) -> None:
@@ -278,7 +278,7 @@ class AsyncClient:
 
 
 class AsyncSession:
-    """Turns of one conversation. Leaving the `with` block closes the session."""
+    """Turns of one conversation; leaving the `with` block closes the session."""
 
     def __init__(self, client: AsyncClient, session_id: str, ttl_s: float | None, tenant: str) -> None:
         self.session_id = session_id
@@ -297,7 +297,7 @@ class AsyncSession:
         return await self._client.chat(messages, **self._params, **arguments)
 
     async def close(self, /) -> None:
-        """Raise `NotFound` if the session is unknown."""
+        """Raise `NotFound`."""
         await self._client.close_session(self.session_id, tenant=self._tenant)
 
     async def __aenter__(self) -> Self:
@@ -306,7 +306,7 @@ class AsyncSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(NotFound if error is None else RequestError):  # which must not hide the first
+        with contextlib.suppress(NotFound if error is None else RequestError):  # must not hide the first
             await self.close()
 
 

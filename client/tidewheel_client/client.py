@@ -17,15 +17,13 @@ from tidewheel_client.transport import Transport
 
 
 class _BlockingClient(AsyncClient):
-    """Core of `Client`, whose coroutines block."""
-
     _parts = ClientParts(
         BlockingEvent, GrpcTransport, HttpTransport, server_pages.blocking_get, concurrent_map.in_threads
     )
 
 
 class Client(Facade[AsyncClient]):
-    """Thread-safe, synchronous `AsyncClient` with the same arguments."""
+    """Thread-safe, synchronous `AsyncClient`."""
 
     def __init__(
         self,
@@ -74,7 +72,6 @@ class Client(Facade[AsyncClient]):
     close = blocking(AsyncClient.close)
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> Session:
-        """Return the synchronous `AsyncClient.session`."""
         return Session(self._core.session(session_id, ttl_s=ttl_s, tenant=tenant))
 
     @overload

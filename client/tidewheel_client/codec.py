@@ -1,5 +1,3 @@
-"""Requests as tensors, and as JSON."""
-
 from __future__ import annotations
 
 import json
@@ -33,7 +31,7 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """Encode a request with a `prompt` of `prompt_input`, perhaps with its `task`."""
+    """Encode a request; `prompt` is from `prompt_input`, perhaps with a `task`."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in prompt.items():
         if name == "input_ids":
@@ -75,7 +73,7 @@ def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], 
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the one given prompt by tensor name. Raise `InvalidRequest`."""
+    """Return the given prompt by tensor name. Raise `InvalidRequest`."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt

@@ -1,5 +1,3 @@
-"""`map` of the clients: bounded concurrency, results in the order of the items."""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,7 +19,7 @@ _AHEAD = 4  # times the concurrency: answers that may wait for an earlier one
 async def in_threads(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results of blocking calls. After an error or a close, drop waiting requests."""
+    """Yield results of blocking calls. An error or a close drops waiting requests."""
     waiting: deque[Future[R]] = deque()
     with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:
@@ -40,7 +38,7 @@ async def in_threads(
 async def in_tasks(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results. After an error or a close, cancel the other requests."""
+    """Yield results. An error or a close cancels the other requests."""
     free = asyncio.Semaphore(concurrency)
     waiting: deque[asyncio.Task[R]] = deque()
 

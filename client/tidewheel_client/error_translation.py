@@ -1,5 +1,3 @@
-"""Errors of gRPC, HTTP and Triton as `RequestError`."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -48,8 +46,8 @@ _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("is not healthy", ServerUnavailable),
 )
 
-_LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # gRPC's messages
-_LOST_AS_SENT = "Internal error from Core"  # of gRPC in asyncio, for an unwritten request
+_LOST = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")  # by gRPC
+_LOST_AS_SENT = "Internal error from Core"  # by grpc.aio for an unwritten request
 _RESTRICTED = "is restricted, expecting header"
 
 

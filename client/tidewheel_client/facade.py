@@ -1,6 +1,6 @@
-"""Synchronous facades of asynchronous classes whose coroutines block and never suspend.
+"""Synchronous facades of coroutine methods that block and never suspend.
 
-So one step runs a coroutine to its end, in any thread, without an event loop.
+One step runs such a coroutine to its end, in any thread, without an event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Facade(Generic[C]):
 
 
 def run(call: Awaitable[R]) -> R:
-    """Return the result of a coroutine that never suspends."""
+    """Run a coroutine that never suspends."""
     try:
         next(iter(call.__await__()))
     except StopIteration as end:
@@ -52,8 +52,6 @@ def iterate(items: AsyncIterator[R]) -> Iterator[R]:
 
 
 def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:
-    """Wrap a coroutine method of the core."""
-
     @functools.wraps(method)
     def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return run(method(self._core, *args, **kwargs))
@@ -64,8 +62,6 @@ def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Conc
 def iterating(
     method: Callable[Concatenate[C, P], AsyncIterator[R]],
 ) -> Callable[Concatenate[Facade[C], P], Iterator[R]]:
-    """Wrap an asynchronous generator of the core."""
-
     @functools.wraps(method)
     def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         return iterate(method(self._core, *args, **kwargs))
@@ -81,7 +77,7 @@ class WakeEvent(Protocol):
     def is_set(self) -> bool: ...
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`. Return whether the event is set."""
+        """Return whether the event is set, after at most `seconds`."""
 
 
 class AsyncEvent(asyncio.Event):

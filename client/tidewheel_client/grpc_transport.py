@@ -20,7 +20,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),  # never through a web proxy
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # find a restarted server within seconds
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # to find a restarted server
 )
 # Triton ends the call with a gRPC status in place of bare text.
 WITH_STATUS = ("triton_grpc_error", "true")
@@ -33,7 +33,7 @@ def _encoded(ask: Ask) -> service_pb2.ModelInferRequest:
 
 
 class _Service:
-    """Triton's service on a channel of `library`: `grpc` or `grpc.aio`."""
+    """Triton's service; `library` is `grpc` or `grpc.aio`."""
 
     def __init__(self, library: Any, url: str, credentials: grpc.ChannelCredentials | None, headers: Headers) -> None:
         self.url = url
@@ -44,7 +44,7 @@ class _Service:
             else library.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
         )
         self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
-        # Not `stream_stream`, as Triton has it: the message and its end go out together.
+        # Not Triton's `stream_stream`: the message and its end go out together.
         self._stream = self.channel.unary_stream(
             STREAM_METHOD,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -77,7 +77,7 @@ class GrpcTransport:
 
 class GrpcResponses:
     def __init__(self, call: Any, url: str) -> None:
-        self._call = call  # iterator of ModelStreamInferResponse, with cancel()
+        self._call = call  # iterator of responses, with cancel()
         self._url = url
         self._is_cancelled = False
 
@@ -165,7 +165,7 @@ class AsyncGrpcResponses:
         """Read to the end, or Triton records a late cancel."""
         if not self._is_cancelled:
             await self._read_end()
-            await self._responses.aclose()  # or the event loop would start a task for it
+            await self._responses.aclose()  # or the event loop starts a task for it
 
     async def _read_end(self) -> None:
         with contextlib.suppress(grpc.RpcError, TimeoutError):

@@ -1,5 +1,3 @@
-"""Transports over Triton's HTTP endpoints."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,12 +23,12 @@ from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 
 T = TypeVar("T")
 Headers = Sequence[tuple[str, str]]
-_MAX_EVENT_BYTES = 64 << 20  # a response with the log-probabilities of a long prompt
+_MAX_EVENT_BYTES = 64 << 20  # a long prompt's log-probabilities
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class AsyncHttpTransport:
-    """Transport of one event loop to a `url` such as `http://127.0.0.1:8000`."""
+    """Transport of one event loop to a URL."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
         """`verify=False` accepts any certificate. Raise `InvalidRequest` for a bad URL."""
@@ -54,7 +52,7 @@ class AsyncHttpTransport:
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Send a message of the gRPC service over HTTP, and return its answer."""
+        """Send a message of the gRPC service over HTTP."""
         verb, path, answer = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:
@@ -112,7 +110,7 @@ class AsyncHttpResponses:
             self._next.cancel()
 
     async def close(self) -> None:
-        """Read to the end, so that the connection can be used again, or close it."""
+        """Read to the end, to reuse the connection, or close it."""
         with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
             if not self._is_cancelled:
                 async with asyncio.timeout(END_S):
@@ -166,7 +164,7 @@ class HttpTransport:
         self._loop.close()
 
     async def _end(self) -> None:
-        """Wake the threads that wait for a response."""
+        """Wake waiting threads."""
         waiting = asyncio.all_tasks() - {asyncio.current_task()}
         for task in waiting:
             task.cancel()
@@ -219,12 +217,12 @@ def _foreign(url: str, error: Exception) -> ServerUnavailable:
 
 
 def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return values by name; Triton writes a one-element tensor as a scalar."""
+    """Undo Triton's writing of one-element tensors as scalars."""
     return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}
 
 
 def _message(text: str) -> str:
-    """Parse an error, which Triton sends as JSON or as an event."""
+    """Parse an error in JSON or an event."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(text.strip().removeprefix("data:"))["error"])
     return text.strip()

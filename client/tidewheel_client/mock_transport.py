@@ -1,10 +1,4 @@
-"""Transports without a server, for tests of programs that use a client.
-
-transport = MockTransport(lambda ask: "An answer.")
-client = Client(transport=transport)
-assert client.generate("A question?").text == "An answer."
-assert transport.asked[0].prompt == {"text_input": "A question?"}
-"""
+"""Transports without a server, for tests of clients (docs/clients.md)."""
 
 from __future__ import annotations
 
@@ -24,8 +18,8 @@ Answer = str | Iterable[str | Chunk] | RequestError
 class MockTransport:
     """Transport that answers with the result of `answer`.
 
-    The result is a text, its parts (texts or chunks of one sequence), or an error, which may also be raised. The last
-    part gets the finish reason `stop` unless it has one.
+    The result is a text, its parts (texts or chunks of one sequence), or a returned or raised error. The last part
+    has the finish reason `stop` by default.
     """
 
     def __init__(self, answer: Callable[[Ask], Answer]) -> None:

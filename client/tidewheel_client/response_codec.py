@@ -1,7 +1,7 @@
 """Responses as chunks.
 
-Python reads parts of a message slowly, and a stream's responses describe their outputs alike. So our message class,
-of Triton's wire format, keeps descriptions as bytes, and equal bytes are read once.
+Python reads parts of a message slowly, and a stream's responses have equal descriptions. So our message class, of
+Triton's wire format, keeps descriptions as bytes, and equal bytes are read once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NO_TEXT = bytes(4)
 _OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of an open sequence
 _FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
 _ONE = {datatype: struct.Struct(f"<{code}") for datatype, code in _FORMATS.items()}
-_MAX_LAYOUTS = 1024  # in the cache
+_MAX_LAYOUTS = 1024
 
 
 def _stream_response() -> Any:
-    """Return `ModelStreamInferResponse` with descriptions as bytes, and only fields that are read."""
+    """Return `ModelStreamInferResponse` with descriptions as bytes, and only used fields."""
     file = descriptor_pb2.FileDescriptorProto(name="tidewheel_responses.proto", package="inference", syntax="proto3")
     whole, inner = file.message_type.add(), file.message_type.add()
     service_pb2.ModelStreamInferResponse.DESCRIPTOR.CopyToProto(whole)
@@ -58,7 +58,7 @@ StreamResponse = _stream_response()
 class _Layout(NamedTuple):
     names: tuple[str, ...]
     datatypes: tuple[str, ...]
-    pick: Callable[[Sequence[Any]], tuple[Any, ...]] | None  # the values of `_PLAIN`, if there are no others
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]] | None  # values of `_PLAIN`, if there are no others
 
 
 @lru_cache(_MAX_LAYOUTS)
@@ -92,12 +92,11 @@ def decode(response: Any) -> list[Chunk]:
 
 
 def _length(raw: bytes) -> int:
-    """Return the first string's length in bytes."""
     return int.from_bytes(raw[:4], "little")
 
 
 def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
-    """Return a chunk per sequence from the values by output name."""
+    """Return a chunk per sequence; `outputs` is by name."""
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
     reasons = outputs.get("finish_reason")

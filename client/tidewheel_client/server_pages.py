@@ -1,5 +1,3 @@
-"""Metrics and health pages of a server."""
-
 from __future__ import annotations
 
 import re
@@ -26,8 +24,6 @@ class Sample(NamedTuple):
 
 
 class Figures:
-    """Metrics of one moment."""
-
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
         for sample in samples:
@@ -64,7 +60,7 @@ class Health(NamedTuple):
 
 
 class AsyncServerPages:
-    """Pages at the given addresses, or at Triton's ports on the host of `url`."""
+    """Pages at given addresses, else at Triton's ports on the host of `url`."""
 
     def __init__(
         self, url: str, metrics_url: str | None = None, health_url: str | None = None, get: Get | None = None
@@ -116,7 +112,7 @@ class ServerPages(Facade[AsyncServerPages]):
 
 
 def read_figures(url: str, api_key: str = "") -> Figures:
-    """Return the metrics at an address, such as a gateway's. Raise `RequestError`."""
+    """Return the metrics of a server or gateway. Raise `RequestError`."""
     return _figures(url, run(blocking_get(url, {"Authorization": f"Bearer {api_key}"} if api_key else None)))
 
 
@@ -137,7 +133,7 @@ async def async_get(url: str) -> httpx2.Response:
 
 
 def verifies(url: str) -> bool:
-    """Return False without TLS, to spare the load of certificates (80 ms)."""
+    """Return False without TLS: loading certificates takes 80 ms."""
     return not url.startswith("http:")
 
 

@@ -1,5 +1,3 @@
-"""Streams of chunks, with retries until the first chunk."""
-
 from __future__ import annotations
 
 import functools
@@ -21,23 +19,21 @@ _LONGEST_WAIT_S = 5.0
 
 
 class Arrivals:
-    """Chunks of one request, in order of arrival."""
-
     def __init__(self) -> None:
-        self._finished: set[int] = set()  # sequences
-        self._chunks: deque[Chunk] = deque()  # arrived, not yet taken
+        self._finished: set[int] = set()
+        self._chunks: deque[Chunk] = deque()
         self.has_begun = False
-        self.is_over = False  # every sequence has ended
-        self.finish_reason: str | None = None  # of the last chunk taken, at the end
+        self.is_over = False
+        self.finish_reason: str | None = None  # of the last taken chunk
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
-        """Return the new chunks: responses repeat sequences that have ended."""
+        """Return new chunks: responses repeat ended sequences."""
         self.has_begun = True
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
         return [chunk for chunk in response if self._is_new(chunk)]
 
     def add(self, response: list[Chunk]) -> Chunk | None:
-        """Keep a response's new chunks, and return the first."""
+        """Keep new chunks, and return the first."""
         if len(response) == 1:  # most, at a third of the cost
             chunk = response[0]
             self.has_begun, self.finish_reason = True, chunk.finish_reason
@@ -67,8 +63,7 @@ class Arrivals:
 class Retries:
     """Up to `limit` retries after retryable errors before any chunk.
 
-    A retry waits as long as the server says, or 0.1 s, doubled each time. A random part of up to a quarter is added,
-    so that clients refused together do not come back together.
+    A wait has a random part, so that clients refused together do not come back together.
     """
 
     limit: int = 0
@@ -142,7 +137,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return completions[0]
 
     async def read_all(self) -> tuple[Completion, ...]:
-        """Read all sequences, like `read`."""
+        """Read all sequences."""
         chunks = [chunk async for chunk in self]
         if not chunks or self.finish_reason is None:
             raise Cancelled("the stream was cancelled before its end")
@@ -159,7 +154,6 @@ class AsyncStream(AsyncIterator[Chunk]):
         await self._responses.close()
 
     async def _retry(self, error: RequestError) -> None:
-        """Wait and send again, or raise the error if no retry is left."""
         left_s = self._left_s()
         wait_s = None if self._arrivals.has_begun else self._retries.wait_s(error, self._num_retries, left_s)
         self._num_retries += 1
@@ -204,8 +198,6 @@ class Stream(Facade[AsyncStream], Iterator[Chunk]):
 
 
 def streaming(method: Callable[Concatenate[C, P], AsyncStream]) -> Callable[Concatenate[Facade[C], P], Stream]:
-    """Wrap a method of the core that starts a stream."""
-
     @functools.wraps(method)
     def start(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> Stream:
         return Stream(method(self._core, *args, **kwargs))

@@ -1,6 +1,6 @@
 """Interface between a client and its connection.
 
-Coroutines of a synchronous client's transport block and never suspend.
+A synchronous client's transport blocks and never suspends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Ask:
     model: str
     request_id: str
     prompt: Mapping[str, object]  # from `codec.prompt_input`, perhaps with a `task`
-    params: Mapping[str, object] = field(default_factory=dict)  # sampling and serving keys, output flags
+    params: Mapping[str, object] = field(default_factory=dict)  # sampling and serving keys, flags
     stream: bool = False
 
 
@@ -48,6 +48,6 @@ class Transport(Protocol):
 
 
 def is_cancelling() -> bool:
-    """Return whether the current task is cancelled, and not only its request."""
+    """Return whether the task is cancelled, not only its request."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

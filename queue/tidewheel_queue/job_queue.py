@@ -18,7 +18,7 @@ RESULT_TTL_S = 86_400.0
 
 
 class AsyncQueue:
-    """`Queue` of one event loop, opened by `async with` or `await queue.open()`."""
+    """`Queue` of an event loop, opened by `async with` or `await queue.open()`."""
 
     _endpoint_type: ClassVar[type[RedisEndpoint]] = RedisEndpoint
 
@@ -54,7 +54,7 @@ class AsyncQueue:
     async def enqueue_many(self, /, jobs: Iterable[Job | Mapping[str, object]]) -> list[EnqueuedJob]:
         """Check all jobs, then add them in groups of up to 500.
 
-        A group is added whole, or refused with `Busy`; the groups before it stay. Repeated ids are safe.
+        A group is added whole or refused with `Busy`; earlier groups stay. Repeated ids are safe.
         """
         packed = [pack(job, self._limits.max_job_bytes) for job in jobs]
         enqueued: list[EnqueuedJob] = []
@@ -64,9 +64,9 @@ class AsyncQueue:
         return enqueued
 
     async def result(self, /, job_id: str, *, wait_s: float = 0.0) -> Result:
-        """Return the job's state, and its result once it has ended.
+        """Return the job's state and result.
 
-        Raise `NotFound`, and `RequestTimeout` if a `wait_s` passes before the end.
+        Raise `NotFound`, or `RequestTimeout` if a `wait_s` above 0 passes before the job ends.
         """
         end = time.monotonic() + wait_s
         last = await self._last_ended() if wait_s else ""
@@ -82,7 +82,7 @@ class AsyncQueue:
         return result
 
     async def results(self, /, *, follow: bool = False) -> AsyncIterator[Result]:
-        """Yield the kept results, oldest first; with `follow` also new ones, without end."""
+        """Yield the kept results, oldest first, with `follow` also new ones, without end."""
         last = "0-0"
         while True:
             entries = await self._read(self._names.ended, last, calls.BLOCK_MS if follow else None)
@@ -154,17 +154,11 @@ class AsyncQueue:
 
 
 class _BlockingQueue(AsyncQueue):
-    """Core of `Queue`, whose coroutines block."""
-
     _endpoint_type = BlockingRedisEndpoint
 
 
 class Queue(Facade[AsyncQueue]):
     """Jobs that wait in Redis for a worker, and their results. Threads may share one.
-
-    with Queue("tidewheel-queue") as queue:
-        job = queue.enqueue(prompt="Once upon a time", params={"max_tokens": 64})
-        print(queue.result(job.id, wait_s=60).text)
 
     `where` is a folder, whose embedded Redis runs while a process uses it, or the URL of a Redis from 6.2 on. Errors
     are those of a `Client`: `Busy` at the bound, `InvalidRequest` for a bad job, `ServerUnavailable` without a Redis.

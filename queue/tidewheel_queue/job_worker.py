@@ -31,7 +31,7 @@ from tidewheel_queue.worker_store import (
 
 MAX_RESULT_BYTES = 16 << 20
 _LOOK_EVERY_S = 1.0  # between takes without a message
-_BEATS_PER_LEASE = 3  # at least
+_BEATS_PER_LEASE = 3
 _LOWEST_FIRST_EVERY = 16  # takes begin with the lowest class, against starvation
 _LONGEST_HOLD_S = 5.0  # of a job, while the server is busy
 _FIRST_BUSY_WAIT_S = 0.25
@@ -69,8 +69,8 @@ def _say_nothing(text: str) -> None:
 class Worker:
     """Worker that answers a queue's jobs through `client`, and writes the results.
 
-    It holds jobs by heartbeats; after its death other workers take them. A job gets one result, however often it
-    begins. `run` returns after `stop`; cancelled, it leaves its jobs to their leases.
+    Its heartbeats hold jobs; after its death other workers take them. A job gets one result, however often it begins.
+    `run` returns after `stop`; cancelled, it leaves jobs to their leases.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Worker:
         self._is_stopping = False
         self._num_takes = 0
         self._next_claim = 0.0
-        self._gone: dict[str, str] = {}  # last heartbeats of dead workers with jobs
+        self._gone: dict[str, str] = {}  # last beats of dead workers with jobs
         self._gate = ServerGate(client, note, self._wake.set)
 
     async def run(self) -> None:
-        """Work until `stop`. Raise `RequestError` if no Redis answers at the start."""
+        """Work until `stop`. Raise `RequestError` without a Redis at the start."""
         endpoint = await RedisEndpoint.open(self._where)
         try:
             self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)
@@ -177,7 +177,6 @@ class Worker:
         await self._store.leave()
 
     async def _beat(self) -> None:
-        """Write heartbeats, drop lost jobs, and detect dead workers."""
         beat_s = min(_LOOK_EVERY_S, self._options.lease_s / _BEATS_PER_LEASE)
         watch = SilenceWatch(math.ceil(self._options.lease_s / beat_s))
         while True:
@@ -194,7 +193,6 @@ class Worker:
         self._wake.set()
 
     def _drop(self, job_id: str) -> None:
-        """Stop work on a job that was cancelled or lost."""
         if job_id in self._held:
             self._held[job_id].cancel()
 
@@ -215,7 +213,7 @@ class Worker:
             self.figures.failed += 1
 
     async def _answer(self, taken: TakenJob) -> FinishedJob | None:
-        """Return the finished job; None: it goes on elsewhere, or is dead."""
+        """Return None if the job goes on elsewhere, or is dead."""
         try:
             job = unpack(taken.payload)
         except InvalidRequest as error:
@@ -265,7 +263,7 @@ class Worker:
         return Completion.from_chunks(arguments["request_id"], chunks)
 
     async def _wait_for_room(self, taken: TakenJob, error: RequestError, wait_s: float, busy_s: float) -> bool:
-        """Wait for the server's time, or give the job back. Return True to try again."""
+        """Wait for the server's time, or return False and give jobs back."""
         self._gate.pause(wait_s)
         if isinstance(error, Draining):
             self._gate.shut(str(error))
@@ -284,14 +282,13 @@ class Worker:
 
 
 def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:
-    """Return the deadline's rest, less time in the queue and since `begun`."""
     if job.deadline_ms is None:
         return None
     return job.deadline_ms - age_ms - 1000 * (time.monotonic() - begun)
 
 
 def _busy_wait_s(error: RequestError, waited_s: float) -> float:
-    """Return the server's wait, else double the time waited."""
+    """Return the server's wait, or a wait that doubles the time waited."""
     if error.retry_after_ms is not None:
         return max(error.retry_after_ms / 1e3, 0.01)
     return max(waited_s, _FIRST_BUSY_WAIT_S)
@@ -314,7 +311,7 @@ def _failed(taken: TakenJob, error: RequestError) -> FinishedJob:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[None]:
-    """Raise the first error of a task group by itself."""
+    """Raise the first error, not its group."""
     try:
         yield
     except BaseExceptionGroup as group:

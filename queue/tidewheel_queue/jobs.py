@@ -16,12 +16,12 @@ CLASSES = ("CRITICAL", "HIGH", "NORMAL", "LOW")
 MAX_JOB_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SHOWN = 60  # characters of a bad value
+_SHOWN = 60  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Queued request, with exactly one of `prompt`, `messages` and `input_ids`."""
+    """Queued request with exactly one of `prompt`, `messages` and `input_ids`."""
 
     id: str = ""  # empty: a new one
     prompt: str | None = None
@@ -46,7 +46,7 @@ class Job:
 
 class EnqueuedJob(NamedTuple):
     id: str
-    is_new: bool  # False: the id was known, and its job stays
+    is_new: bool  # False: a job with this id stays
 
 
 class PackedJob(NamedTuple):
@@ -58,7 +58,7 @@ class PackedJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """State of a job, and its result after the end."""
+    """State of a job, and its final result."""
 
     id: str
     state: str  # waiting, running; done, failed, dead, cancelled
@@ -88,7 +88,7 @@ class DeadJob(NamedTuple):
 
 
 class TextChunk(NamedTuple):
-    """Part of an answer; a later attempt starts it again."""
+    """Part of an answer, begun again by each attempt."""
 
     text: str
     attempt: int
@@ -99,7 +99,7 @@ class JobCounts(NamedTuple):
 
     waiting: tuple[int, ...]
     running: tuple[int, ...]
-    dead: int  # given up
+    dead: int
 
 
 def check_id(job_id: str) -> str:
@@ -155,9 +155,9 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> list[dict[str, object]]:
-    """Parse jobs of JSON lines. Raise `InvalidRequest` with the first bad line's number.
+    """Parse JSON lines. Raise `InvalidRequest` with the first bad line's number.
 
-    A missing id is made from the file's hash and the line number, so that the same file gives the same ids.
+    A missing id is made from the file's hash and the line number: the same file gives the same ids.
     """
     seen: dict[str, int] = {}
     jobs: list[dict[str, object]] = []

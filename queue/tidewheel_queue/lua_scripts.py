@@ -2,16 +2,16 @@
 
 KEYS are streams of the four classes, of ended and of dead jobs, and the mark of an idle worker. ARGV begins with the
 prefix of all other keys, which share its hash tag. A job is a hash and, until its end, an entry of its class's
-stream; the end is a `result`, written once. `attempts` counts to the limit, and `begun` numbers attempts uniquely: a
-job given back takes back its attempt, not its number. A worker lives while its number in `beats` changes, as streams'
-idle times follow the wall clock.
+stream; the end is a `result`, written once. `attempts` counts to the limit; `begun` numbers attempts uniquely. A job
+given back takes back its attempt, not its number. A worker lives while its `beats` change: streams' idle times follow
+the wall clock.
 """
 
 from __future__ import annotations
 
 GROUP = "workers"
-RETURNED = "returned"  # consumer of the jobs that were given back
-KEPT_ENDS = 100_000  # entries of the streams of ended and of dead jobs
+RETURNED = "returned"  # consumer of jobs given back
+KEPT_ENDS = 100_000  # entries of ended and of dead jobs
 KEPT_CHUNKS = 4096  # per token stream
 STALE_CONSUMER_MS = 3_600_000
 
@@ -61,8 +61,8 @@ local function waiting_and_running()
 end
 """
 
-# prefix, bound, ttl_ms, then id, class, payload, stream of each job. Return {jobs before, 1 if new else 0, …}, or
-# {jobs before} without room.
+# bound, ttl_ms, then id, class, payload, stream of each job. Return {jobs before, 1 if new else 0, …},
+# without room {jobs before}.
 _ENQUEUE = """
 local before, bound, at = waiting_and_running(), tonumber(ARGV[2]), now_ms()
 local news, seen = 0, {}
@@ -88,8 +88,8 @@ if news > 0 and redis.call('DEL', IDLE) == 1 then redis.call('PUBLISH', prefix .
 return out
 """
 
-# prefix, consumer, room, max_attempts, 1 to claim returned jobs, 1 for the lowest class first, then dead workers and
-# their last beats. Return {id, attempt, age in ms, payload} of each job.
+# consumer, room, max_attempts, 1 to claim returned jobs, 1 for the lowest class first, then dead workers and
+# their beats. Return {id, attempt, age in ms, payload} of each job.
 _TAKE = f"""
 local consumer, room, most = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local taken, at = {{}}, now_ms()
@@ -139,14 +139,14 @@ if #taken == 0 then redis.call('SET', IDLE, '1', 'EX', 60) end
 return taken
 """
 
-# prefix, then id, state, result of each job. Return 1 for each first result.
+# id, state, result of each job. Return 1 for each first result.
 _FINISH = """
 local out = {}
 for i = 2, #ARGV, 3 do out[#out + 1] = finish(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
 return out
 """
 
-# prefix, consumer, id, attempt, max_attempts, reason. Return 1 for another attempt, 0 for a dead or lost job.
+# consumer, id, attempt, max_attempts, reason. Return 1 for another attempt, 0 for a dead or lost job.
 _FAIL = """
 local id = ARGV[3]
 if not is_held(id, ARGV[2]) then return 0 end
@@ -161,7 +161,7 @@ redis.call('HINCRBY', key_of(id), 'begun', 1)
 return 1
 """
 
-# prefix, consumer, ids. Beat. Return {lost ids, {consumer, beat, …} of other workers with jobs}.
+# consumer, ids. Beat. Return {lost ids, {consumer, beat, …} of other workers with jobs}.
 _BEAT = f"""
 redis.call('HINCRBY', BEATS, ARGV[2], 1)
 local lost, others, seen = {{}}, {{}}, {{[ARGV[2]] = true, ['{RETURNED}'] = true}}
@@ -181,7 +181,7 @@ end
 return {{lost, others}}
 """
 
-# prefix, consumer, ids to keep. Give back the other jobs; return their number.
+# consumer, ids to keep. Give back the other jobs; return their number.
 _GIVE_BACK = f"""
 local kept, count = {{}}, 0
 for i = 3, #ARGV do kept[ARGV[i]] = true end
@@ -202,7 +202,7 @@ if count > 0 then redis.call('PUBLISH', prefix .. 'bell', 'work') end
 return count
 """
 
-# prefix, consumer. Forget this and long silent consumers without jobs.
+# consumer. Forget this and long silent consumers without jobs.
 _LEAVE = f"""
 for class = 1, 4 do
   local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[class], '{GROUP}')
@@ -221,7 +221,7 @@ redis.call('HDEL', BEATS, ARGV[2])
 return 0
 """
 
-# prefix, id. Return 1: cancelled; 0: it had ended; -1: unknown.
+# id. Return 1: cancelled; 0: it had ended; -1: unknown.
 _CANCEL = """
 if redis.call('EXISTS', key_of(ARGV[2])) == 0 then return -1 end
 local done = finish(ARGV[2], 'cancelled', '{}')
@@ -229,8 +229,7 @@ if done == 1 then redis.call('PUBLISH', prefix .. 'bell', 'cancel ' .. ARGV[2]) 
 return done
 """
 
-# prefix, consumer, then id, attempt, number within the attempt, text of each chunk. Add new chunks of the worker's
-# jobs.
+# consumer, then id, attempt, chunk number, text of each chunk. Add new chunks of held jobs.
 _EMIT = f"""
 for i = 3, #ARGV, 4 do
   local id, attempt, number = ARGV[i], ARGV[i + 1], ARGV[i + 2]
@@ -246,7 +245,7 @@ end
 return 0
 """
 
-# prefix. Return {waiting and running by class, running by class, dead}.
+# Return {waiting and running by class, running by class, dead}.
 _COUNT = f"""
 local out = {{}}
 for class = 1, 4 do out[class] = redis.call('XLEN', KEYS[class]) end

@@ -1,5 +1,3 @@
-"""Keys, arguments and answers of a queue's scripts."""
-
 from __future__ import annotations
 
 import json
@@ -98,7 +96,7 @@ RESULT_FIELDS = ("state", "attempts", "result")
 
 
 def read_result(names: QueueNames, job_id: str, found: Sequence[str | None]) -> Result:
-    """Parse a job's hash. Raise `NotFound`."""
+    """Raise `NotFound`."""
     state, attempts, result = found
     if state is None:
         raise NotFound(f"queue {names.name!r} has no job {job_id!r}: unknown, or its time to live is over")

@@ -29,10 +29,10 @@ _LOST = (
 
 
 class RedisEndpoint:
-    """Connection to the Redis of a URL, or to a folder's embedded Redis, kept until `close`."""
+    """Connection to a URL's Redis, or to a folder's embedded Redis, kept until `close`."""
 
     def __init__(self, where: str | Path) -> None:
-        """Start an embedded Redis, but do not connect. Raise `RequestError`."""
+        """Start an embedded Redis, without connecting. Raise `RequestError`."""
         self._embedded: EmbeddedRedis | None = None
         if isinstance(where, str) and "://" in where:
             self._url, self.name = where, _check_url(where)
@@ -102,7 +102,7 @@ class RedisEndpoint:
 
 
 class BlockingRedisEndpoint(RedisEndpoint):
-    """Endpoint of threads, whose coroutines block."""
+    """Endpoint whose coroutines block."""
 
     @classmethod
     async def open(cls, where: str | Path) -> Self:

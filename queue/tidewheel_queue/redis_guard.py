@@ -26,8 +26,8 @@ USERS_LOCK, SERVER_LOCK, SOCKET, LOG, USER_CONFIG = (
     "redis.log",
     "redis.conf",
 )
-# A user's redis.conf comes between: it may change the first part only. `everysec` would answer before a slow write to
-# the disk has ended, and a kill would lose the answer.
+# A user's redis.conf comes between: it may change the first part only. `everysec` answers before a slow write to the
+# disk has ended, and a kill would lose the answer.
 _DEFAULTS = b'appendfsync always\nsave ""\nloglevel warning\n'
 _FIXED = f"port 0\nunixsocket {SOCKET}\nunixsocketperm 700\ndir .\nappendonly yes\ndaemonize no\n".encode()
 _LOOK_EVERY_S = 0.25
@@ -51,7 +51,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _in_child() -> None:
-    """Unblock signals, and let Redis get SIGTERM when the guard is killed."""
+    """Unblock signals, and end Redis with SIGTERM when the guard is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory holds jobs
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -29,18 +29,16 @@ class ServerGate:
         return self._opened.is_set() and time.monotonic() >= self._paused_until
 
     def shut(self, reason: str) -> None:
-        """Shut until the server is ready."""
         if self._opened.is_set() and not self._is_ending:
             self._note(f"the server at {self._client.url} is away, its jobs wait for it: {reason}")
             self._opened.clear()
             self._shut.set()
 
     def pause(self, seconds: float) -> None:
-        """Take no job while the server is busy."""
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     async def wait(self, seconds: float = 0.0) -> bool:
-        """Wait `seconds`, then for an open gate. Return False if the worker is ending."""
+        """Wait `seconds`, then for an open gate. Return False if the worker ends."""
         end = time.monotonic() + seconds
         while not self._is_ending and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _FIRST_LOOK_S))
@@ -53,7 +51,6 @@ class ServerGate:
         self._opened.set()
 
     async def run(self) -> None:
-        """Poll the server while shut, until cancelled."""
         while True:
             await self._shut.wait()
             self._shut.clear()

@@ -47,8 +47,8 @@ def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
 class WorkerStore:
     """Queue of a worker, whose calls wait for a Redis that is away, and are repeated.
 
-    Jobs of a lost `take` answer stay in this worker's name; so it gives back the jobs not in `held` before another
-    try. All other calls are repeatable.
+    A lost `take` answer leaves jobs in this worker's name, so jobs not in `held` are given back before another try.
+    All other calls are repeatable.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class WorkerStore:
     ) -> list[TakenJob]:
         """Return up to `room` jobs, those of dead workers first.
 
-        `gone` maps dead workers to their last heartbeats; a newer heartbeat keeps the jobs. `claim` includes jobs
-        that were given back.
+        `gone` maps dead workers to last heartbeats; a newer heartbeat keeps the jobs. `claim` includes jobs given
+        back.
         """
         given = [*self._identity, str(room), self._max_attempts, str(int(claim)), str(int(lowest_first))]
         given += [part for worker in gone.items() for part in worker]
@@ -108,7 +108,7 @@ class WorkerStore:
         return bool(await self._persistently("fail", given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-        """Beat. Return the ids of lost jobs, and heartbeats of other workers with jobs."""
+        """Beat. Return lost jobs' ids, and heartbeats of other workers with jobs."""
         lost, others = await self._persistently("beat", [*self._identity, *ids])
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 
@@ -117,7 +117,7 @@ class WorkerStore:
         return [None] * len(parts)
 
     async def give_back(self, kept: Iterable[str] = ()) -> int:
-        """Give back the jobs except `kept`; return their number."""
+        """Give back all jobs but `kept`; return their number."""
         return int(await self._persistently("give_back", [*self._identity, *kept]))
 
     async def leave(self) -> None:
@@ -128,7 +128,7 @@ class WorkerStore:
         return any((*counts.waiting, *counts.running))
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        """Call back for messages until cancelled; `take` and `beat` find missed ones."""
+        """Call back for messages; `take` and `beat` find missed ones."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
                 await heeding_cancels(self._hear_until_lost(on_work, on_cancel))
@@ -166,7 +166,7 @@ class WorkerStore:
         return answer
 
     async def _away(self, error: exceptions.RedisError, wait_s: float) -> None:
-        """Wait if Redis is away. Raise `RequestError` for another error."""
+        """Wait if Redis is away, else raise `RequestError`."""
         if not is_lost(error):
             raise self._endpoint.error_of(error) from None
         if not self._is_away:
@@ -187,14 +187,12 @@ class Batcher(Generic[T, R]):
         self._added = asyncio.Event()
 
     def add(self, item: T) -> asyncio.Future[R]:
-        """Return the future of the item's answer."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         self._added.set()
         return future
 
     async def run(self) -> None:
-        """Write until cancelled, or an error."""
         while True:
             await self._added.wait()
             batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]

@@ -1,4 +1,4 @@
-"""The gateway's HTTP application; a request passes the chain in `Gateway._serve`."""
+"""The gateway's HTTP application."""
 
 from __future__ import annotations
 
@@ -289,7 +289,6 @@ def _request_id(http: web.Request, request: UpstreamRequest) -> str:
 
 
 def _traceparent(http: web.Request) -> str:
-    """Return W3C's header, empty if malformed."""
     header = http.headers.get("traceparent", "").strip()
     return header if _TRACEPARENT.fullmatch(header) else ""
 

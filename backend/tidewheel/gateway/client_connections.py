@@ -22,7 +22,7 @@ HEADERS_S = 10.0
 _KEEPALIVE_S = 75.0
 _OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": _KEEPALIVE_S}
 _LOG_INTERVAL_S = 10.0
-_OWN_DESCRIPTORS = 32  # of a gateway without clients
+_OWN_DESCRIPTORS = 32  # without clients
 _BACKLOG = 1024  # connections in the kernel
 _MOST_AT_ONCE = 128  # accepted before asyncio serves one
 _IPV6_SITE = 64  # bits of one client's network
@@ -50,7 +50,7 @@ class ConnectionTable:
         self.most_of_address = self.most // 2
         self._groups = {_ALL: _Group()}  # and one for each address with connections
         self._open: set[ClientConnection] = set()
-        self._num_closed = self._num_refused = 0  # since the last line in the log
+        self._num_closed = self._num_refused = 0  # since the last log line
         self._next_line_s = 0.0
 
     def enter(self, connection: ClientConnection) -> bool:
@@ -79,21 +79,21 @@ class ConnectionTable:
             del self._groups[connection.address]
 
     def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
-        """Mark the connection as idle, or stalled, from now on."""
+        """Mark as idle or stalled."""
         if connection in self._open:
             self.serve(connection)
             for group in self._groups_of(connection):
                 (group.idle if is_idle else group.stalled)[connection] = None
 
     def serve(self, connection: ClientConnection) -> None:
-        """Mark the connection as waiting for an answer."""
+        """Mark as waiting for an answer."""
         if connection in self._open:
             for group in self._groups_of(connection):
                 group.idle.pop(connection, None)
                 group.stalled.pop(connection, None)
 
     def make_room(self, address: str = _ALL) -> bool:
-        """Close a connection of the address. Return False if all wait for answers."""
+        """Close a connection. Return False if all wait for answers."""
         group = self._groups[address]
         connection = next(iter(group.idle or group.stalled), None)
         if connection is None:
@@ -122,7 +122,6 @@ class ConnectionTable:
         self._next_line_s = now + _LOG_INTERVAL_S
 
     def refusal(self) -> bytes:
-        """Return the HTTP response of status 429."""
         error = Busy(
             f"the gateway has {self.most} connections, or {self.most_of_address} of your address, which wait for "
             "answers: try again later"
@@ -135,7 +134,7 @@ class ConnectionTable:
 
 
 class ClientConnection(web.RequestHandler):
-    """Connection of aiohttp's server, in a table, with a time limit for headers."""
+    """aiohttp's connection, with a time limit for headers."""
 
     __slots__ = ("_deadline", "_is_read", "_is_unread", "_request", "_table", "address")
 
@@ -182,7 +181,6 @@ class ClientConnection(web.RequestHandler):
     async def answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a request after its headers."""
         self._end_limit()
         self._request, self._is_read = request, False
         request.content.on_eof(self._end_reading)
@@ -224,10 +222,7 @@ class HttpListener:
     async def open(
         cls, runner: web.AppRunner, host: str, port: int, *, num_descriptors: int, shares_port: bool
     ) -> HttpListener:
-        """Listen for a runner after its `setup`. Raise `OSError` if the port cannot be had.
-
-        `num_descriptors` limits open files; `shares_port` allows other processes at the port.
-        """
+        """Listen for a runner after its `setup`. Raise `OSError` if the port cannot be had."""
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None
         handler, log_failure = server.request_handler, loop.get_exception_handler()
@@ -270,6 +265,5 @@ class HttpListener:
 
 
 def _address_of(peer: tuple[str, int]) -> str:
-    """Return the IPv4 address, or an IPv6 address's /64 network."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     return str(address if address.version == 4 else ipaddress.ip_network((address, _IPV6_SITE), strict=False))

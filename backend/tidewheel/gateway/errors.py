@@ -23,8 +23,6 @@ class BodyTooLarge(errors.RequestError):
 
 
 class MethodNotAllowed(errors.RequestError):
-    """Method that a path does not have."""
-
     def __init__(self, request: str, allowed: Collection[str]) -> None:
         self.allowed = sorted(allowed)
         super().__init__(f"{request}: use {' or '.join(self.allowed)}")
@@ -75,7 +73,7 @@ def status_of(error: errors.RequestError) -> int:
 
 
 def headers_of(error: errors.RequestError) -> dict[str, str]:
-    """Return the headers about sending the request again."""
+    """Return headers about retries."""
     headers = {"x-should-retry": str(error.retryable).lower()}
     if error.retryable:
         retry_ms = error.retry_after_ms or _RETRY_AFTER_MS

@@ -1,5 +1,3 @@
-"""A server of the gateway: address, readiness, models and requests."""
-
 from __future__ import annotations
 
 import asyncio

@@ -40,7 +40,7 @@ class UpstreamRequest:
     model: str = ""  # empty: the only one
     request_id: str = ""
     session: str = ""
-    traceparent: str = ""  # W3C header of the client's span
+    traceparent: str = ""  # W3C header
     stream: bool = False
     begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms`
     # How the answer is written:
@@ -75,7 +75,7 @@ class UpstreamRequest:
         return deadline_ms - 1000 * (time.monotonic() - self.begun)
 
     def params_left(self) -> Mapping[str, object]:
-        """Return the parameters with the deadline's rest. Raise `DeadlineExceeded`."""
+        """Raise `DeadlineExceeded`."""
         left_ms = self.left_ms
         if left_ms is None:
             return self.params

@@ -166,7 +166,6 @@ class Upstreams:
             self._router.ended(lease.routed, lease.num_cached)
 
     def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
-        """Return whether another server is left."""
         return len(self._unfit(attempt)) < len(self._members)
 
     def _unfit(self, attempt: Attempt[R]) -> set[str]:

@@ -47,7 +47,7 @@ class GatewayWorker:
         return self.folder is None or self._path(self.index).exists()
 
     def publish(self, counters: Counters) -> None:
-        """Write the counters. A full disk leaves older ones."""
+        """A full disk leaves older counters."""
         if self.folder is None:
             return
         path = self._path(self.index)

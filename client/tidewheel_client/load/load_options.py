@@ -1,5 +1,3 @@
-"""Checked options of the users, and their random requests."""
-
 from __future__ import annotations
 
 import argparse
@@ -10,12 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-PRIORITIES = {"critical": 1, "high": 2, "normal": 3, "low": 4}  # QoS class → `priority` on the wire
+PRIORITIES = {"critical": 1, "high": 2, "normal": 3, "low": 4}  # `priority` by QoS class
 MAX_LENGTH = 1_000_000
 
 
 class OptionError(ValueError):
-    """Bad option, explained in one line."""
+    """Bad option, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """Parse `name` or `name=weight`, separated by commas; the default weight is 1."""
+        """Parse `name` or `name=weight`, separated by commas; the default is 1."""
         weights: dict[str, float] = {}
         for part in text.split(","):
             name, equals, number = (item.strip() for item in part.partition("="))
@@ -165,8 +163,6 @@ def _unless_empty(parse: Callable[[str], object]) -> Callable[[str], object]:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Check a text, but return it for the web page."""
-
     def check(text: str) -> str:
         try:
             parse(text)

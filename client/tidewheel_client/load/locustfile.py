@@ -1,10 +1,4 @@
-"""Load on a Tidewheel server, for locust:
-
-    locust -f client/tidewheel_client/load/locustfile.py --headless -u 200 -r 50 -t 2m GrpcStreamUser
-
-Users are GrpcStreamUser, HttpStreamUser and HttpInferUser (none named: all three); without --headless there is a
-web page. `tidewheel_client/load/locust_rows.py` explains the rows of the statistics.
-"""
+"""Load on a Tidewheel server, for locust (docs/clients.md); `locust_rows.py` explains the statistics."""
 
 from __future__ import annotations
 
@@ -34,14 +28,13 @@ def _add_options(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
-    """Let waiting calls yield to other users. Worker processes have forked by now."""
+    """Let waiting gRPC calls yield, after worker processes have forked."""
     del environment, kwargs
     grpc_gevent.init_gevent()
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]
 def _check_test(environment: Any, **kwargs: Any) -> None:
-    """End a test with bad options from the web page, or without a server."""
     del kwargs
     try:
         options = LoadOptions.from_arguments(environment.parsed_options)

@@ -1,7 +1,4 @@
-"""Load on the gateway, or another server of OpenAI's API, for locust:
-
-locust -f client/tidewheel_client/load/openai_locustfile.py --headless -u 200 -r 50 -t 2m --host http://127.0.0.1:8080
-"""
+"""Load on a server of OpenAI's API, for locust (docs/clients.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users that stream over gRPC, HTTP or OpenAI's API, or wait for whole answers over HTTP.
+"""Users that send and measure requests.
 
 HTTP users have locust's `requests`: FastHttpUser collects a kilobyte, so that a first token is late, and httpx2 takes
 twice the CPU time an event.
@@ -25,7 +25,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks and thinks, after a refusal for the retry time at least."""
+    """User that asks and thinks, or waits for a refusal's retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -118,7 +118,7 @@ class _HttpUser(LoadUser):
 
     def connect(self) -> None:
         self._session = requests.Session()
-        self._session.trust_env = False  # web proxies must not apply to the server
+        self._session.trust_env = False  # never through a web proxy
 
     def disconnect(self) -> None:
         if self._session is not None:
@@ -218,7 +218,6 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def _error(body: str, retry_after_ms: str | None) -> RequestError:
-    """Parse Triton's error, or OpenAI's with our tag."""
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

@@ -24,7 +24,7 @@ class Arrivals:
         self._chunks: deque[Chunk] = deque()
         self.has_begun = False
         self.is_over = False
-        self.finish_reason: str | None = None  # of the last taken chunk
+        self.finish_reason: str | None = None  # None before the end
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
         """Return new chunks: responses repeat ended sequences."""

@@ -105,7 +105,7 @@ def connect(server: Server) -> Client:
 
 
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in processes if not has_ended(process)]
 
 
 def test_a_folder_is_served_with_its_twin(shared: Server) -> None:

@@ -14,14 +14,13 @@ import sys
 import textwrap
 import types
 import typing
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import LIVE, SIZED, EngineConfig
-from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
+from tidewheel.engine_arguments import HONOURED
 from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
 from tidewheel.frontend.request_parameters import FIELDS
 from tidewheel.metrics import TABLE
@@ -110,7 +109,8 @@ def _shown(value: object) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+    heading, *lines = (f"| {' | '.join(line)} |\n" for line in (head, *rows))
+    return "".join((heading, f"|{'---|' * len(head)}\n", *lines))
 
 
 def _settings_table(settings: Iterable[DocumentedSetting]) -> str:
@@ -140,25 +140,7 @@ def _entry_settings() -> str:
 
 def _engine_arguments() -> str:
     honoured = [f"`{name}`" + (f" (`{ours}`)" if ours != name else "") for name, ours in HONOURED.items()]
-    refused = {
-        f"`{name}`" + (f" ({', '.join(map(_shown, item.allowed))})" if item.allowed else ""):
-            f"{item.reason}; {item.remedy}"
-        for name, item in NOT_OFFERED.items()
-    }  # fmt: skip
-    ignored = Counter(WITHOUT_EFFECT.values())
-    return (
-        f"Honoured: {', '.join(honoured)}.\n\n"
-        + _table(("not offered, and what to do", "arguments (allowed values)"), _grouped(refused))
-        + "\n"
-        + _table(("no effect", "arguments"), ((reason, str(count)) for reason, count in ignored.items()))
-    )
-
-
-def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    groups: dict[str, list[str]] = {}
-    for key, reason in reasons.items():
-        groups.setdefault(reason, []).append(key)
-    return [(reason, ", ".join(keys)) for reason, keys in groups.items()]
+    return f"Honoured: {', '.join(honoured)}.\n"
 
 
 def _errors() -> str:
@@ -170,12 +152,14 @@ def _metrics() -> str:
     tables = []
     for owner in dict.fromkeys(metric.owner for metric in TABLE if metric.owner != "triton"):
         rows = (
-            (f"`{one.name}`", one.kind, one.unit, f"`{one.label}`" if one.label else "", one.help)
-            for one in TABLE
-            if one.owner == owner
+            (f"`{one.name}{_labels(one.label)}`", one.kind, one.unit, one.help) for one in TABLE if one.owner == owner
         )
-        tables.append(f"{owner.capitalize()}:\n\n{_table(('name', 'type', 'unit', 'own label', 'meaning'), rows)}")
+        tables.append(f"{owner.capitalize()}:\n\n{_table(('name', 'type', 'unit', 'meaning'), rows)}")
     return "\n".join(tables)
+
+
+def _labels(label: str) -> str:
+    return f"{{{label.replace(' and ', ', ')}}}" if label else ""
 
 
 def _request_parameters() -> str:

@@ -164,16 +164,16 @@ def _labels(label: str) -> str:
 
 def _request_parameters() -> str:
     rows = (_parameter_row(field) for field in FIELDS.values() if field.kind != "grammar")
-    return _table(("parameter", "type", "default", "other names", "meaning"), rows)
+    return _table(("parameter, other names", "type", "default", "meaning"), rows)
 
 
 def _parameter_row(field: ParameterField) -> tuple[str, ...]:
     """Mark a parameter without a tensor by an asterisk."""
     parameter = field.parameter
     name = f"`{field.name}`" + ("" if parameter.is_tensor else " \\*")
-    aliases = ", ".join(f"`{alias}`" for alias in (*parameter.aliases, *parameter.tensor_aliases))
+    names = ", ".join((name, *(f"`{alias}`" for alias in (*parameter.aliases, *parameter.tensor_aliases))))
     default = "" if field.default in (None, "", (), {}) else _shown(field.default)
-    return name, ", ".join((field.kind, *parameter.limits())), default, aliases, parameter.meaning
+    return names, ", ".join((field.kind, *parameter.limits())), default, parameter.meaning
 
 
 PARTS: Mapping[str, Callable[[], str]] = {

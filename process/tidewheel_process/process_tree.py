@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from signal import SIGKILL, SIGTERM, Signals
 from typing import TypeVar
 
@@ -19,13 +21,35 @@ _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)  # ZombieProcess is a NoSuch
 
 def children(pid: int) -> list[psutil.Process]:
     """Return the children, also those that are not reaped yet."""
-    return _read(lambda: psutil.Process(pid).children(), [])
+    return _processes(_pids_by_parent()[pid])
 
 
 def descendants(pid: int) -> list[psutil.Process]:
     """Return the living processes below `pid`."""
-    found: list[psutil.Process] = _read(lambda: psutil.Process(pid).children(recursive=True), [])
+    by_parent, found, todo = _pids_by_parent(), [], [pid]
+    while todo:
+        below = by_parent.pop(todo.pop(), [])
+        found += _processes(below)
+        todo += below
     return [process for process in found if is_alive(process)]
+
+
+def _pids_by_parent() -> defaultdict[int, list[int]]:
+    # psutil's `children` fails where the processes of other users are hidden (hidepid=1).
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for pid in psutil.pids():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            found[int(stat.rpartition(b")")[2].split()[1])].append(pid)
+    return found
+
+
+def _processes(pids: Iterable[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(*_GONE):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -58,6 +61,21 @@ def test_descendants_are_all_generations_and_not_the_dead(child: subprocess.Pope
     finally:
         os.killpg(grandparent.pid, signal.SIGKILL)
         grandparent.communicate()
+
+
+def test_processes_of_other_users_may_be_hidden(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_visible(file: object, *arguments: Any, **options: Any) -> Any:
+        if str(file) == "/proc/1/stat":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(file))
+        return io_open(file, *arguments, **options)  # type: ignore[arg-type]
+
+    io_open = io.open
+    monkeypatch.setattr("io.open", open_visible)
+    monkeypatch.setattr("builtins.open", open_visible)
+    for find in (process_tree.children, process_tree.descendants):
+        assert child.pid in {process.pid for process in find(os.getpid())}
 
 
 def test_processes_of_a_folder_are_ended_whatever_they_ignore(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a cluster: arguments of `deploy/ray/app.yaml`, or made from options of `tidewheel cluster up`."""
+"""Settings of a cluster, from `deploy/ray/app.yaml` or `tidewheel cluster up`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidewheel.server import repository
 
 MAX_REPLICAS = 1024
 DAY_S = 86_400
-# The cluster gives the bounds, and a limit by class is not a number.
+# The cluster gives the bounds; limits by class are no numbers.
 _POLICY_SETTINGS = [
     field.name
     for field in fields(ScalingSettings)
@@ -40,23 +40,23 @@ _RANGES = (
 
 
 class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the gateway and the replicas. Paths are those of the machines that run replicas."""
+    """Options of gateway and replicas. Paths are on the replicas' machines."""
 
     port: int = msgspec.field(default=8080, name="openai_port")
     router: str = "prefix-aware"
-    patience_s: float = 30.0  # that a request without output waits for a replica
-    model_repository: str = ""  # a Triton model repository
-    models: list[str] = msgspec.field(default_factory=list)  # entries of the repository; empty: all
-    model: str = ""  # in place of a repository: a folder in Hugging Face's format, or an id
-    replicas: int = 1  # with `max_replicas`: the fewest; 0: none while there are no requests
-    max_replicas: int = 0  # above `replicas`: as many as `scaling` wants. 0: always `replicas`
+    patience_s: float = 30.0  # wait of an unanswered request for a replica
+    model_repository: str = ""
+    models: list[str] = msgspec.field(default_factory=list)  # empty: all
+    model: str = ""  # in place of a repository: a Hugging Face folder or id
+    replicas: int = 1  # fewest, with `max_replicas`; 0: none without requests
+    max_replicas: int = 0  # bound of `scaling`; 0: always `replicas`
     scaling: str = "reactive"
-    scaling_settings: dict[str, float] = msgspec.field(default_factory=dict)  # some fields of `ScalingSettings`
+    scaling_settings: dict[str, float] = msgspec.field(default_factory=dict)
     replica_cpus: float = 1.0
-    replica_gpus: float | None = None  # null: 1 if the entry's device is cuda, or auto on a cluster with GPUs
+    replica_gpus: float | None = None  # null: see `gpus`
     replica_host: Literal["loopback", "node"] = "loopback"  # listening address; node: the node's
     serve_arguments: list[str] = msgspec.field(default_factory=list)  # more options of `tidewheel serve`
-    stream_limit_s: float = 600.0  # for running requests of a replica that is removed
+    stream_limit_s: float = 600.0  # for requests of a removed replica
 
     def check(self) -> None:
         """Raise `ClusterError`."""
@@ -79,7 +79,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def first_replicas(self) -> int:
-        """Number of replicas at the start: at least one, which lists the models."""
+        """Initial number: at least one replica, which lists the models."""
         return max(self.replicas, 1)
 
     @property
@@ -88,25 +88,22 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def is_scaled(self) -> bool:
-        """Return whether the load decides the number of replicas."""
         return self.most_replicas > self.replicas
 
     @property
     def serve_options(self) -> list[str]:
-        """Options of `tidewheel serve` that say what to serve."""
         if self.model:
             return ["--model", self.model, *self.serve_arguments]
         chosen = ["--models", ",".join(self.models)] if self.models else []
         return ["--model-repository", self.model_repository, *chosen, *self.serve_arguments]
 
     def policy_settings(self) -> dict[str, Any]:
-        """Return the fields of `ScalingSettings`."""
         return {**self.scaling_settings, "min_replicas": self.replicas, "max_replicas": self.most_replicas}
 
     def gpus(self, *, has_gpus: bool) -> float:
-        """Return a replica's GPUs: as given, else 1 if an entry's device is cuda, or auto on a cluster with GPUs.
+        """Return GPUs per replica; by default 1 if an entry's device is cuda, or auto with `has_gpus`.
 
-        Raise `ConfigError` for a repository without the entries.
+        Raise `ConfigError` for missing entries.
         """
         if self.replica_gpus is not None:
             return self.replica_gpus
@@ -139,7 +136,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
 
 def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
-    """Return checked settings. Raise `ClusterError` for an unknown or wrong argument."""
+    """Raise `ClusterError` for a wrong argument."""
     try:
         settings = msgspec.convert(arguments, ClusterSettings)
     except msgspec.ValidationError as error:

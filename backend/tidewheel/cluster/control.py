@@ -1,4 +1,4 @@
-"""Start, ask, change and end this user's cluster on this machine."""
+"""This user's cluster on this machine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _REASON = re.compile(r"^(?:\w+\.)*(?:ClusterError|ConfigError): (.*)$", re.MULTI
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    state: str  # of the application, as Ray Serve names it
+    state: str  # Ray Serve's name
     message: str
-    wanted: str  # number of replicas, or its bounds
+    wanted: str  # replicas, or their bounds
     replicas: dict[str, int]  # by state
-    port: int  # of the gateway
-    figures: dict[str, dict[str, float]]  # last report of each replica, by its gRPC authority
+    port: int
+    figures: dict[str, dict[str, float]]  # last reports by gRPC authority
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Return the gateway's port when all replicas serve. Raise `ClusterError`, with nothing left."""
+    """Return the gateway's port once all replicas serve. After `ClusterError`, nothing remains."""
     folder = _checked(settings)
     with folder.made() as lock:
         try:
@@ -54,7 +54,7 @@ def status(folder: ClusterFolder) -> ClusterStatus:
 
 
 def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
-    """Let removed replicas end their requests. Raise `ClusterError` without room for that many."""
+    """Drain removed replicas. Raise `ClusterError` without room for new ones."""
     settings = folder.settings
     if settings.is_scaled:
         raise ClusterError(f"the load decides between {settings.replicas} and {settings.most_replicas} replicas")
@@ -67,7 +67,7 @@ def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
 
 
 def down(folder: ClusterFolder) -> None:
-    """End the cluster after its open requests, or the rest of a dead one. Raise `ClusterError` without a cluster."""
+    """Drain and end the cluster, or clear a dead one. Raise `ClusterError` without either."""
     if not folder.root.exists():
         raise ClusterError(f"no cluster of yours is up: there is no {folder.root}")
     with contextlib.suppress(ClusterError):  # without Ray, or without an application
@@ -148,7 +148,6 @@ def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
 
 
 def _is_ready(settings: ClusterSettings) -> bool:
-    """Return whether all replicas and the gateway serve. Raise `ClusterError` if they cannot."""
     found = _status(settings, with_figures=False)
     if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
         raise ClusterError(f"the cluster cannot start: {found.message}")
@@ -173,7 +172,6 @@ def _status(settings: ClusterSettings, *, with_figures: bool = True) -> ClusterS
 
 
 def _figures() -> dict[str, dict[str, float]]:
-    """Ask the gateway; empty without one."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -199,7 +197,7 @@ def _delete(drain_s: float) -> None:
 
 
 def _reason(messages: list[str]) -> str:
-    """Return one line: the error of a replica in Ray's tracebacks, else the first line."""
+    """Return a replica's error from Ray's tracebacks, else the first line."""
     for message in messages:
         if found := _REASON.findall(message):
             return str(found[-1])

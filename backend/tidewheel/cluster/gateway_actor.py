@@ -1,4 +1,4 @@
-"""The gateway as an actor of Ray Serve, which listens by itself: Serve's proxies carry nothing."""
+"""Gateway as a Ray Serve actor that listens itself, without Serve's proxies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.gateway.run_gateway import listen
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 
-_REBIND_S = 10.0  # for the port of a dead gateway to be free again
+_REBIND_S = 10.0  # until a dead gateway's port is free
 _PAUSE_S = 0.2
 
 
@@ -40,7 +40,7 @@ class GatewayActor:
             raise ClusterError("the gateway does not listen")
 
     async def figures(self) -> dict[str, dict[str, float]]:
-        """Return the last report of each replica, by its gRPC authority; empty before the first one."""
+        """Return the last report of each replica, by gRPC authority."""
         return {one.address.grpc: dict(one.figures) for one in self._feed.replicas.values()}
 
     async def __del__(self) -> None:
@@ -49,7 +49,7 @@ class GatewayActor:
 
 
 async def _listen(gateway: Gateway, settings: ClusterSettings) -> HttpListener:
-    """Wait for the port of a gateway that has just died. Raise `ServeError`."""
+    """Wait for a dead gateway's port. Raise `ServeError`."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + _REBIND_S
     while True:

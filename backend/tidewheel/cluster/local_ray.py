@@ -1,7 +1,6 @@
-"""Ray on this machine for one user: `ray start` on loopback, with a token, and all its files in a private folder.
+"""Ray on loopback for one user, with a token and a private folder.
 
-The process of `ray start` holds the folder's lock. It ends all of Ray if its store of state or its raylet dies, and
-the kernel ends them if it dies.
+`ray start` holds the folder's lock. It ends Ray if its state store or raylet dies; the kernel ends them if it dies.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from tidewheel_process.child import Child, StartError
 from tidewheel_process.locked_folder import LOCK, is_left_over, is_locked, try_lock
 from tidewheel_process.process_tree import arguments, signal_all, started_with
 
-OBJECT_STORE_BYTES = 80 << 20  # Ray's least: neither tokens nor weights go through it
+OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; tokens and weights bypass it
 START_LIMIT_S = 120.0
-_END_S = 15.0  # for Ray and the replicas' servers to end
+_END_S = 15.0  # for Ray and servers to end
 _POLL_S = 0.1
 _LONGEST_BELOW = max(  # names of sockets
     len("/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store."),
@@ -43,7 +42,7 @@ _LONGEST_BELOW = max(  # names of sockets
 _DEATH = re.compile(r"^\s+(\w+) \[exit code=(.+)\]$", re.MULTILINE)
 _VARIABLES = {
     "RAY_AUTH_MODE": "token",
-    # Servers end when their pipe is closed, which tells their requests; Ray would kill their processes one by one.
+    # Servers end with their pipe and answer their requests; Ray would kill their processes one by one.
     "RAY_kill_child_processes_on_worker_exit": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the only switch for 127.0.0.1 as the node's address
@@ -68,7 +67,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterFolder:
-    """Private folder, whose path is in the environment of every process of the cluster."""
+    """Private folder, which the environment of every cluster process names."""
 
     root: Path
 
@@ -94,24 +93,23 @@ class ClusterFolder:
 
     @property
     def address(self) -> str:
-        """Address of Ray's store of state; empty until Ray has started."""
+        """Address of Ray's state store; empty before the start."""
         with contextlib.suppress(FileNotFoundError):
             return (self.ray / "ray_current_cluster").read_text(encoding="utf-8")
         return ""
 
     @property
     def is_up(self) -> bool:
-        """Return whether Ray runs."""
         return self.root.exists() and not is_left_over(self.root)
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether Ray runs without an application, because the command that started it was killed."""
+        """Return whether Ray runs without an application, after `up` was killed."""
         return self.is_up and not self._settings.exists() and not is_locked(self._starting)
 
     @property
     def settings(self) -> ClusterSettings:
-        """Settings of the application. Raise `ClusterError` without a cluster."""
+        """Raise `ClusterError` without a cluster."""
         if not self.is_up:
             raise ClusterError(f"no cluster of yours is up: {self._death or 'start one with tidewheel cluster up'}")
         try:
@@ -123,14 +121,14 @@ class ClusterFolder:
         self._settings.write_bytes(msgspec.json.encode(settings))
 
     def check_path(self) -> None:
-        """Raise `ClusterError` if the path is too long for the sockets of Ray and engines (107 bytes)."""
+        """Raise `ClusterError` if the path is too long for sockets (107 bytes)."""
         if (excess := len(os.fsencode(self.root)) + _LONGEST_BELOW - MAX_SOCKET_PATH) > 0:
             raise ClusterError(
                 f"the path of {self.root} is too long for sockets, by {excess} bytes: set {RUN_DIR} to a shorter one"
             )
 
     def check_free(self) -> None:
-        """Raise `ClusterError` if a cluster is up, or being started."""
+        """Raise `ClusterError` if a cluster is up or starting."""
         if self.is_up and not self.is_abandoned:
             raise ClusterError(
                 f"a cluster of yours is up in {self.root}: end it with tidewheel cluster down, or set {RUN_DIR}"
@@ -138,7 +136,7 @@ class ClusterFolder:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[int]:
-        """Make the folder, and yield the descriptor of its lock. Raise `ClusterError` if a cluster is up here."""
+        """Make the folder; yield its lock's descriptor. Raise `ClusterError` if a cluster is up."""
         try:
             private_dir(self.root.parent)
         except ConfigError as error:
@@ -163,7 +161,7 @@ class ClusterFolder:
                 starting.release()
 
     def remove(self) -> None:
-        """End all processes of the cluster, `ray start` first, and remove its files."""
+        """End the cluster's processes, `ray start` first, and remove its files."""
         signal_all([one for one in self._processes() if " --block " in " ".join(arguments(one.pid))], signal.SIGTERM)
         end = time.monotonic() + _END_S
         while self._processes() and time.monotonic() < end:
@@ -184,14 +182,14 @@ class ClusterFolder:
 
     @property
     def _death(self) -> str:
-        """Words on the process of Ray that died, and ended the cluster; empty: none did."""
+        """Report of the Ray process whose death ended the cluster, or empty."""
         for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):
             if found := _DEATH.search(log.read_text(encoding="utf-8", errors="replace")):
                 return f"Ray's {found[1]} died ({found[2]}), and replicas and gateway ended with it: see {self.ray}"
         return f"Ray has ended: see {self.log}" if self.root.exists() else ""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of Ray's processes, without those of another Ray."""
+        """Return variables for Ray, without those of another Ray."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
@@ -217,7 +215,7 @@ def start(folder: ClusterFolder, lock: int, num_cpus: int) -> Child:
 
 @contextlib.contextmanager
 def connected(folder: ClusterFolder) -> Iterator[None]:
-    """Be a client of Ray inside the block. Raise `ClusterError` for errors of Ray and `ConfigError`."""
+    """Connect to Ray inside the block. Raise `ClusterError` for its errors and `ConfigError`."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(folder.environment())

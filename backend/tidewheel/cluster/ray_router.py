@@ -1,6 +1,6 @@
-"""Ray Serve's view of the replicas, published to the gateway.
+"""Publication of Ray Serve's replicas to the gateway.
 
-Ray copies this module into its processes by value, so that what the two share is in another one.
+Ray copies this module by value, so shared state lives in `replica_upstreams`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tidewheel.gateway.upstream import Address
 
 
 class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Router of Ray Serve that publishes the replicas. Ray's only calls are those that wait for the first replica."""
+    """Router that publishes replicas. Ray routes only calls that wait for the first replica."""
 
     def initialize_state(self, deployment: str) -> None:
         self._feed = feed_of(deployment)
@@ -35,7 +35,6 @@ class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in any order."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         return [candidate_replicas]

@@ -1,7 +1,6 @@
-"""Figures that replicas report, and the number of replicas by the project's own policies.
+"""Figures of replicas, and scaling by the project's policies.
 
-Ray Serve's own counts of requests are of no use: the gateway's requests do not go through Ray, except calls that wait
-for the first replica.
+Ray's own request counts are useless: only calls that wait for the first replica go through Ray.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}
 
 
 def figures_of(page: str) -> dict[str, float]:
-    """Return sums over all models of a page in Prometheus' format, and the longest wait of each class in seconds."""
+    """Return a metrics page's sums over models, and each class's longest wait in seconds."""
     figures = dict.fromkeys((*_SUMS.values(), *_QUEUES), 0.0)
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -44,7 +43,6 @@ def figures_of(page: str) -> dict[str, float]:
 
 
 def queue_s(figures: Mapping[str, float]) -> dict[Priority, float]:
-    """Return the age of the oldest waiting request of each class, in seconds."""
     return {priority: figures.get(name, 0.0) for name, priority in _QUEUES.items()}
 
 
@@ -53,7 +51,7 @@ def _number(line: str) -> float:
 
 
 class _Counters(NamedTuple):
-    """Counters of a replica at a report, and its rate since the report before."""
+    """Counters of a report, and the rate since the report before."""
 
     time: float
     arrivals: float
@@ -62,17 +60,17 @@ class _Counters(NamedTuple):
 
 
 class RayScaling:
-    """Policy that Ray Serve's controller makes, and calls repeatedly with the replicas' reports."""
+    """Policy that Ray Serve's controller calls with the replicas' reports."""
 
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
-        """Raise `ConfigError` for an unknown policy, or settings out of range."""
+        """Raise `ConfigError` for a wrong policy or setting."""
         self._policy = make_scaling(policy, ScalingSettings(**settings))
         self._clock = clock
         self._counters: dict[str, _Counters] = {}  # by replica
         self._num_arrivals = 0.0
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number, and no state for Ray to keep. `context` is Ray's `AutoscalingContext`."""
+        """Return the wanted number and no state. `context`: Ray's `AutoscalingContext`."""
         return self._policy.decide(self._state(context)).num_replicas, {}
 
     def _state(self, context: Any) -> FleetState:
@@ -102,7 +100,7 @@ class RayScaling:
         )
 
     def _count(self, name: str, latest: Mapping[str, tuple[float, float]]) -> None:
-        """Add a new report to the counters. Those of a server that was started again begin at zero."""
+        """Add a report. Counters of a restarted server begin at zero."""
         when = max(moment for moment, _ in latest.values())
         arrivals, tokens = _value(latest, "arrivals"), _value(latest, "tokens")
         before = self._counters.get(name)
@@ -123,6 +121,6 @@ def _value(latest: Mapping[str, tuple[float, float]], name: str) -> float:
 
 
 def _latest(figures: Mapping[str, Mapping[Any, Any]], replica: object) -> dict[str, tuple[float, float]]:
-    """Return time and value of the last report of each figure."""
+    """Return time and value of each figure's last report."""
     series = {name: by_replica.get(replica) for name, by_replica in figures.items()}
     return {name: (one[-1].timestamp, one[-1].value) for name, one in series.items() if one}

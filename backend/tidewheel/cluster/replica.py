@@ -1,4 +1,4 @@
-"""Replica of a server: an actor of Ray Serve that supervises one `tidewheel serve`."""
+"""Ray Serve actor that supervises one `tidewheel serve`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tidewheel_process import process_tree
 from tidewheel_process.child import Child
 from tidewheel_process.handle import start_ticks
 
-START_LIMIT_S = 1800.0  # that a server may be not ready before its replica is replaced
+START_LIMIT_S = 1800.0  # until a replica without a ready server is replaced
 _LOOK_S = 0.1
 _ASK_S = 2.0
 _DRAIN_LOOK_S = 0.5
-_END_S = 15.0  # for a server to end
+_END_S = 15.0
 _FOLDER = "replicas"
 _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 
@@ -45,7 +45,7 @@ class _HealthReply(msgspec.Struct):
 
 class Replica:
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Return when the server is ready. Raise `ClusterError` if it cannot start."""
+        """Wait for the server. Raise `ClusterError` if it cannot start."""
         settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
         self._stream_limit_s = settings.stream_limit_s
@@ -63,9 +63,9 @@ class Replica:
         self._ready_at = time.monotonic()
 
     async def check_health(self) -> None:
-        """Raise `ClusterError`, upon which Ray Serve replaces the replica.
+        """Raise `ClusterError` to have Ray Serve replace the replica.
 
-        A replica whose supervisor starts the server again stays, without requests.
+        While the supervisor restarts the server, the replica stays, without requests.
         """
         readiness = await self._readiness()
         if not readiness.is_live:
@@ -75,10 +75,10 @@ class Replica:
         self._check_patience()
 
     async def wait_for_start(self) -> None:
-        """Return at once: the call waits in Ray Serve's queue until there is a replica."""
+        """Return at once; Ray queues the call until a replica exists."""
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Return the fields of the gateway's `Address`."""
+        """Return the fields of `Address`."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         ports = {
@@ -90,11 +90,11 @@ class Replica:
         return {name: endpoints.authority(port) for name, port in ports.items()}
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return the figures, for the gateway's router and the status."""
+        """Return figures for gateway and status."""
         return await self._look()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the figures, for the scaling policy."""
+        """Return figures for scaling."""
         return await self._look()
 
     async def __del__(self) -> None:
@@ -104,7 +104,7 @@ class Replica:
             await self._http.close()
 
     async def _readiness(self) -> Readiness:
-        """Ask the health endpoint. Raise `ClusterError` if the server has ended."""
+        """Raise `ClusterError` if the server has ended."""
         self._server.check_alive()
         if (endpoints := self._server.endpoints) is None:
             return Readiness("starting", "it chooses its ports")
@@ -120,7 +120,7 @@ class Replica:
             raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._server.log}")
 
     async def _look(self) -> dict[str, float]:
-        """Return the figures of `/metrics`, or the last ones; empty before the first answer."""
+        """Return the figures of `/metrics`, else the last ones."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -139,7 +139,7 @@ class Replica:
 
 
 class ServerChild:
-    """`tidewheel serve` below this process. A pipe to its standard input ends it, however this process ends."""
+    """`tidewheel serve`, which ends with its standard input, however this process ends."""
 
     def __init__(self, options: Sequence[str], host: str) -> None:
         folder = _swept(private_dir(run_dir() / _FOLDER))
@@ -147,8 +147,8 @@ class ServerChild:
         self.log = folder / f"{os.getpid()}.log"
         self.num_restarts = 0  # of tritonserver
         self._endpoints: Endpoints | None = None
-        self._tritonserver: psutil.Process | None = None  # at the last look
-        # No drain: `drain` comes before, and a killed replica's requests shall fail at once.
+        self._tritonserver: psutil.Process | None = None
+        # `drain` comes before, and a killed replica's requests shall fail at once.
         manner = (f"--ports-file={self._ports}", "--end-with-stdin", "--drain-s=0")
         command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "serve", *options, f"--host={host}"]
         with self.log.open("wb") as output:
@@ -177,21 +177,20 @@ class ServerChild:
         raise ClusterError(f"tidewheel serve ended with {self._child.exit}: {reason}")
 
     def count_restarts(self) -> None:
-        """Add one to `num_restarts` if another tritonserver runs than at the last call."""
+        """Count a change of tritonserver since the last call."""
         for process in process_tree.children(self._child.pid):
             if process_tree.name(process) == "tritonserver" and process != self._tritonserver:
                 self.num_restarts += self._tritonserver is not None
                 self._tritonserver = process
 
     def drain(self, limit_s: float) -> None:
-        """Refuse new requests, and wait for the running ones. The gateway sends refused requests elsewhere."""
+        """Refuse requests, which the gateway resends, and wait for running ones."""
         engines = [] if self.endpoints is None else current_engines_of(self.endpoints.metrics)
         end = time.monotonic() + limit_s
         while sum(map(_drain, engines)) and time.monotonic() < end:
             time.sleep(_DRAIN_LOOK_S)
 
     def stop(self) -> None:
-        """End the server, whose requests fail."""
         self._child.stdin.close()
         if not self._child.wait(_END_S):
             self._child.kill()  # its guard ends the rest
@@ -199,7 +198,7 @@ class ServerChild:
 
 
 def _drain(engine: Path) -> int:
-    """Make an engine refuse new requests. Return how many requests it has left; 1 if it does not answer."""
+    """Make an engine refuse requests. Return its unfinished ones, or 1 without an answer."""
     status = read_status(engine)
     if status is None or status.state != "ready" or not status.is_alive:
         return 0

@@ -1,4 +1,4 @@
-"""Replicas of Ray Serve as the servers behind the gateway."""
+"""Ray Serve's replicas as upstreams of the gateway."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tidewheel.gateway.upstreams import UpstreamLease, Upstreams
 from tidewheel_client.errors import Busy, RequestError
 
 MAX_HELD = 1024  # requests that wait for a replica
-REPORT_AGE_S = 5.0  # oldest age of a replica's report
+REPORT_AGE_S = 5.0
 _LOOK_S = 0.1
 
 
 class KnownReplica(NamedTuple):
     address: Address
-    figures: Mapping[str, float]  # last report, some seconds old; empty before the first one
+    figures: Mapping[str, float]  # last report; empty before the first
 
 
 class ReplicaFeed:
-    """Replicas of a deployment, which Ray's router publishes on a thread of its own."""
+    """Replicas that Ray's router publishes on its own thread."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, KnownReplica] = {}  # by replica id; replaced as a whole
@@ -45,12 +45,12 @@ _feeds: dict[str, ReplicaFeed] = {}
 
 
 def feed_of(deployment: str) -> ReplicaFeed:
-    """Return the feed of this process. Ray makes its router itself: only a name connects the two."""
+    """Return this process's feed. Ray makes the router, so only a name connects both."""
     return _feeds.setdefault(deployment, ReplicaFeed())
 
 
 class RequestCount:
-    """Requests of this process at one replica: open now, and the most at once since a replica's report."""
+    """This process's open requests at a replica, and their maximum since its report."""
 
     def __init__(self, now: float) -> None:
         self.num_open = 0
@@ -62,7 +62,7 @@ class RequestCount:
         self._most = max(self._most, self.num_open)
 
     def most(self, now: float) -> int:
-        """Return the most open requests of the last `REPORT_AGE_S` to twice that."""
+        """Return the most open requests of the last one to two `REPORT_AGE_S`."""
         self._turn(now)
         return max(self._most, self._most_before)
 
@@ -73,7 +73,7 @@ class RequestCount:
 
 
 class ReplicaUpstreams(Upstreams):
-    """Replicas that Ray's router knows. A removed replica drains by itself, and refuses what is still sent to it."""
+    """Replicas from Ray's router. A removed replica drains and refuses late requests."""
 
     def __init__(self, handle: Any, feed: ReplicaFeed, settings: ClusterSettings) -> None:
         super().__init__(())
@@ -83,7 +83,7 @@ class ReplicaUpstreams(Upstreams):
         self._handle = handle
         self._feed = feed
         self._counts: dict[str, RequestCount] = {}  # by authority
-        self._known_models: list[str] = []  # before the last replica went
+        self._known_models: list[str] = []
         self._num_held = 0
 
     async def __aenter__(self) -> ReplicaUpstreams:
@@ -95,7 +95,7 @@ class ReplicaUpstreams(Upstreams):
 
     @property
     def models(self) -> list[str]:
-        """Models of all replicas, or of the last ones while there is none."""
+        """Models of all replicas, or the last known ones."""
         return super().models or self._known_models
 
     @property
@@ -105,7 +105,7 @@ class ReplicaUpstreams(Upstreams):
         return "" if self._may_be_empty else "no replica has started"
 
     def model(self, name: str) -> str:
-        """Accept any name before the first replica has listed its models; else see `Upstreams.model`."""
+        """Accept any name until a replica has listed its models."""
         return name if name and not self.models else super().model(name)
 
     async def _follow_feed(self, changed: asyncio.Event) -> None:
@@ -124,7 +124,7 @@ class ReplicaUpstreams(Upstreams):
                 self._report(authority, replica)
 
     def _report(self, authority: str, replica: KnownReplica) -> None:
-        """Tell the router of other clients' requests: more than this process had since the replica's report."""
+        """Report other clients' load to the router: requests beyond this process's own."""
         if figures := replica.figures:
             count = self._counts[authority]
             num_others = max(int(figures["running"] + figures["waiting"]) - count.most(time.monotonic()), 0)
@@ -132,7 +132,7 @@ class ReplicaUpstreams(Upstreams):
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[Any]) -> AsyncIterator[UpstreamLease]:
-        """Wait for a replica if none is ready. Raise `ServerUnavailable` after the patience."""
+        """Wait for a replica. Raise `ServerUnavailable` after `patience_s`."""
         if not self._has_fit(attempt):
             await self._wait(attempt)
         async with super()._lease(attempt) as lease:
@@ -147,7 +147,7 @@ class ReplicaUpstreams(Upstreams):
         return len(self._unfit(attempt)) < len(self._members)
 
     async def _wait(self, attempt: Attempt[Any]) -> None:
-        """Wait for a replica. While there is none, a call waits in Ray's queue, which the scaling policy sees."""
+        """Wait for a replica. Without any, wait in Ray's queue, which the scaling policy sees."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         call: Any = None
@@ -170,10 +170,10 @@ class ReplicaUpstreams(Upstreams):
         return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 
     def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
-        """Wait for a replica if all were lost; not if all are busy."""
+        """Allow a wait if all replicas were lost, not if all are busy."""
         if super()._may_retry(attempt, error):
             return True
         if isinstance(error, Busy):
             return False
-        attempt.refused.clear()  # a server that was started again may take it
+        attempt.refused.clear()  # a restarted server may take it
         return True

@@ -1,4 +1,4 @@
-"""The application for Ray Serve: replicas, and the gateway in front of them. `serve deploy` calls `build`."""
+"""Ray Serve application of replicas and gateway; `serve deploy` calls `build`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tidewheel.cluster.replica import Replica
 
 APPLICATION = "tidewheel"
 REPLICA, GATEWAY = "replica", "gateway"
-HEAD = "node:__internal_head__"  # Ray's name for the head node: clients know where the gateway is
-LOOK_S = 1.0  # between two looks at the health and the state of a replica
+HEAD = "node:__internal_head__"  # Ray's name for the head node, where clients find the gateway
+LOOK_S = 1.0  # between looks at a replica
 END_S = 20.0  # for a server to end after its requests
-_STARTS = 3  # of a replica that cannot start, before Ray gives up
-_VERSION = "1"  # the same for every `scale`, so that running replicas stay
+_STARTS = 3  # failures before Ray gives up
+_VERSION = "1"  # constant, so that `scale` keeps running replicas
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:

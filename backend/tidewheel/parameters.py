@@ -81,7 +81,7 @@ class Parameter(NamedTuple):
     def check_texts(self, name: str, values: tuple[object, ...]) -> None:
         check_count(name, len(values), self.max_entries)
         for value in values:
-            self.check_text(name, value)
+            self.check_text(f"an entry of {name}", value)
         if "" in values:
             raise InvalidRequest(f"{name} holds an empty string")
 
@@ -157,4 +157,4 @@ def control_character(text: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+    return repr(value).removesuffix(".0")  # exact: a number just outside of its limits is not shown as the limit

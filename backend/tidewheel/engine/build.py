@@ -48,7 +48,6 @@ def load_model_runner(config: EngineConfig, progress: Progress | None = None) ->
 
 
 def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
-    """Return and log what the engine resolved."""
     info = EngineInfo(
         pid=os.getpid(),
         enable_prefix_caching=config.enable_prefix_caching,
@@ -63,12 +62,12 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """Return whether to launch steps ahead. On a CPU nothing would overlap."""
+    """Return whether to launch steps ahead, which a CPU cannot overlap."""
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
-    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written."""
+    """Raise `ConfigError` for settings beyond the cache, or an unwritable `record`."""
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,
@@ -87,7 +86,7 @@ def session_limits(config: EngineConfig) -> SessionLimits:
 
 
 def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
-    """Raise `ConfigError` if settings do not fit the cache."""
+    """Raise `ConfigError` for settings beyond the cache."""
     tenants = parse_tenants(config.tenants)
     _check_quotas(config, tenants, info.num_blocks)
     shared: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(SchedulingSettings)}

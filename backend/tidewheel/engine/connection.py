@@ -68,7 +68,7 @@ class Outbox:
         self._cancelled = _Cancel([], [])  # in flight, not yet sent
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Raise `Busy` if too many are held, or the error given to `refuse`."""
+        """Raise `Busy` if too many are held, or the error of `refuse`."""
         with self._lock:
             if self._refusal is not None:
                 refusal = self._refusal  # each raising thread needs its own instance
@@ -99,7 +99,7 @@ class Outbox:
             os.eventfd_write(self.wake_fd, 1)
 
     def take(self) -> list[int]:
-        """Process the queue. Return keys cancelled before they were sent."""
+        """Process the queue. Return keys cancelled unsent."""
         if not self._is_signalled:
             return []
         with self._lock:
@@ -117,7 +117,6 @@ class Outbox:
         return unsent
 
     def flush(self, send: Callable[[bytes], bool]) -> None:
-        """Send until `send` returns False."""
         for key, held in list(self._held.items()):
             if not send(held.payload):
                 return
@@ -196,7 +195,7 @@ class Connection:
         return True
 
     def receive(self, timeout_ms: int = 0) -> list[FromEngine]:
-        """Return arrived messages, after at most `timeout_ms` for the first."""
+        """Return messages, after at most `timeout_ms` for the first."""
         messages: list[FromEngine] = []
         if timeout_ms:
             self._socket.poll(timeout_ms)

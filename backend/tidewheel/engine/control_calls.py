@@ -1,4 +1,4 @@
-"""Calls of the server's user to an engine, through its socket: drain, list requests, cancel a request."""
+"""Calls of the server's user to an engine's socket: drain, list, cancel."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ ANSWER_S = 5.0
 
 
 def drain(engine_dir: Path, timeout_s: float = ANSWER_S) -> EngineStats | None:
-    """Make the engine refuse new requests. Return its figures, or None without an answer in time."""
+    """Make the engine refuse requests. Return figures, or None on timeout."""
     answer = _ask(engine_dir, Drain(), Stats, timeout_s)
     return None if answer is None else answer.stats
 
 
 def list_requests(engine_dir: Path, limit: int, timeout_s: float = ANSWER_S) -> RequestList | None:
-    """Return the oldest requests of all front ends, or None without an answer in time."""
+    """Return the oldest requests, or None on timeout."""
     return _ask(engine_dir, ListRequests(limit), RequestList, timeout_s)
 
 
 def cancel_request(engine_dir: Path, pid: int, number: int, timeout_s: float = ANSWER_S) -> bool | None:
-    """Cancel a request by its number in `list_requests`. Return whether it was there, or None without an answer."""
+    """Cancel a request of `list_requests`. Return whether it was there, or None on timeout."""
     answer = _ask(engine_dir, CancelRequest(pid, number), CancelReply, timeout_s)
     return None if answer is None else answer.was_there
 
 
 def _ask(engine_dir: Path, message: Message, kind: type[T], timeout_s: float) -> T | None:
-    """Return the engine's answer of the kind, or None without one in time."""
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
         return None

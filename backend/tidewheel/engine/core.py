@@ -40,7 +40,7 @@ class _StepInFlight(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Failed launch, which raises its error when it is waited for."""
+    """Failed launch, which raises its error when waited for."""
 
     error: Exception
 
@@ -51,9 +51,9 @@ class _Failure(NamedTuple):
 class EngineCore:
     """Loop over scheduler and runner, on one thread.
 
-    With two steps in flight, the device computes one while the tokens of the other are applied and sent. `receive`
-    calls `add` and `cancel`, before a step is planned and before its tokens are applied. `deliver` gets new tokens
-    and each added request's one end; it may call `cancel`.
+    Of two steps in flight, the device computes one while the other's tokens are applied. `receive` calls `add` and
+    `cancel`, before a step is planned and before tokens are applied. `deliver` gets tokens and one end per request;
+    it may call `cancel`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineCore:
         self._receive = receive
         self._beat = beat
         self._first_step_s = first_step_s
-        self._expected_s = 0.0  # of the newest step
+        self._expected_s = 0.0
         self._clock = clock
         self._in_flight: deque[_StepInFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
@@ -94,7 +94,7 @@ class EngineCore:
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End the request in any state. Ignore unknown and finished ids."""
+        """End a request in any state; ignore unknown and finished ids."""
         request = self._scheduler.cancel(request_id, reason)
         if request is not None:
             self._deliver_ended([request])
@@ -119,7 +119,7 @@ class EngineCore:
         return True
 
     def stats(self) -> EngineStats:
-        """Return a snapshot. `busy_fraction` is since the last one."""
+        """Return a snapshot; `busy_fraction` is since the last one."""
         now = self._clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)
@@ -130,7 +130,6 @@ class EngineCore:
         return stats
 
     def _announce(self, batch: ScheduledBatch) -> None:
-        """Beat for the step and one in flight."""
         before, predicted = self._expected_s, self._scheduler.predict_seconds(batch)
         self._expected_s = self._first_step_s if predicted is None else predicted
         self._beat(before + self._expected_s)
@@ -159,7 +158,7 @@ class EngineCore:
         self._last_end = end
 
     def _recover(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
-        """Run a failed step again with fewer rows, or end its requests if a later step read its missing tokens."""
+        """Rerun a failed step with fewer rows, or end its requests if a later step read its tokens."""
         if not self._in_flight:
             return self._run_rest(batch, error)
         left = set(self._in_flight[0].batch.freed_rows.tolist())
@@ -169,7 +168,7 @@ class EngineCore:
         return _no_tokens(batch)
 
     def _run_rest(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
-        """Give up the row that failed, or, short of memory, the longest chunk, and run the others.
+        """Give up the failed row, or, short of memory, the longest chunk, and rerun the others.
 
         A repeated step writes the same keys and values. Raise the error if that does not help.
         """
@@ -205,7 +204,7 @@ class EngineCore:
 
 
 def _attempt(work: Callable[[], T]) -> T | _Failure:
-    """Return the failure of a row or of memory. Raise other errors."""
+    """Return failures of a row or of memory; raise others."""
     try:
         return work()
     except Exception as error:
@@ -225,7 +224,7 @@ def _no_tokens(batch: ScheduledBatch) -> SampledTokens:
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """Keep some rows. Blocks are not copied again, because they may hold other data by now."""
+    """Keep some rows. Blocks are not copied again: they may hold other data by now."""
     dropped = set(batch.rows[~keep].tolist())
     return dataclasses.replace(
         batch,
@@ -246,7 +245,6 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
 
 
 def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
-    """Align tokens with the whole batch."""
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()

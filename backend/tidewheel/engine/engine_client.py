@@ -59,7 +59,7 @@ class EngineListener(Protocol):
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """End the requests of a lost engine, if any were in flight."""
+        """End the requests of a lost engine, if any."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
@@ -73,13 +73,13 @@ class EngineListener(Protocol):
 class ClientOptions:
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    hold_s: float = 10.0  # wait of requests for a restarting engine
+    hold_s: float = 10.0  # for a restarting engine
     hang: HangLimits = field(default_factory=HangLimits)
     ping_interval_s: float = 1.0
 
 
 class EngineClient:
-    """Client of a folder's engine: starts or joins it, sends requests, ends them if it dies.
+    """Client of a folder's engine: starts or joins it, and sends requests.
 
     A request accepted by `add` ends once, with a final delta or `on_lost`.
     """
@@ -104,15 +104,15 @@ class EngineClient:
         self._refused_lock = threading.Lock()
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
-        self.num_restarts = 0  # engines that followed another one
+        self.num_restarts = 0
         self._is_ready = False
         self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
-        self._next_look = 0.0  # at the heartbeat
-        self._problem = ""  # of the last start of an engine
+        self._next_look = 0.0
+        self._problem = ""  # of the last start
         self._failure: TidewheelError | None = None
-        self._hang: HangWatch | None = None  # of the connected engine
+        self._hang: HangWatch | None = None
         self._settled = threading.Event()  # ready, or failed to load
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -144,7 +144,7 @@ class EngineClient:
 
     @property
     def readiness(self) -> Readiness:
-        """Return whether the engine takes requests, as the io thread saw last."""
+        """Return the io thread's last view of the engine."""
         failure, hang = self._failure, self._hang
         if failure is not None:
             return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
@@ -161,7 +161,6 @@ class EngineClient:
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
     def count_refused(self, tenant: str, count: int) -> None:
-        """Report refused requests with the next ping."""
         with self._refused_lock:
             known = tenant in self._refused or len(self._refused) < MAX_REFUSED_TENANTS
             self._refused[tenant if known else ""] += count
@@ -173,7 +172,7 @@ class EngineClient:
         self._outbox.put_cancel([], [(key, index)])
 
     def close(self) -> None:
-        """End requests in flight with `on_lost`. May be called twice."""
+        """End requests in flight with `on_lost`. Repeatable."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -247,7 +246,7 @@ class EngineClient:
             self._launcher.try_lock()
 
     def _must_kill(self, connection: Connection) -> bool:
-        """Watch the heartbeat. Return whether to kill the engine."""
+        """Return whether the heartbeat demands a kill."""
         hang, now = self._hang, time.monotonic()
         if hang is None or now < self._next_look:
             return False
@@ -296,7 +295,6 @@ class EngineClient:
                 raise PermanentError(message.message) if message.is_permanent else ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
-        """End requests in flight, and look for another engine."""
         if self._connection is None:
             return
         log.warning("connection to the engine lost: %s", error.message)
@@ -309,7 +307,7 @@ class EngineClient:
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
     def _put_off(self, error: TidewheelError) -> None:
-        """Look for an engine later. Fail if none has served yet."""
+        """Look for an engine later; fail if none has served yet."""
         if self._info is None:
             self._fail(EngineDead(error.message))
             return
@@ -320,7 +318,6 @@ class EngineClient:
         self._launcher.put_off()
 
     def _fail(self, error: TidewheelError) -> None:
-        """End all requests and refuse new ones."""
         log.error("%s", error.message)
         self._failure = error
         self._lose(self._outbox.refuse(error), error)

@@ -18,13 +18,13 @@ from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, run_dir
 from tidewheel_process.handle import start_ticks
 from tidewheel_process.locked_folder import LOCK, is_locked
 
-ENGINE_LOCK = "engine.lock"  # held by the engine
+ENGINE_LOCK = "engine.lock"
 SOCKET = "engine.sock"
 LOG = "engine.log"
 STATUS = "status.json"
-CURRENT = "current"  # link to the folder of the engine that serves
+CURRENT = "current"  # link to the serving engine's folder
 DEATHS = "backoff.json"
-HEARTBEAT = "heartbeat"  # of the step loop
+HEARTBEAT = "heartbeat"
 
 IDENTITY_CHARS = 10
 
@@ -42,23 +42,22 @@ def engine_dir(repository: Path, model_name: str) -> Path:
 
 
 def model_label(model_name: str) -> str:
-    """Return the model's part of the name of its engines' folder."""
+    """Return the model's part of the folder name."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
 
 
 def label_of(engine_link: Path) -> str:
-    """Return the `model_label` of an engine's model."""
     return engine_link.parent.name.rpartition("-")[0]
 
 
 def engine_dirs() -> list[Path]:
-    """Return the folders in which an engine was started."""
+    """Return the folders of started engines."""
     folders = (path.parent for path in run_dir().glob(f"*/*/{STATUS}"))
     return sorted(folder for folder in folders if not folder.is_symlink())
 
 
 def current_engines() -> list[Path]:
-    """Return the links to the serving engine of each model."""
+    """Return each model's link to its serving engine."""
     return sorted(run_dir().glob(f"*/{CURRENT}"))
 
 
@@ -71,8 +70,8 @@ class EngineTarget(NamedTuple):
 
     folder: Path
     identity: str
-    started: EngineConfig  # settings of the start
-    config: EngineConfig  # settings that the running engine takes
+    started: EngineConfig  # at the start
+    config: EngineConfig  # that the running engine takes
     read_ns: int  # time of `config`, monotonic clock
 
 
@@ -83,7 +82,7 @@ def new_target(folder: Path, config: EngineConfig, identity: str = "") -> Engine
 
 
 def check_socket_path(directory: Path) -> None:
-    """Raise `ConfigError` if a socket path in the folder is too long."""
+    """Raise `ConfigError` if the folder's path is too long for sockets."""
     size = len(os.fsencode(directory / SOCKET))
     if size > MAX_SOCKET_PATH:
         raise ConfigError(
@@ -97,19 +96,19 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an engine, `status.json`. A killed engine leaves its last one."""
+    """State of an engine; a killed engine leaves its last one."""
 
     state: State
     pid: int
     start_ticks: int  # tells processes of equal pid apart
     settings: dict[str, object]
-    started: dict[str, object] = {}  # settings at the start
-    identity: str = ""  # digest of what only another engine can change
-    read_ns: int = 0  # time of the settings, monotonic clock
+    started: dict[str, object] = {}
+    identity: str = ""  # of what only another engine can change
+    read_ns: int = 0  # of the settings, monotonic clock
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
-    is_draining: bool = False  # with its server
+    is_draining: bool = False
     is_given_up: bool = False  # no later start can do better
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
@@ -156,7 +155,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last line of the log without time and level, cut to `limit` characters."""
+    """Return the last log line without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 SILENCE_LIMIT_S = 5.0
 MAX_GAP_S = 1.0
 _NO_LOGPROBS: dict[int, TopLogprobs] = {}
-MAX_UNSENT = 1 << 18  # tokens and ends of a front end, which then counts as gone
+MAX_UNSENT = 1 << 18  # tokens and ends until a front end counts as gone
 
 
 class ListeningClock:
-    """Clock that measures the silence of others.
+    """Clock of others' silence.
 
-    A gap between two readings, such as a pause of this process, counts as `MAX_GAP_S` at most.
+    A longer gap between readings, such as a pause of this process, counts as `MAX_GAP_S`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class ListeningClock:
 class FrontEnd:
     identity: bytes  # ZeroMQ's name
     name: str
-    last_seen: float  # by the ListeningClock
+    last_seen: float  # by `ListeningClock`
     request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # unfinished, by key and index
     unsent: list[Delta] = field(default_factory=list)
     unsent_tokens: list[NewTokens] = field(default_factory=list)
@@ -71,15 +71,15 @@ class _Route(NamedTuple):
     key: int
     sequence: int  # within the key
     is_only: bool  # sequence of the key
-    client_id: str  # of the request, as its client named it
+    client_id: str  # named by the client
 
 
 class _Layout(NamedTuple):
-    """Routes of a step's tokens, the same for all steps of the same requests."""
+    """Routes of tokens, reused while the step's requests stay the same."""
 
     requests: list[Request]
     columns: list[tuple[FrontEnd, RowArray, Int64Array]]  # positions within the step, and keys
-    others: list[int]  # positions of tokens that get a delta
+    others: list[int]  # positions that get a delta
 
 
 _NO_LAYOUT = _Layout([], [], [])
@@ -108,7 +108,7 @@ class FrontEnds:
         return front_end
 
     def remove(self, front_end: FrontEnd) -> list[str]:
-        """Return the ids of its unfinished requests."""
+        """Return the ids of unfinished requests."""
         self._by_identity.pop(front_end.identity, None)
         orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
         for request_id in orphans:
@@ -118,7 +118,7 @@ class FrontEnds:
         return orphans
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        """Return front ends to remove, with the reason."""
+        """Return front ends to remove, with reasons."""
         gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
         self._unreachable = []
         for front_end in self._by_identity.values():
@@ -140,7 +140,7 @@ class FrontEnds:
         return list(ids.values())
 
     def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[RequestRow]:
-        """Return rows of at most `limit` requests, in the order of their first sequences."""
+        """Return rows of at most `limit` requests, ordered by first sequence."""
         groups: dict[tuple[bytes, int], list[Progress]] = {}
         for one in unfinished:
             route = self._routes.get(one.request.request_id)
@@ -154,12 +154,12 @@ class FrontEnds:
         return [_row(group, self._routes[group[0].request.request_id].client_id, now) for group in groups.values()]
 
     def siblings(self, request_id: str) -> list[str]:
-        """Return the open sequences of a sequence's request, the last one first."""
+        """Return the request's open sequences, last first."""
         route = self._routes.get(request_id)
         return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """End a request that is not open, with an error."""
+        """Fail a request that is not open."""
         front_end.unsent.append(Delta.whole(key, FinishReason.ERROR, error))
 
     def confirm(self, front_end: FrontEnd, key: int, reason: FinishReason = FinishReason.STOP) -> None:
@@ -167,7 +167,7 @@ class FrontEnds:
         front_end.unsent.append(Delta.whole(key, reason))
 
     def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """End an open request that the scheduler does not know."""
+        """Fail an open request unknown to the scheduler."""
         for request_id in front_end.request_ids.pop(key).values():
             del self._routes[request_id]
         self.refuse(front_end, key, error)
@@ -230,7 +230,7 @@ class FrontEnds:
         route.front_end.unsent.append(Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     def flush(self) -> None:
-        """Send each front end one message. A full queue delays it to the next flush."""
+        """Send each front end one message; a full queue delays it."""
         for front_end in self._by_identity.values():
             if not front_end.unsent and not front_end.unsent_tokens:
                 continue

@@ -1,1 +1,1 @@
-"""The step loop, its process, and the client of front ends."""
+"""Step loop, its process, and its clients."""

@@ -13,8 +13,8 @@ from tidewheel.grammar import TokenGrammar
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 256  # requests, each with up to 1 MiB of source
-MAX_KEPT = 64  # compiled grammars
+MAX_WAITING = 256  # each with up to 1 MiB of source
+MAX_KEPT = 64
 MAX_KEPT_CHARS = 512 << 10  # of their sources; a compiled one takes up to 300 times as much
 
 
@@ -23,7 +23,7 @@ class Compiler(Protocol):
 
 
 class GrammarCache:
-    """Compiled grammars, least recently used first. Raise the errors of the compiler."""
+    """LRU cache of compiled grammars. Raise the compiler's errors."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         self._make_compiler = make_compiler
@@ -69,10 +69,10 @@ class CompiledRequest(NamedTuple):
 
 
 class GrammarQueue:
-    """Requests that wait for their grammar, which another thread compiles beside the steps of others."""
+    """Requests that wait while another thread compiles their grammar."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        """Read the vocabulary now: between steps it would hold them up."""
+        """Read the vocabulary now, because it would delay steps."""
         self._cache = GrammarCache(make_compiler)
         self._cache.prepare()
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -81,7 +81,6 @@ class GrammarQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of waiting sequences."""
         return sum(message.options.n for _, message in self._waiting)
 
     def find(self, source: str) -> TokenGrammar | None:
@@ -121,7 +120,7 @@ class GrammarQueue:
         self._remove(lambda owner, _: owner is front_end)
 
     def _remove(self, leaves: Callable[[FrontEnd, AddRequest], bool]) -> bool:
-        """Remove requests, and jobs that none waits for. Return whether a request was removed."""
+        """Remove requests and unneeded jobs. Return whether a request was removed."""
         num_before = len(self._waiting)
         self._waiting = [item for item in self._waiting if not leaves(*item)]
         for source in self._jobs.keys() - {message.grammar for _, message in self._waiting}:

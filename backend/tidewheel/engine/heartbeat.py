@@ -1,4 +1,4 @@
-"""Heartbeat of an engine's step loop, a page of memory in its folder, and its watchers in other processes."""
+"""Heartbeat of an engine's step loop, a memory page in its folder, and its watchers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LAYOUT = struct.Struct("<Qdd?I")
 
 
 class Beat(NamedTuple):
-    sequence: int  # of turns of the loop
+    sequence: int
     at: float  # monotonic seconds
-    expected_s: float  # predicted time until the next beat
-    is_stepping: bool  # else idle
+    expected_s: float  # until the next beat
+    is_stepping: bool
     num_front_ends: int
 
 
@@ -62,9 +62,9 @@ class HangLimits:
 
 
 class HangWatch:
-    """Watcher of a heartbeat. Only time in which the watcher itself runs counts as silence.
+    """Watcher of a heartbeat, whose own pauses do not count as silence.
 
-    A beat may be read while it is written; the next look corrects that.
+    The next look corrects a beat read while it was written.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def _map(path: Path) -> mmap.mmap | None:
 
 
 class EngineWatch:
-    """Watcher of the engine of a model. Look at least every second."""
+    """Watcher of a model's engine. Look at least every second."""
 
     def __init__(
         self, current: Path, limits: HangLimits | None = None, clock: Callable[[], float] = time.monotonic

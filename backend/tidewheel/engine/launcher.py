@@ -1,4 +1,4 @@
-"""Starts, restarts and ends of the engine process of a folder."""
+"""Starts and ends of a folder's engine process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 3.0
 ROOM_CHECK_S = 1.0
 LATE = "loading for too long"
-MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
+MAX_LOG_BYTES = 16 << 20  # until set aside at a start
 FAULTS = "TIDEWHEEL_FAULTS"  # module to run in place of the engine's, which fails on purpose
 FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-faults`
 
@@ -53,7 +53,7 @@ _deaths_decoder = msgspec.json.Decoder(list[Death])
 
 
 class EngineLauncher:
-    """Starter of a folder's engine, while it holds the folder's lock. Not thread safe."""
+    """Starter of a folder's engine while it holds the lock. Not thread-safe."""
 
     def __init__(self, target: EngineTarget, *, command: Sequence[str], policy: RestartPolicy) -> None:
         self._engine_dir = target.folder
@@ -63,9 +63,9 @@ class EngineLauncher:
         self._command = command
         self._policy = policy
         self._lock = LockedFolder(target.folder)
-        self._child: Child | None = None  # last engine started here
+        self._child: Child | None = None
         self._loads_since = 0.0  # monotonic seconds, or when this became the owner
-        self._num_failed_starts = 0  # since an engine was ready
+        self._num_failed_starts = 0
         self._next_start = 0.0  # monotonic seconds
         self._next_room_check = 0.0  # likewise
 
@@ -86,10 +86,10 @@ class EngineLauncher:
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
     def seek(self, *, was_ready: bool, since_ns: int) -> Status | None:
-        """Return the status of a ready engine, or start one and return None. Call repeatedly from `since_ns` on.
+        """Return a ready engine's status, or start an engine and return None. Call repeatedly from `since_ns` on.
 
-        `was_ready`: an engine served this front end, so its absence is a death. Raise `ConfigError` if a start
-        failed, `PermanentError` if another would not help, and `Draining` if the server shuts down.
+        `was_ready`: an engine served this front end, so absence is a death. Raise `ConfigError` for a failed start,
+        `PermanentError` if another would not help, `Draining` during shutdown.
         """
         status = read_status(self._engine_dir)
         if was_ready and status is not None and status.is_draining and not status.is_alive:
@@ -111,7 +111,7 @@ class EngineLauncher:
         return status
 
     def give_up(self, message: str) -> None:
-        """Tell other front ends that the owner does not start the engine again."""
+        """Tell other front ends that no restart follows."""
         status = read_status(self._engine_dir)
         if self.is_owner and status is not None:
             final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
@@ -153,12 +153,12 @@ class EngineLauncher:
             log.info("started engine %d", self._child.pid)
 
     def _check_owner(self, status: Status, was_ready: bool, since_ns: int) -> None:
-        """Raise `ConfigError` if the owner's engine failed, unless the owner tries again."""
+        """Raise `ConfigError` for a failed owner, unless it tries again."""
         if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
             raise _failure(status)
 
     def _fault(self, status: Status, was_ready: bool) -> str:
-        """Return the reason why a living engine is of no use, or an empty string."""
+        """Return why a living engine is useless, or an empty string."""
         if status.identity != self._identity:
             return "left over from a server with other settings"
         if status.is_draining and not was_ready:
@@ -167,7 +167,7 @@ class EngineLauncher:
         return LATE if is_late else ""
 
     def _check_last_start(self, status: Status | None, was_ready: bool) -> None:
-        """Raise `ConfigError` if the last start failed, once unless that is permanent."""
+        """Raise `ConfigError` for a failed start, once unless permanent."""
         is_mine, child = self._is_mine(status), self._child
         if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
             self._child = None
@@ -224,7 +224,7 @@ def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
 
 
 def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
-    """Add a death, unless it is known, and return the recent ones."""
+    """Add a death unless known, and return recent ones."""
     deaths = recent_deaths(engine_dir, window_s)
     if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
         deaths.append(Death(pid, start_ticks, time.monotonic()))
@@ -233,7 +233,7 @@ def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) 
 
 
 def engine_command() -> list[str]:
-    """Return the engine's command, or the one of a test that is allowed. Raise `ConfigError`."""
+    """Return the engine's command, or an allowed test's. Raise `ConfigError`."""
     module, faults = "tidewheel.engine.process", os.environ.get(FAULTS)
     if faults is not None:
         if os.environ.get(FAULTS_ALLOWED) != "1":
@@ -246,7 +246,7 @@ def engine_command() -> list[str]:
 
 
 def python_executable() -> str:
-    """Return the running interpreter, or its like where a program embeds Python. Raise `ConfigError`."""
+    """Return the Python interpreter, also where a program embeds it. Raise `ConfigError`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
         os.environ.get("TIDEWHEEL_PYTHON"),
@@ -261,7 +261,7 @@ def python_executable() -> str:
 
 
 def python_environment() -> dict[str, str]:
-    """Return the environment in which `python_executable` imports what this process imports."""
+    """Return the environment that gives `python_executable` this process's imports."""
     package = Path(tidewheel.__file__).parent
     paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,8 +1,8 @@
 """Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket.
 
-`EngineReady` or `EngineFailure` answers `Hello`. Deltas answer a request, by its `key`, until each sequence has a
-finish reason or `Disconnection` ends all requests of the front end. `Drain`, `ListRequests` and `CancelRequest` need
-no `Hello`: only the server's user may open the socket.
+`EngineReady` or `EngineFailure` answers `Hello`. Deltas answer a request by its `key` until each sequence has a
+finish reason, or `Disconnection` ends all. `Drain`, `ListRequests` and `CancelRequest` need no `Hello`: only the
+server's user may open the socket.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PROTOCOL = 10
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
-MAX_LISTED = 1000  # requests in one `RequestList`
-MAX_REQUEST_ID_CHARS = 128  # of a longer one, the first are kept
+MAX_LISTED = 1000
+MAX_REQUEST_ID_CHARS = 128  # longer ones are cut
 
 Key = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # sums stay within 64 bits
@@ -38,13 +38,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Hello(Message, frozen=True):
-    """First message. The engine takes its settings, if they were read later than its own."""
+    """First message. Its settings apply if read later than the engine's."""
 
     protocol: int
     client: str  # unique name
     identity: str  # of the engine; empty: any
     settings: dict[str, object] = {}
-    read_ns: int = 0  # monotonic clock; 0: leaves the settings as they are
+    read_ns: int = 0  # monotonic clock; 0: keeps the settings
 
 
 class AddRequest(Message, frozen=True):
@@ -55,15 +55,15 @@ class AddRequest(Message, frozen=True):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     options: RequestOptions = RequestOptions()
     arrival_ns: int = 0  # monotonic clock
-    deadline_ns: int = 0  # 0: none; as the next, from the arrival and `options`
+    deadline_ns: int = 0  # 0: none
     soft_deadline_ns: int = 0
     bias_token_ids: bytes = b""  # from `pack_biases`
     bias_amounts: bytes = b""
     pooling: Pooling = ""
-    grammar: str = ""  # source that a compiler took; empty: none
-    grammar_name: str = ""  # parameter that gave it, for messages
-    end_token_ids: tuple[int, ...] = ()  # those of `stop_token_ids` that only the grammar's end allows
-    request_id: str = ""  # the client's, for those who operate the server
+    grammar: str = ""  # accepted by a compiler; empty: none
+    grammar_name: str = ""  # its parameter, for messages
+    end_token_ids: tuple[int, ...] = ()  # those that only the grammar's end allows
+    request_id: str = ""  # the client's
 
 
 class Cancel(Message, frozen=True):
@@ -82,11 +82,11 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second. After 5 s of silence, requests end."""
 
-    refused: dict[str, _Count] = {}  # by the front end since the last ping, by tenant
+    refused: dict[str, _Count] = {}  # since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):
-    """Order to refuse all new requests, which the engine passes on to its front ends. Answered by `Stats`."""
+    """Order to refuse requests, which front ends get too. Answered by `Stats`."""
 
 
 class Goodbye(Message, frozen=True):
@@ -100,9 +100,9 @@ class ListRequests(Message, frozen=True):
 
 
 class CancelRequest(Message, frozen=True):
-    """Order to end all sequences of a request of any front end. Answered by `CancelReply`."""
+    """Order to end a request of any front end. Answered by `CancelReply`."""
 
-    pid: int  # of the engine, from `RequestList`; another engine, which counts anew, ignores the order
+    pid: int  # from `RequestList`; a later engine, which counts anew, ignores the order
     number: Key
 
 
@@ -122,7 +122,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Return the most tokens of prompt and output. The last one is never cached."""
+        """Return the most tokens of prompt and output; the last one is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
@@ -134,7 +134,6 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return self.num_cache_tokens / self.max_model_len
 
     def describe(self) -> list[str]:
-        """Return log lines."""
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, {self.implementation}, "
@@ -182,7 +181,7 @@ class Disconnection(Message, frozen=True):
 
 
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Figures of one ended sequence. Times are of the monotonic clock; 0: never."""
+    """Figures of one ended sequence. Times: monotonic clock; 0: never."""
 
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
@@ -192,7 +191,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_new_blocks: int = 0
     num_preemptions: int = 0
     priority: int = 0  # granted class, 1 to 4
-    arrival_ns: int = 0  # set by the front end
+    arrival_ns: int = 0
 
     @classmethod
     def of(cls, request: Request) -> RequestStats:
@@ -209,7 +208,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def unsent_prompt_logprobs(request: Request) -> list[TopLogprobs] | None:
-    """Return the log-probabilities of the prompt once, then None."""
+    """Return the prompt's log-probabilities once, then None."""
     if request.has_sent_prompt or request.leader is not None or request.sampling.prompt_logprobs is None:
         return None
     request.has_sent_prompt = True
@@ -224,8 +223,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
     index: int = 0  # of the sequence, or `WHOLE_REQUEST`
-    prompt_logprobs: list[TopLogprobs] | None = None  # of all tokens of the prompt but the first; once
-    pooled: bytes = b""  # float32 little endian, with the end of an embedding
+    prompt_logprobs: list[TopLogprobs] | None = None  # of the prompt without its first token; once
+    pooled: bytes = b""  # float32 little endian, with an embedding's end
 
     @classmethod
     def last(
@@ -252,7 +251,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of a step for requests of one sequence that go on and want no log-probabilities."""
+    """A step's tokens of unfinished single-sequence requests without log-probabilities."""
 
     keys: bytes  # int64 little endian
     token_ids: bytes  # int32 little endian
@@ -277,21 +276,21 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Fill of the waiting set, sent when it changes, so that front ends refuse requests at once."""
+    """Fill of the waiting set, sent on change, so that front ends refuse at once."""
 
     received: list[int]  # keys of requests since the last `Room`
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Unfinished request. Counts are sums over its sequences, times are seconds since its arrival."""
+    """Unfinished request. Counts are sums over sequences; times are seconds since arrival."""
 
-    number: int  # of this engine
+    number: int
     request_id: str  # the client's
     tenant: str
     priority: int  # granted class, 1 to 4
-    state: str  # waiting, running or preempted; of several sequences, the first that is listed
+    state: str  # waiting, running or preempted: the first sequence's
     age_s: float
-    waited_s: float  # until the first step, or until now
+    waited_s: float  # until the first step or now
     first_token_s: float | None
     num_sequences: int
     num_prompt_tokens: int
@@ -302,9 +301,9 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestList(Message, frozen=True):
-    pid: int  # of the engine
+    pid: int
     rows: list[RequestRow]  # the oldest
-    num_sequences: int  # unfinished, of all requests
+    num_sequences: int  # unfinished
 
 
 class CancelReply(Message, frozen=True):

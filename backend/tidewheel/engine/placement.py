@@ -1,4 +1,4 @@
-"""Choice of a front end's engine: the present one of its model, or a new one beside it or in its place."""
+"""Choice of a front end's engine: the model's present one, one beside it, or its replacement."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tidewheel_process.locked_folder import LockedFolder
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0  # for requests of an engine that has to make room
+DRAIN_S = 30.0  # for requests of an engine that makes room
 FINAL_ANSWERS_S = 3.0
 _POLL_S = 0.1
 
 
 def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
-    """Return the engine for these settings, of the last load of any entry. `make_current` makes the others follow.
+    """Return the engine for the settings of the last load; `make_current` makes other front ends follow.
 
     Where memory is short, the present engine ends first.
     """
@@ -66,7 +66,7 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
 
 
 def find_engine(model_dir: Path) -> EngineTarget | None:
-    """Return the engine that serves, with its settings, or None."""
+    """Return the serving engine and its settings."""
     status = read_status(model_dir / CURRENT)
     if status is None or status.state != "ready" or not status.is_alive or status.is_draining:
         return None
@@ -75,13 +75,13 @@ def find_engine(model_dir: Path) -> EngineTarget | None:
 
 
 def may_start(target: EngineTarget) -> bool:
-    """Return whether an engine that its front end has given up may be started again."""
+    """Return whether a given-up engine may start again."""
     status = read_status(target.folder)
     return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
 
 def take_back(model_dir: Path) -> None:
-    """Let an engine that ended to make room be started again."""
+    """Let an engine that made room start again."""
     status = read_status(model_dir / CURRENT)
     if status is not None and status.is_draining and not status.is_alive:
         write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
@@ -108,13 +108,13 @@ def make_current(target: EngineTarget) -> None:
 
 
 def _identity(config: EngineConfig) -> str:
-    """Return a digest of the model's files and of the settings that need another engine."""
+    """Return a digest of model files and of settings that need another engine."""
     files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
     return settings_digest({"settings": config.fixed_settings(), "files": files})
 
 
 def _describe_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of each file; nothing for an unreadable folder, which the engine explains."""
+    """Return name, size and time per file; none for an unreadable folder, which the engine reports."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:
@@ -130,7 +130,7 @@ def _end_orderly(folder: Path) -> None:
 
 
 def _fits_beside(status: Status, config: EngineConfig) -> bool:
-    """Estimate whether memory allows another engine with weights of the same size."""
+    """Estimate whether memory allows another engine with equal weights."""
     info = status.info
     if info is None:
         return False
@@ -148,4 +148,4 @@ def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:
         return config.num_blocks * block_size * info.kv_cache_bytes // max(info.num_cache_tokens, 1)
     if config.kv_cache_memory_mb is not None:
         return config.kv_cache_memory_mb * MIB
-    return int(config.gpu_memory_utilization * info.device_bytes)  # none on a CPU: the cache takes what is left
+    return int(config.gpu_memory_utilization * info.device_bytes)  # a CPU's cache takes what is left

@@ -1,4 +1,4 @@
-"""Engine process: serves a folder's socket until SIGTERM, the folder's end, or a while without a front end."""
+"""Engine process: serves until SIGTERM, the end of its folder, or a while without front ends."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    """Status of this engine. A later `keep` writes what a full disk did not take."""
+    """Status of this engine; `keep` repeats writes that a full disk refused."""
 
     def __init__(self, engine_dir: Path, settings: dict[str, object], identity: str) -> None:
         self.engine_dir = engine_dir
         self.identity = identity
         self._status = first_status(os.getpid(), "loading", settings, identity)
         self._written_at = 0.0
-        self._inode = 0  # of the file as written
+        self._inode = 0
         self._problem = ""
 
     def update(self, **changes: object) -> None:
@@ -88,7 +88,7 @@ class StatusFile:
 
 
 class StopSignal:
-    """Reason to stop, as a callable: SIGTERM or the end of the folder."""
+    """Callable that returns the reason to stop: SIGTERM, or the folder's end."""
 
     def __init__(self, status: StatusFile) -> None:
         self._status = status

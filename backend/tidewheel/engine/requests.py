@@ -1,4 +1,4 @@
-"""Check of an `AddRequest`, in the front end and again in the engine, and its conversion to scheduler requests."""
+"""Check of an `AddRequest`, in front end and engine, and conversion to scheduler requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tidewheel.scheduler.admission import check_lengths
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
-MAX_BAD_TOKENS = 4096  # in total
+MAX_BAD_TOKENS = 4096
 MAX_PROMPT_LOGPROBS = 1 << 17  # a message of some 2 MB, between two steps
 
 
@@ -48,9 +48,9 @@ def to_requests(
     now: float,
     grammar: TokenGrammar | None = None,
 ) -> list[Request]:
-    """Return one request per id, with its index added to the seed modulo 2**64. The first leads the others.
+    """Return one request per id, its index added to the seed modulo 2**64. The first leads the others.
 
-    `seed` is for messages without one, `grammar` the compiled one of the message. Raise `InvalidRequest`.
+    `seed`: for messages without one; `grammar`: the message's, compiled. Raise `InvalidRequest`.
     """
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
@@ -83,7 +83,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Raise `InvalidRequest`. `prompt_name` is the prompt's field, for messages."""
+    """Raise `InvalidRequest`, naming the prompt `prompt_name`."""
     sampling = message.sampling
     prompt = _prompt(prompt_name, message.prompt, info)
     max_tokens = info.max_num_tokens - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
@@ -111,7 +111,7 @@ def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifi
 
 
 def check_token_ids(name: str, token_ids: Int32Array, info: EngineInfo) -> None:
-    """Raise `InvalidRequest` for an id that the model does not have."""
+    """Raise `InvalidRequest` for ids outside the vocabulary."""
     outside = (token_ids < 0) | (token_ids >= info.vocab_size)
     if outside.any():
         position = int(np.argmax(outside))

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 IDLE_POLL_MS = 250
 RECEIVE_S = 0.002  # between steps
-FIRST_STEPS = 20  # of unknown length, that a load may take
+FIRST_STEPS = 20  # of unknown length, in a load
 
 
 class EngineServer:
@@ -77,13 +77,13 @@ class EngineServer:
         self._config = config
         self._started = config
         self._identity = identity
-        self._read_ns = 0  # when the settings were read
+        self._read_ns = 0
         self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
-        self._note = note  # into the status
+        self._note = note
         self._write_beat = beat
         self._clock = clock
-        self._listened = ListeningClock(clock)  # for the silence of front ends
+        self._listened = ListeningClock(clock)
         self._front_ends = FrontEnds(socket)
         self._scheduler = scheduler
         self._core = EngineCore(
@@ -115,7 +115,7 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """Send unsent tokens and end all requests, without scheduler and runner, which may be broken."""
+        """Flush tokens and end all requests without scheduler and runner, which may be broken."""
         self._front_ends.flush()
         self._front_ends.broadcast(Disconnection(ErrorInfo.of(error)))
 
@@ -129,7 +129,7 @@ class EngineServer:
         self._socket.poll(1 if self._core.has_unfinished or self._grammars.num_waiting else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
-        """Send figures and drop dead front ends. Return a reason to stop, or an empty text."""
+        """Send figures and drop dead front ends. Return a reason to stop, or empty text."""
         now, listened = self._clock(), self._listened()
         if now < self._next_stats:
             return ""
@@ -235,7 +235,7 @@ class EngineServer:
             self._front_ends.send(identity, EngineReady(self._info))
 
     def _take_settings(self, hello: Hello) -> str:
-        """Take settings that were read later. Return the problem, or an empty text."""
+        """Take settings read later. Return the problem, or empty text."""
         if hello.read_ns <= self._read_ns:
             return ""
         try:

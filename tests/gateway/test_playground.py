@@ -122,6 +122,18 @@ def test_it_needs_no_key_and_shows_nothing_that_does(fake: FakeTriton, tmp_path:
         assert guarded.get("/playground/other").status_code == 404
 
 
+@pytest.mark.parametrize("name", ["other", "", "index.html", "x" * 300, "%00", "playground.js/x", "..%2fapi_keys.py"])
+def test_any_other_name_is_an_unknown_url(gateway: RunningGateway, name: str) -> None:
+    answer = gateway.get(f"/playground/{name}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+
+
+def test_files_are_utf_8(gateway: RunningGateway) -> None:
+    kinds = {gateway.get(f"/playground{name}").headers["Content-Type"] for name in FILES}
+    names = ("text/html", "text/css", "text/javascript", "application/json")
+    assert kinds == {f"{name}; charset=utf-8" for name in names}
+
+
 def test_every_tag_has_what_to_do(gateway: RunningGateway) -> None:
     remedies = gateway.get("/playground/errors.json").json()
     assert remedies.keys() == TAGS

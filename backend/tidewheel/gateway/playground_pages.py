@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,6 +13,7 @@ from tidewheel.errors import BY_TAG, cause_and_remedy
 
 ROOT, PAGE = "/", "/playground"
 FOLDER = Path(__file__).with_name("playground")
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 HEADERS = MappingProxyType(
     {
         # Only this gateway's files, no inline script, no frame around.
@@ -24,13 +26,11 @@ HEADERS = MappingProxyType(
 )
 
 
-def routes() -> list[web.AbstractRouteDef]:
-    return [
-        web.get(ROOT, _redirect),
-        web.get(PAGE, _page),
-        web.get(f"{PAGE}/errors.json", _remedies),
-        web.static(PAGE, FOLDER),
-    ]
+def routes() -> list[web.RouteDef]:
+    # Not `web.static`: for other names, it fails or answers by itself, and they need no key.
+    urls = {path: PAGE if path.name == "index.html" else f"{PAGE}/{path.name}" for path in FOLDER.iterdir()}
+    files = [web.get(url, partial(_file, path)) for path, url in urls.items()]
+    return [web.get(ROOT, _redirect), *files, web.get(f"{PAGE}/errors.json", _remedies)]
 
 
 def is_playground(path: str) -> bool:
@@ -42,8 +42,8 @@ async def _redirect(_: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": PAGE})
 
 
-async def _page(_: web.Request) -> web.FileResponse:
-    return web.FileResponse(FOLDER / "index.html")
+async def _file(path: Path, _: web.Request) -> web.FileResponse:
+    return web.FileResponse(path, headers={"Content-Type": f"{_KINDS[path.suffix]}; charset=utf-8"})
 
 
 async def _remedies(_: web.Request) -> web.Response:

@@ -26,7 +26,7 @@ class EmbeddedRedis:
 
     def __init__(self, folder: Path) -> None:
         """Start Redis if needed. Raise `RequestError` or `ServerUnavailable`."""
-        self.folder = _private(folder.resolve())
+        self.folder = _private(folder.absolute())
         self._binary = find_server()
         self._log = self.folder / redis_guard.LOG
         self._lock = redis_guard.open_lock(str(self.folder / redis_guard.USERS_LOCK))
@@ -102,7 +102,8 @@ class EmbeddedRedis:
 def _private(folder: Path) -> Path:
     """Make the folder with mode 0700. Raise `RequestError` unless it is this user's alone."""
     try:
-        return make_private(folder, "name a new folder")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the kernel refuses a planted link, `resolve` does not
+        return make_private(folder.resolve(), "name a new folder")
     except FolderError as error:
         raise RequestError(str(error)) from None
     except OSError as error:

@@ -121,9 +121,15 @@ def test_a_redis_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("x" * 300, r"cannot be made \(File name too long\)"), ("file/queue", r"cannot be made \(Not a directory\)")],
+    [
+        ("x" * 300, r"cannot be made \(File name too long\)"),
+        ("file/queue", r"cannot be made \(Not a directory\)"),
+        ("link", r"cannot be made \(File exists\)"),
+    ],
 )
 def test_wrong_folders(short_path: Path, path: str, words: str) -> None:
     (short_path / "file").touch()
+    (short_path / "link").symlink_to(short_path / "missing")
     with pytest.raises(RequestError, match=words):
         Queue(short_path / path)
+    assert not (short_path / "missing").exists()

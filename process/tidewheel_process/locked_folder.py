@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 LOCK = "lock"
+LOOK_S = 30.0  # for another process that looks whether a new lock is free
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 
 
@@ -91,9 +93,9 @@ class LockedFolder:
             self.release()
         return self.is_held
 
-    def try_lock(self) -> bool:
+    def try_lock(self, timeout_s: float = 0.0) -> bool:
         file = self.path / LOCK
-        if not self.keeps_lock() and (lock := try_lock(file)) is not None:
+        if not self.keeps_lock() and (lock := try_lock(file, timeout_s)) is not None:
             self._lock, self._inode = lock, _inode(file)
         return self.is_held
 
@@ -108,7 +110,8 @@ def new_folder(base: Path, prefix: str) -> Iterator[Path]:
     """Make a locked folder in `base` with a new name; remove it on leaving. Raise OSError."""
     folder = LockedFolder(Path(tempfile.mkdtemp(prefix=prefix, dir=base)))
     try:
-        folder.try_lock()
+        if not folder.try_lock(LOOK_S):
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked by another process", str(folder.path))
         yield folder.path
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)

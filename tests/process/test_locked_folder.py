@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +101,24 @@ def test_a_new_folder_is_held_and_removed(tmp_path: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert is_locked(folder / LOCK) and not is_left_over(folder)
     assert not folder.exists()
+
+
+def test_a_look_at_a_new_folder_delays_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[threading.Timer] = []
+
+    def make_and_look(**options: Any) -> str:
+        folder = make(**options)
+        descriptor = os.open(f"{folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        looks.append(threading.Timer(0.2, os.close, [descriptor]))
+        looks[0].start()
+        return folder
+
+    make = locked_folder.tempfile.mkdtemp
+    monkeypatch.setattr(locked_folder.tempfile, "mkdtemp", make_and_look)
+    with new_folder(tmp_path, "x-") as folder:
+        looks[0].join()
+        assert is_locked(folder / LOCK) and not is_left_over(folder)
 
 
 def test_a_young_folder_without_a_lock_is_in_the_making(tmp_path: Path) -> None:

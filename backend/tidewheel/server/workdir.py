@@ -13,13 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from tidewheel.engine.folder import CURRENT
 from tidewheel.private_dir import RUN_DIR, run_dir, run_dir_path, unwritable
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel_process import process_tree
 from tidewheel_process.guard import Guard, guard
-from tidewheel_process.locked_folder import is_free, is_left_over, is_own, new_folder, try_lock
+from tidewheel_process.locked_folder import LOOK_S, is_free, is_left_over, is_own, new_folder, try_lock
 
 CLUSTER = "cluster"  # folder of a cluster, whose `run` holds its servers' folders
 ENDPOINTS = "endpoints.json"
@@ -90,7 +89,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
         except OSError as error:
             raise unwritable(base, error) from None
         with contextlib.suppress(OSError):  # no room: Triton will say so
-            if (lock := try_lock(shared_memory / f"{folder.shm_prefix}{_OWNER}")) is not None:
+            if (lock := try_lock(shared_memory / f"{folder.shm_prefix}{_OWNER}", LOOK_S)) is not None:
                 held.callback(lock.release)
         os.environ[RUN_DIR] = str(folder.run)
         held.callback(_restore, named)
@@ -175,6 +174,8 @@ def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]
 
 def current_engines_of(metrics_port: int) -> list[Path]:
     """Return links to the engines of the server with this metrics port, else of a Triton that runs by itself."""
+    from tidewheel.engine.folder import CURRENT  # imports numpy, which a guard has no use for
+
     for work, endpoints in running_servers():
         if endpoints.metrics == metrics_port:
             return sorted(work.run.glob(f"*/{CURRENT}"))

@@ -1,1 +1,1 @@
-"""Routing of requests to replicas, and the number of replicas."""
+"""Routing of requests to replicas, and scaling."""

@@ -1,7 +1,7 @@
 """Forecast of arrivals by the time of day.
 
-Holt's and Winters' exponential smoothing (Winters, Management Science 6(3), 1960), with a multiplicative season and a
-damped trend (Gardner and McKenzie, Management Science 31(10), 1985).
+Holt-Winters smoothing (Winters, Management Science 6(3), 1960), with multiplicative season and damped trend (Gardner
+and McKenzie, Management Science 31(10), 1985).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tidewheel.errors import ConfigError
 
-_LEAST = 1e-3  # of a factor and a level: a night without requests stays finite
+_LEAST = 1e-3  # of factors and levels: keeps quiet nights finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class ForecastSettings:
 
 
 class ArrivalForecast:
-    """Forecast of arrivals per bucket. The first season sets the seasonal profile; forecasts begin after it."""
+    """Forecast of arrivals per bucket, after a first season that sets the profile."""
 
     def __init__(self, settings: ForecastSettings, *, lead: int = 1) -> None:
         """`lead`: buckets ahead at which the error is measured."""
@@ -58,8 +58,8 @@ class ArrivalForecast:
         self._first: list[float] = []
         self._season: list[float] = []
         self._level, self._trend = 0.0, 0.0
-        self._next = 0  # number of the next bucket
-        self._made: deque[float] = deque(maxlen=lead)  # forecasts of the next buckets, oldest first
+        self._next = 0
+        self._made: deque[float] = deque(maxlen=lead)  # forecasts of the next buckets
         self._errors: deque[tuple[float, float]] = deque(maxlen=settings.error_buckets)  # (error, arrivals)
 
     def learn(self, counts: Iterable[float]) -> None:
@@ -72,7 +72,7 @@ class ArrivalForecast:
 
     @property
     def error(self) -> float:
-        """Recent absolute errors over the arrivals; infinite before there is a forecast."""
+        """Recent absolute errors over the arrivals; infinite before a forecast."""
         if len(self._errors) < self._settings.error_buckets:
             return math.inf
         errors = sum(error for error, _ in self._errors)
@@ -105,7 +105,7 @@ class ArrivalForecast:
         self._made.append(self.ahead(self._lead))
 
     def _begin(self) -> None:
-        """Set the profile from the first season, each bucket averaged with its neighbours."""
+        """Set the profile from the first season, averaged over neighbouring buckets."""
         first, count = self._first, len(self._first)
         self._level = max(sum(first) / count, _LEAST)
         means = [(first[index - 1] + first[index] + first[(index + 1) % count]) / 3 for index in range(count)]
@@ -125,7 +125,7 @@ class ArrivalForecast:
 
 
 class ArrivalBuckets:
-    """Arrivals per bucket, from a counter read at irregular times."""
+    """Arrivals per bucket, from an irregularly read counter."""
 
     def __init__(self, bucket_s: float) -> None:
         self._bucket_s = bucket_s
@@ -134,7 +134,7 @@ class ArrivalBuckets:
         self._count = 0.0
 
     def add(self, now: float, num_arrivals: int) -> list[float]:
-        """Return the counts of the buckets that ended since the last call."""
+        """Return counts of buckets that ended since the last call."""
         if self._last is None:
             self._last, self._end = (now, num_arrivals), now + self._bucket_s
             return []
@@ -151,7 +151,7 @@ class ArrivalBuckets:
 
 
 def bucket_counts(arrivals: Sequence[float], settings: ForecastSettings) -> list[float]:
-    """Return the arrivals per bucket of whole seasons. `arrivals`: seconds from the start of the first season."""
+    """Return arrivals per bucket of whole seasons. `arrivals`: seconds from the first season's start."""
     if not len(arrivals):
         return []
     num_buckets = math.ceil((max(arrivals) + 1e-9) / settings.season_s) * settings.num_buckets

@@ -1,4 +1,4 @@
-"""Loads of replicas, in numpy columns: a decision over a thousand replicas takes a few operations."""
+"""Loads of replicas in numpy columns, for cheap decisions over a thousand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tidewheel.batch import Float64Array
 from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, T
 from tidewheel.request import Priority
 
-LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
+LOAD_FACTOR = 1.25  # largest load, relative to the mean
 _FIRST_SLOTS = 8
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
-    """Return the most requests a replica may have, when a new one joins `num_requests` in the fleet.
+    """Return the most requests a replica may have when one joins `num_requests`.
 
     Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
@@ -25,22 +25,22 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 
 
 class Loads(Generic[T]):
-    """Columns indexed by slot; a replica keeps its slot from `join` to `leave`.
+    """Columns indexed by slot, which a replica keeps from `join` to `leave`.
 
-    `num_open` and `waiting` are infinite in free slots, so that a minimum never selects one.
+    Free slots have infinite `num_open` and `waiting`, so that no minimum selects them.
     """
 
     def __init__(self) -> None:
-        self.slots: dict[T, int] = {}  # in the order of joining
+        self.slots: dict[T, int] = {}  # in order of joining
         self.names: list[T | None] = []
-        self.num_open: Float64Array = np.zeros(0)  # unfinished requests
+        self.num_open: Float64Array = np.zeros(0)
         self.waiting: Float64Array = np.zeros((len(Priority), 0))  # uncomputed prompt tokens, of a class and above
         self.running: Float64Array = np.zeros(0)
         self.total_open = 0.0
-        self.usual_open = 0.0  # mean of `total_open` over about as many requests as are open
+        self.usual_open = 0.0  # mean of `total_open` over about as many requests
         self.total_waiting: Float64Array = np.zeros(len(Priority))
         self._epochs: list[int] = []
-        self._reported: dict[int, ReplicaLoad] = {}  # slot → load from other clients
+        self._reported: dict[int, ReplicaLoad] = {}  # by slot, from other clients
         self._num_joined = 0
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Loads(Generic[T]):
         return float(self.num_open[self.slots[replica]])
 
     def open_without(self, excluded: Collection[T]) -> Float64Array:
-        """Return the open requests by slot, infinite at excluded replicas."""
+        """Return open requests by slot, infinite at excluded replicas."""
         if not excluded:
             return self.num_open
         num_open = self.num_open.copy()
@@ -85,7 +85,7 @@ class Loads(Generic[T]):
         return num_open
 
     def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return the prompt tokens, by slot, ahead of a new request of the class."""
+        """Return prompt tokens by slot ahead of a new request."""
         ahead: Float64Array = self.waiting[priority - 1]
         return ahead
 
@@ -97,7 +97,7 @@ class Loads(Generic[T]):
         return RoutedRequest(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, routed: RoutedRequest[T]) -> int | None:
-        """Return the slot, or None if the replica has left since."""
+        """Return the slot, or None if the replica has left."""
         slot = self.slots.get(routed.replica)
         return slot if slot is not None and self._epochs[slot] == routed.epoch else None
 
@@ -117,7 +117,7 @@ class Loads(Generic[T]):
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Count the load from other clients, until the next report."""
+        """Set the load from other clients."""
         if (slot := self.slots.get(replica)) is None:
             return
         before = self._reported.get(slot, ReplicaLoad())
@@ -140,7 +140,7 @@ class Loads(Generic[T]):
         self.usual_open += (self.total_open - self.usual_open) / (1.0 + max(self.total_open, self.usual_open))
 
     def _wait(self, slot: int, priority: Priority, num_tokens: int) -> None:
-        """Add prompt tokens that this class and lower ones wait for."""
+        """Add prompt tokens for which this class and lower ones wait."""
         self.waiting[priority - 1 :, slot] += num_tokens
         self.total_waiting[priority - 1 :] += num_tokens
 

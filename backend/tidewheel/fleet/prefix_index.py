@@ -1,4 +1,4 @@
-"""Estimate of the prompt chunks in each replica's cache, from the requests sent to it."""
+"""Estimate of each replica's cached prompt chunks, from requests sent to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 MAX_KNOWN = 1 << 20
 MAX_KNOWN_OF_ONE = 1 << 14
-_MAX_STAIRS = 4  # different depths that one lookup distinguishes
+_MAX_STAIRS = 4  # depths that one lookup distinguishes
 
 
 class Depths(NamedTuple):
@@ -23,7 +23,7 @@ class Depths(NamedTuple):
 class PrefixIndex:
     """Chunks by slot, least recently used first, and slots by chunk.
 
-    The slots of a chunk are the bits of an integer, so a prompt shared by a thousand replicas is found as fast.
+    A chunk's slots are bits of an integer, so lookups are as fast with a thousand replicas.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
@@ -38,7 +38,7 @@ class PrefixIndex:
     def join(self, slot: int) -> None:
         self._stamps[slot] = {}
         for other in self._stamps:
-            self._trim(other)  # each has less room now
+            self._trim(other)
 
     def leave(self, slot: int) -> None:
         for chunk in self._stamps.pop(slot):
@@ -55,9 +55,9 @@ class PrefixIndex:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> Depths | None:
-        """Return the number of leading chunks each slot has, or None if no slot has any.
+        """Return each slot's number of leading chunks, or None if all are 0.
 
-        Beyond `_MAX_STAIRS` different depths, the smallest count as 0.
+        Beyond `_MAX_STAIRS` depths, the smallest count as 0.
         """
         stairs = self._stairs(chunks)[-_MAX_STAIRS:]
         if not stairs:
@@ -71,7 +71,7 @@ class PrefixIndex:
         return Depths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the different depths, rising, with the bits of the slots at least that deep."""
+        """Return rising depths, with the bits of slots at least that deep."""
         stairs: list[tuple[int, int]] = []
         slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):
@@ -84,7 +84,7 @@ class PrefixIndex:
         return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
-        """Record a use of the chunks, and return its stamp."""
+        """Record a use, and return its stamp."""
         self._now += 1
         stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
         for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last
@@ -103,7 +103,7 @@ class PrefixIndex:
                 self._drop_holder(chunk, slot)
 
     def forget_until(self, slot: int, stamp: int) -> None:
-        """Forget the chunks last used until the stamp, as an LRU cache that evicted one of them has."""
+        """Forget chunks last used until the stamp: an LRU cache that evicted one has too."""
         stamps = self._stamps[slot]
         while stamps and next(iter(stamps.values())) <= stamp:
             self._drop_oldest(slot)

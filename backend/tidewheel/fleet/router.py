@@ -6,7 +6,7 @@
     started(routed, cached tokens)     at its first token
     ended(routed, cached tokens)       at its end or failure
 
-A replica's name is any hashable value, such as a number or an address.
+A replica's name is any hashable value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from tidewheel.request import Priority
 
 T = TypeVar("T", bound=Hashable)
-MAX_CHUNKS = 512  # hashed of one prompt
+MAX_CHUNKS = 512  # of one prompt
 
 
 class RouteRequest(NamedTuple):
@@ -34,50 +34,50 @@ class RouteRequest(NamedTuple):
 class ReplicaLoad(NamedTuple):
     """Load that a replica reports, from all its clients."""
 
-    num_requests: int = 0  # not answered
-    waiting_tokens: int = 0  # of prompts that are not computed yet
-    running_tokens: int = 0  # in the KV cache, of running requests
+    num_requests: int = 0  # unanswered
+    waiting_tokens: int = 0  # of uncomputed prompts
+    running_tokens: int = 0  # in the KV cache
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest(Generic[T]):
-    """A request at a replica, as its router counts it."""
+    """Request as counted at a replica."""
 
     replica: T
     request: RouteRequest
-    epoch: int = 0  # number of the replica's stay in the fleet
+    epoch: int = 0  # the replica's stay in the fleet
     waiting_tokens: int = 0  # counted until the first token
     has_started: bool = False
     has_ended: bool = False
-    stamp: int = 0  # of the prompt's chunks in the `PrefixIndex`
-    known: tuple[int, ...] = ()  # earlier stamps of the chunks that seemed cached
+    stamp: int = 0  # in the `PrefixIndex`
+    known: tuple[int, ...] = ()  # earlier stamps of chunks that seemed cached
 
 
 class Router(Protocol[T]):
     def join(self, replica: T) -> None:
-        """Add a replica. A present one stays as it is."""
+        """Add a replica, if absent."""
 
     def leave(self, replica: T) -> None:
         """Remove a replica. Its requests may end later."""
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        """Return the replica for a request, or None if all are excluded."""
+        """Return the request's replica, or None if all are excluded."""
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        """Count a request at a replica that has joined."""
+        """Count a request at a joined replica."""
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        """Record the first token, and the cached prompt tokens. Later calls do nothing."""
+        """Record the first token and the cached prompt tokens. Later calls do nothing."""
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        """Stop counting; `num_cached_tokens`, if `started` did not have it. Later calls do nothing."""
+        """Stop counting; `num_cached_tokens` if `started` lacked it. Later calls do nothing."""
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Correct the load of a replica with other clients. Unknown replicas are ignored."""
+        """Set other clients' load; ignore unknown replicas."""
 
 
 def chunk_hashes(data: bytes | memoryview, chunk_bytes: int, tenant: str = "", salt: str = "") -> tuple[int, ...]:
-    """Return chained hashes of the prompt's full chunks: equal first n hashes mean equal first n chunks.
+    """Return chained hashes of full chunks: equal first n hashes mean equal first n chunks.
 
     Prompts of different tenants or salts share no hash, as they share no cache.
     """

@@ -17,19 +17,19 @@ from tidewheel.fleet.prefix_index import MAX_KNOWN, PrefixIndex
 from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest, T
 from tidewheel.request import Priority
 
-VIRTUAL_NODES = 64  # ring points per replica
-NEW_FACTOR = 1.0  # load bound of new sessions; old ones may go up to LOAD_FACTOR
-RUNNING_WEIGHT = 0.03  # cost of a running token, in prompt tokens to compute: about its share of a step
-MAX_SESSIONS = 1 << 17  # whose last replica is remembered
+VIRTUAL_NODES = 64  # points per replica
+NEW_FACTOR = 1.0  # load bound of new sessions; old ones may reach LOAD_FACTOR
+RUNNING_WEIGHT = 0.03  # cost of a running token, in prompt tokens: about its share of a step
+MAX_SESSIONS = 1 << 17
 _RING_SEARCH = (64, 1024)  # points searched before the rest: nearly always enough
 
 
 class HashRing:
-    """Consistent hashing (Karger et al., STOC 1997): a replica that joins or leaves moves few keys."""
+    """Consistent hashing (Karger et al., STOC 1997): a joining or leaving replica moves few keys."""
 
     def __init__(self) -> None:
         self._hashes = np.zeros(0, dtype=np.uint64)  # sorted
-        self._slots = np.zeros(0, dtype=np.intp)  # owner of each point
+        self._slots = np.zeros(0, dtype=np.intp)  # by point
 
     def join(self, replica: Hashable, slot: int) -> None:
         points = np.sort(np.array([_hash(f"replica {replica} point {n}") for n in range(VIRTUAL_NODES)], np.uint64))
@@ -42,7 +42,7 @@ class HashRing:
         self._hashes, self._slots = self._hashes[stays], self._slots[stays]
 
     def first(self, key: str, accepts: Callable[[RowArray], BoolArray]) -> int | None:
-        """Return the first slot clockwise from the key that `accepts` (given an array of slots), or None."""
+        """Return the first accepted slot clockwise from the key, or None."""
         slots = self._slots
         begin = int(self._hashes.searchsorted(np.uint64(_hash(key))))
         near, far = (begin + length for length in _RING_SEARCH)
@@ -89,7 +89,7 @@ class CountingRouter(Generic[T]):
 
 
 class RoundRobin(CountingRouter[T]):
-    """Each replica in turn, in the order of joining."""
+    """Each replica in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,9 +156,9 @@ def least_open(loads: Loads[T], excluded: Collection[T]) -> T | None:
 class PrefixAware(CountingRouter[T]):
     """A session goes to its last replica, a new one by the ring, other requests by cost; all within a load bound.
 
-    The cost of a replica for a request: prompt tokens waiting there in its class or above, its prompt tokens not
-    cached there, and tokens of running requests. A CRITICAL request ignores session and bound: it goes where the
-    fewest prompt tokens are computed before its first token.
+    A replica's cost: prompt tokens waiting in the request's class or above, its uncached prompt tokens, and running
+    tokens. A CRITICAL request ignores session and bound: it goes where the fewest prompt tokens precede its first
+    token.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
@@ -166,8 +166,8 @@ class PrefixAware(CountingRouter[T]):
         self.prefixes = PrefixIndex(max_known)
         self._max_sessions = max_sessions
         self._ring = HashRing()
-        self._homes: dict[str, T] = {}  # session → its last replica, least recently used first
-        self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests whose prompts are not computed yet
+        self._homes: dict[str, T] = {}  # session → last replica, least recently used first
+        self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests with uncomputed prompts
 
     def join(self, replica: T) -> None:
         if replica in self.loads:
@@ -215,9 +215,9 @@ class PrefixAware(CountingRouter[T]):
         return self._cheapest(request, num_open, bound)
 
     def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
-        """Return the slot of a new session by the ring, or None if no replica has room.
+        """Return a new session's slot by the ring, or None without room.
 
-        Replicas with an unusually long queue are passed over, as a cold one has when all requests go there.
+        Pass over unusually long queues, as a cold replica has when all requests go there.
         """
         loads = self.loads
         waiting, total = loads.waiting_ahead(request.priority), loads.total_waiting[request.priority - 1]
@@ -225,7 +225,6 @@ class PrefixAware(CountingRouter[T]):
         return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
 
     def _cheapest(self, request: RouteRequest, num_open: Float64Array, bound: int) -> int:
-        """Return the slot of the least cost within the bound."""
         cost = RUNNING_WEIGHT * self.loads.running
         cost += self.loads.waiting_ahead(request.priority)
         cost -= self._cached_tokens(request)
@@ -235,7 +234,7 @@ class PrefixAware(CountingRouter[T]):
         return int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
-        """Return the slot with the fewest prompt tokens ahead of the request; ties go to the least total work."""
+        """Return the slot with the fewest prompt tokens ahead; ties go to the least total work."""
         loads = self.loads
         ahead = loads.waiting_ahead(request.priority) - self._cached_tokens(request)
         if num_open is not loads.num_open:
@@ -245,7 +244,7 @@ class PrefixAware(CountingRouter[T]):
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
-        """Return the cached prompt tokens by slot, without the last token, which is always computed."""
+        """Return cached prompt tokens by slot, without the last token, which is always computed."""
         depths = self.prefixes.depths(request.chunks, len(self.loads.names))
         if depths is None:
             return 0.0
@@ -285,10 +284,10 @@ class PrefixAware(CountingRouter[T]):
             self.prefixes.forget(slot, routed.request.chunks, routed.stamp)
 
     def _correct(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
-        """Forget evicted chunks, if the replica had less of the prompt cached than the index said.
+        """Forget evicted chunks, if less of the prompt was cached than the index said.
 
-        One chunk less is no sign, since blocks and chunks end at different tokens. Nor is a chunk that another
-        request was still computing.
+        One missing chunk is no sign, since blocks and chunks end apart, nor is one that another request was
+        computing.
         """
         if num_cached_tokens is None:
             return

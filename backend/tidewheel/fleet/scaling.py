@@ -1,7 +1,6 @@
-"""The number of replicas: a policy's input, settings and decision, and estimates of the work asked for.
+"""Input, settings and decision of scaling policies, and estimates of work.
 
-Policies are pure: the clock is an argument and a decision is a value. The simulator and the cluster fill the same
-`FleetState`.
+Policies are pure: the clock is an argument. Simulator and cluster fill the same `FleetState`.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 
 MAX_REPLICAS = 10_000
-FAST_S, SLOW_S = 60.0, 1800.0  # time constants of the averages of work
-FIRM_REPORTS = 5  # of full replicas, after which the capacity is trusted
-RISE_S, FALL_S = 60.0, 3600.0  # time constants of the capacity: a replica that did more can do more
+FAST_S, SLOW_S = 60.0, 1800.0  # time constants of the work's averages
+FIRM_REPORTS = 5  # of full replicas, until the capacity is trusted
+RISE_S, FALL_S = 60.0, 3600.0  # time constants of the capacity: a reached rate stays possible
 _QUEUE_LIMITS = {Priority.CRITICAL: 0.5, Priority.HIGH: 1.0, Priority.NORMAL: 2.0, Priority.LOW: 60.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
     name: str
-    waiting: int = 0  # requests that have not started
+    waiting: int = 0  # requests
     running: int = 0
-    cache_usage: float = 0.0  # share of its KV blocks held by requests
+    cache_usage: float = 0.0  # share of KV blocks held by requests
     tokens_per_s: float = 0.0  # computed, since the last report
-    queue_s: Mapping[Priority, float] = field(default_factory=dict)  # age of the oldest waiting request by class
+    queue_s: Mapping[Priority, float] = field(default_factory=dict)  # age of each class's oldest waiting request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,8 @@ class FleetState:
     now: float  # seconds, never falls
     ready: tuple[ReplicaReport, ...] = ()
     num_starting: int = 0
-    num_arrivals: int = 0  # requests since some start; never falls
-    num_held: int = 0  # requests at no replica, which wait for the first one
+    num_arrivals: int = 0  # never falls
+    num_held: int = 0  # requests that wait for the first replica
 
     @property
     def num_replicas(self) -> int:
@@ -59,7 +58,7 @@ class FleetState:
 
 
 class Decision(NamedTuple):
-    num_replicas: int  # ready and starting ones
+    num_replicas: int  # ready and starting
     reason: str
 
 
@@ -72,16 +71,16 @@ class ScalingPolicy(Protocol):
 class ScalingSettings:
     """Raise `ConfigError` naming the field."""
 
-    min_replicas: int = 1  # 0: none while there are no requests
+    min_replicas: int = 1  # 0: none without requests
     max_replicas: int = 4
-    startup_s: float = 120.0  # from the decision to a ready replica
-    utilisation: float = 0.7  # planned share of a replica's capacity
-    release_utilisation: float = 0.55  # share of the capacity that fewer replicas may reach
-    scale_down_after_s: float = 600.0  # for so long fewer must have been enough
+    startup_s: float = 120.0  # from decision to ready replica
+    utilisation: float = 0.7  # planned share of the capacity
+    release_utilisation: float = 0.55  # share that fewer replicas may reach
+    scale_down_after_s: float = 600.0  # that fewer must have sufficed
     cool_down_s: float = 60.0  # between a change and a scale-down
-    idle_to_zero_s: float = 600.0  # without any request
+    idle_to_zero_s: float = 600.0
     waiting_per_replica: int = 8
-    ongoing_per_replica: int = 2  # of the rule `ongoing`; Ray Serve's default
+    ongoing_per_replica: int = 2  # of rule `ongoing`; Ray Serve's default
     cache_usage: float = 0.8
     max_num_seqs: int = 256
     replica_tokens_per_s: float = 0.0  # capacity; 0: learned from replicas whose requests wait
@@ -128,13 +127,13 @@ class ExponentialAverage:
     """Average whose weights fall exponentially with age. The first value counts in full."""
 
     def __init__(self, time_constant_s: float, fall_s: float | None = None) -> None:
-        """`fall_s`: another time constant, for values below the average."""
+        """`fall_s`: time constant for values below the average."""
         self._rise_s = time_constant_s
         self._fall_s = fall_s or time_constant_s
         self.value: float | None = None
 
     def add(self, value: float, seconds: float) -> float:
-        """Add the mean value of the last `seconds`, and return the average."""
+        """Add the mean of the last `seconds`, and return the average."""
         if self.value is None:
             self.value = value
         else:
@@ -145,18 +144,17 @@ class ExponentialAverage:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    tokens_per_s: float  # asked for now
+    tokens_per_s: float  # asked for
     tokens_per_request: float  # 0: unknown
     replica_tokens_per_s: float  # capacity; 0: unknown
-    is_firm: bool  # known well enough to ask for replicas
+    is_firm: bool  # enough to ask for replicas
 
 
 class WorkMeter:
-    """Estimates from successive states.
+    """Estimates of work from successive states.
 
-    The computed tokens fall short of the work while requests wait. So the work is the larger of the computed tokens
-    and the arrivals times the tokens of a request, measured while nothing waits.
-    A replica's capacity is its rate while it is full.
+    The work is the larger of the computed tokens, which fall short while requests wait, and the arrivals times a
+    request's tokens, measured while none waits. A replica's capacity is its rate while full.
     """
 
     def __init__(self, settings: ScalingSettings) -> None:
@@ -165,7 +163,7 @@ class WorkMeter:
         self._arrivals, self._slow_arrivals = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
         self._tokens, self._slow_tokens = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
         self._capacity = ExponentialAverage(RISE_S, FALL_S)
-        self._num_full = 0  # reports of full replicas
+        self._num_full = 0  # reports
 
     def observe(self, state: FleetState) -> Work:
         """Raise `ValueError` if the clock went back."""
@@ -177,7 +175,7 @@ class WorkMeter:
             return self._work(self._tokens_per_request)
         arrivals = max(state.num_arrivals - last.num_arrivals, 0) / seconds
         tokens = sum(replica.tokens_per_s for replica in state.ready)
-        tokens_per_request = self._tokens_per_request  # before this state, so that more arrivals never mean less work
+        tokens_per_request = self._tokens_per_request  # from before, so that more arrivals never mean less work
         self._arrivals.add(arrivals, seconds)
         self._tokens.add(tokens, seconds)
         if state.num_waiting == 0 or not tokens_per_request:
@@ -198,7 +196,7 @@ class WorkMeter:
         return Work(asked, tokens_per_request, self._capacity.value or 0.0, is_firm=self._num_full >= FIRM_REPORTS)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
-        """Average the rates of full replicas. A replica that just became full gives a lower bound."""
+        """Average full replicas' rates; one of a replica that just became full is a lower bound."""
         were_full = {replica.name for replica in before if is_full(self._settings, replica)}
         known = self._capacity.value
         for replica in now:
@@ -214,6 +212,6 @@ def is_full(settings: ScalingSettings, replica: ReplicaReport) -> bool:
 
 
 def late_class(settings: ScalingSettings, replica: ReplicaReport) -> Priority | None:
-    """Return the highest class whose oldest request waits longer than `queue_limit_s`."""
+    """Return the highest class whose oldest request exceeds `queue_limit_s`."""
     limits = settings.queue_limit_s
     return min((name for name, age in replica.queue_s.items() if age > limits.get(name, math.inf)), default=None)

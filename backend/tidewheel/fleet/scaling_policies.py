@@ -1,4 +1,4 @@
-"""Policies of scaling: `reactive`, `predictive`, and common rules to compare with."""
+"""Scaling policies: `reactive`, `predictive`, and common rules for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidewheel.fleet.scaling import (
     late_class,
 )
 
-_SLACK = 1e-9  # so that rounding asks for no extra replica
+_SLACK = 1e-9  # so that rounding asks for no replica
 _KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
 
 
@@ -33,7 +33,7 @@ class Need(NamedTuple):
 
 
 class ReactiveScaling:
-    """Scale for the largest current need, and down to the largest of the last minutes."""
+    """Scale up to the current need, and down to the largest of the last minutes."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -49,7 +49,7 @@ def current_need(settings: ScalingSettings, state: FleetState, work: Work) -> Ne
     needs = [_queue_need(settings, state), _row_need(settings, state), _cache_need(settings, state)]
     if work.replica_tokens_per_s:
         by_work = work_need(settings, work.tokens_per_s, work.replica_tokens_per_s)
-        # A rough capacity keeps the replicas that a queue called for, and asks for no more.
+        # A rough capacity keeps replicas that a queue called for, and asks for no more.
         needs.append(by_work if work.is_firm else Need(0, min(by_work.most, state.num_replicas), by_work.reason))
     least = max(needs, key=lambda need: need.least)
     return Need(least.least, max(need.most for need in needs), least.reason)
@@ -90,7 +90,7 @@ def _queue_need(settings: ScalingSettings, state: FleetState) -> Need:
 
 
 class Hysteresis:
-    """Hysteresis: raise the number at once, and lower it when fewer were enough for long."""
+    """Hysteresis: raise at once, lower when fewer were enough for long."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -100,7 +100,7 @@ class Hysteresis:
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
     def settle(self, state: FleetState, need: Need, hold_s: float) -> Decision:
-        """Return the decision: fewer replicas if enough for `hold_s`, which is at most `scale_down_after_s`."""
+        """Decide: fewer replicas once enough for `hold_s`, at most `scale_down_after_s`."""
         if self._target is None:
             self._begin(state)
         assert self._target is not None
@@ -120,7 +120,7 @@ class Hysteresis:
         self._target, self._since = self._settings.clamp(state.num_replicas), state.now
         self._num_arrivals = state.num_arrivals
         if state.num_replicas:
-            self._last_request = state.now  # a fleet without requests is kept for a while
+            self._last_request = state.now  # keeps a fleet without requests for a while
 
     def _change(self, now: float, target: int, reason: str) -> Decision:
         self._target, self._changed = target, now
@@ -154,11 +154,10 @@ def _ceil(value: float) -> int:
 
 
 class PredictiveScaling:
-    """Scale for the largest arrivals forecast within the start of a replica, and for the current work.
+    """Scale for the largest arrivals forecast within a replica's start, and for the current work.
 
-    Decides as `ReactiveScaling` while the forecast's recent error is large, before it has seen a season, or while a
-    replica's capacity is unknown. With a trusted forecast it scales down sooner, after a replica's start or a bucket,
-    since replicas needed again by then are forecast.
+    Decides as `ReactiveScaling` before a full season, while the recent error is large, or the capacity is unknown.
+    Otherwise it scales down after a replica's start or a bucket, since replicas needed again by then are forecast.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class QueueDepth:
 
 
 class Ongoing:
-    """Rule of Ray Serve: a target for the running and waiting requests of a replica."""
+    """Rule of Ray Serve: a target for a replica's running and waiting requests."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -261,7 +260,7 @@ def check_scaling(name: str) -> None:
 
 
 def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
-    """Return a policy. `history`: arrival times of earlier days, for `predictive`. Raise `ConfigError`."""
+    """`history`: arrival times of earlier days, for `predictive`. Raise `ConfigError`."""
     check_scaling(name)
     if name == "predictive":
         forecast = ForecastSettings()

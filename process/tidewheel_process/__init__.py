@@ -1,1 +1,1 @@
-"""Processes that are started and watched, and the folders that they hold."""
+"""Processes, and folders that they hold."""

@@ -1,4 +1,4 @@
-"""Processes that this one starts."""
+"""Child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_S = 0.02
 
 
 class StartError(Exception):
-    """Child that ended before it was ready, or was not ready in time. The message lacks its name."""
+    """Child that was late or ended before it was ready. The message lacks its name."""
 
 
 class Child:
@@ -50,7 +50,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, the negative number of a signal, or None while the child runs."""
+        """Exit code, minus a signal's number, or None while running."""
         return self._process.poll()
 
     @property
@@ -59,7 +59,7 @@ class Child:
         return describe_exit(self._process.poll())
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Wait until `is_ready()`. Raise `StartError` if the child ends before, or after the limit."""
+        """Wait until `is_ready()`. Raise `StartError` at the child's end or the limit."""
         if not wait_until(lambda: self.has_ended or is_ready(), limit_s):
             raise StartError(f"is not ready after {limit_s:g} s")
         if self.has_ended:
@@ -88,7 +88,7 @@ class Child:
             self.kill()
 
     def reap_on_thread(self) -> None:
-        """Reap the child at its end, for a parent that does not look."""
+        """Reap the child, for a parent that does not look."""
         threading.Thread(target=self._process.wait, name=f"reaper-{self.pid}", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Signals, orphans and limits of this process, which its children inherit."""
+"""Signals, orphans and limits of this process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StopSignals:
 
 
 def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
-    """Call `stop` on a thread once the other end of a pipe is closed, however its owner ends."""
+    """Call `stop` on a thread once a pipe's other end is closed, however its owner ends."""
 
     # A parent-death signal would come for every thread of the parent that ends.
     def wait() -> None:

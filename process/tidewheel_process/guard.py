@@ -1,4 +1,4 @@
-"""Guard of a process: a second process that cleans up after the first, however that ends."""
+"""Guard of a process: another process that cleans up after it, however it ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _END_TIMEOUT_S = 5.0
 
 
 class Guard:
-    """Guard that cleans up after this process, also at the end of the `with` block."""
+    """Guard that also cleans up at the end of the `with` block."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """`command`: a program that calls `guard`."""
         self._command = command
         self._environment = dict(environment)
-        self._reader, self._writer = os.pipe()  # the kernel closes the writer at the end of this process
+        self._reader, self._writer = os.pipe()  # the kernel closes the writer with this process
         self._child = self._start()
 
     @property
@@ -29,7 +29,7 @@ class Guard:
 
     def keep(self) -> None:
         if self._child.has_ended:
-            with contextlib.suppress(OSError):  # the next call tries again
+            with contextlib.suppress(OSError):
                 self._child = self._start()
 
     def _start(self) -> Child:
@@ -46,7 +46,7 @@ class Guard:
 
 
 def guard(clean_up: Callable[[], object]) -> None:
-    """Clean up, in the process of a `Guard`, once the guarded process has ended."""
+    """Clean up, in a `Guard`'s process, once the guarded process has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):

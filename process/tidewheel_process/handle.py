@@ -40,7 +40,6 @@ class ProcessHandle:
 
     @property
     def has_ended(self) -> bool:
-        """`not is_alive`, in one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property

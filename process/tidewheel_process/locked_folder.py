@@ -61,7 +61,7 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> FileLock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on a file, without disturbing another look as `try_lock` would."""
+    """Return whether a process holds a file's lock, without disturbing other looks as `try_lock` would."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -76,7 +76,7 @@ def is_locked(path: Path) -> bool:
 
 
 class LockedFolder:
-    """Folder with a lock that one process holds. The kernel frees the lock of a dead process."""
+    """Folder with a lock that one process holds; the kernel frees it at its death."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class LockedFolder:
         return self._lock is not None
 
     def keeps_lock(self) -> bool:
-        """Return whether this process holds the lock on the file that is there now."""
+        """Return whether this process holds the lock of the file that is there now."""
         if self._lock is not None and _inode(self.path / LOCK) != self._inode:
             self.release()
         return self.is_held
@@ -107,7 +107,7 @@ class LockedFolder:
 
 @contextlib.contextmanager
 def new_folder(base: Path, prefix: str) -> Iterator[Path]:
-    """Make a locked folder in `base` with a new name; remove it on leaving. Raise OSError."""
+    """Make a locked new folder in `base`, removed on leaving. Raise OSError."""
     folder = LockedFolder(Path(tempfile.mkdtemp(prefix=prefix, dir=base)))
     try:
         if not folder.try_lock(LOOK_S):
@@ -119,25 +119,24 @@ def new_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Return whether a folder of this user outlived the process that held it."""
+    """Return whether this user's folder outlived its process."""
     try:
         if not is_own(folder):
             return False
         if not (folder / LOCK).exists() and time.time() - folder.lstat().st_mtime < _YOUNG_S:
             return False
-    except OSError:  # gone meanwhile
+    except OSError:
         return False
     return is_free(folder / LOCK)
 
 
 def remove_left_over(base: Path, prefix: str) -> None:
-    """Remove the folders of killed processes in `base`."""
+    """Remove killed processes' folders."""
     for folder in filter(is_left_over, base.glob(f"{prefix}*")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_free(path: Path) -> bool:
-    """Return whether no process holds the lock on a file of this user."""
     with contextlib.suppress(OSError):
         if (lock := try_lock(path)) is not None:
             lock.release()

@@ -20,7 +20,7 @@ _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)  # ZombieProcess is a NoSuch
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """Return the children, also those that are not reaped yet."""
+    """Return the children, also unreaped ones."""
     return _processes(_pids_by_parent()[pid])
 
 
@@ -53,22 +53,22 @@ def _processes(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process is neither gone, nor a zombie, nor another one with its pid."""
+    """Return whether the process is neither gone, a zombie, nor another with its pid."""
     return status(process) not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and bool(process.is_running())
 
 
 def status(process: psutil.Process) -> str:
-    """Return psutil's status, such as `zombie` or `stopped`; empty if the process is gone."""
+    """Return psutil's status; empty if the process is gone."""
     return _read(lambda: str(process.status()), "")
 
 
 def name(process: psutil.Process) -> str:
-    """Return the name, of a zombie its first 15 bytes; empty if the process is gone."""
+    """Return the name, a zombie's first 15 bytes; empty if gone."""
     return _read(lambda: str(process.name()), "")
 
 
 def arguments(pid: int) -> list[str]:
-    """Return the command line; empty if it cannot be read."""
+    """Return the command line; empty if unreadable."""
     return _read(lambda: psutil.Process(pid).cmdline(), [])
 
 
@@ -77,7 +77,7 @@ def is_running(program: str) -> bool:
 
 
 def started_with(variable: str, folder: str) -> list[psutil.Process]:
-    """Return this user's other processes whose variable named the folder, or one below it, at their start."""
+    """Return this user's other processes started with the variable at or below the folder."""
 
     def names_it(process: psutil.Process) -> bool:
         value = _read(lambda: str(process.environ().get(variable, "")), "")
@@ -100,7 +100,7 @@ def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:
 
 
 def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
-    """Send SIGTERM to the processes that `find` returns, and SIGKILL after the grace."""
+    """Send SIGTERM to the found processes, and SIGKILL after the grace."""
     # The second SIGKILL reaches children that were forked just before the first.
     for number in (SIGTERM, SIGKILL, SIGKILL):
         found = find()

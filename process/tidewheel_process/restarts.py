@@ -1,4 +1,4 @@
-"""Restarts after deaths: later each time, and no more in a crash loop."""
+"""Restarts after deaths, with delays and a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidewheel_process.child import Child
 
 
 class CrashLoop(Exception):
-    """Too many deaths, after which another start would not help."""
+    """Too many deaths for another start to help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class RestartPolicy:
 
 
 class DeathCount:
-    """Deaths, counted in seconds of service, to which starts and delays do not add."""
+    """Deaths, counted in seconds of service, without starts and delays."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self._policy = policy or RestartPolicy()
@@ -36,7 +36,7 @@ class DeathCount:
         self._served_s = 0.0
 
     def next_delay_s(self, served_s: float, reason: str) -> float:
-        """Return the delay after a death. Raise `CrashLoop` after too many."""
+        """Return the delay after a death. Raise `CrashLoop`."""
         self._served_s += served_s
         self._deaths = [at for at in self._deaths if self._served_s - at <= self._policy.window_s] + [self._served_s]
         if len(self._deaths) >= self._policy.max_deaths:
@@ -48,7 +48,7 @@ class DeathCount:
 
 
 class RestartedChild:
-    """Child that is started again after each death, as long as `watch` is called."""
+    """Child restarted after each death while `watch` is called."""
 
     def __init__(
         self, name: str, start: Callable[[], Child], note: Callable[[str], None], policy: RestartPolicy | None = None
@@ -57,11 +57,11 @@ class RestartedChild:
         self._start = start
         self._note = note
         self._deaths = DeathCount(policy)
-        self._start_at: float | None = None  # monotonic seconds
+        self._start_at: float | None = None
         self.child = start()
 
     def watch(self) -> None:
-        """Start a dead child again after the delay. Raise `CrashLoop` after too many deaths."""
+        """Restart a dead child after the delay. Raise `CrashLoop`."""
         now = time.monotonic()
         if self._start_at is not None:
             if now >= self._start_at:

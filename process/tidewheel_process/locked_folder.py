@@ -57,6 +57,9 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> FileLock | None:
         lock.acquire(poll_interval=0.05)
     except Timeout:
         return None
+    if not is_locked(path):  # the file was removed or replaced before its lock; filelock sees that only since 3.25
+        lock.release()
+        return None
     return lock
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tidewheel_process import locked_folder
 from tidewheel_process.locked_folder import (
@@ -30,6 +31,7 @@ from tidewheel_process.locked_folder import (
 HOLD = """
 import sys
 from pathlib import Path
+from typing import Any
 from tidewheel_process.locked_folder import LockedFolder
 
 folder = LockedFolder(Path(sys.argv[1]))
@@ -77,6 +79,24 @@ def test_a_lock_file_that_was_made_again_is_another_one(tmp_path: Path) -> None:
     assert not first.try_lock() and not first.is_held
     second.release()
     assert first.try_lock()
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
+) -> None:
+    acquire = FileLock.acquire
+
+    def acquire_removed(lock: FileLock, **options: Any) -> None:
+        acquire(lock, **options)
+        (tmp_path / LOCK).unlink()
+        if is_made_again:
+            (tmp_path / LOCK).touch()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileLock, "acquire", acquire_removed)
+        assert not LockedFolder(tmp_path).try_lock()
+    assert LockedFolder(tmp_path).try_lock()
 
 
 def test_a_child_does_not_inherit_a_lock(tmp_path: Path) -> None:

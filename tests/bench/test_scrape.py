@@ -17,6 +17,7 @@ tidewheel_step_seconds_total{{model="demo"}} {seconds}
 tidewheel_scheduled_tokens_total{{model="demo"}} {tokens}
 vllm:generation_tokens_total{{model="demo"}} {generated}
 vllm:generation_tokens_total{{model="other"}} 5000
+vllm:num_requests_running{{model_name="another"}} 9
 vllm:num_preemptions_total{{model="demo"}} {preemptions}
 vllm:request_queue_time_seconds_sum{{model="demo"}} {queue}
 vllm:request_queue_time_seconds_count{{model="demo"}} {queued}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,11 @@ FOLDERS = ("benchmarks", "backend", "kernels", "client", "process", "queue", "te
 ABSENT = ("hypothesis", "jsonschema", "tritonclient", "locust", "pytest_timeout", "ray", "redis")
 
 
-def on_the_machine(*arguments: str) -> str:
-    """Run Python there; return its output, or fail with it."""
+def on_the_machine(*arguments: str, more: Sequence[Path] = ()) -> str:
+    """Run Python there, with distributions of `more` files; return its output, or fail with it."""
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in FOLDERS),
-        "BARE_MACHINE": f"{MACHINE}{os.pathsep}{WHEELS}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "BARE_MACHINE": os.pathsep.join(map(str, (MACHINE, WHEELS, *more))), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "TRITON_INTERPRET": "1",
     }  # fmt: skip
     command = [sys.executable, "-P", *arguments]
@@ -42,6 +45,18 @@ def test_other_packages_are_absent(module: str) -> None:
 def test_all_stages_and_the_engine_are_imported() -> None:
     modules = [*IMPORTED, "gpu.__main__", *(f"gpu.{plan.name}" for plan in FIRST)]
     on_the_machine("-c", f"import {', '.join(modules)}")
+
+
+def test_the_stage_with_a_server_is_imported() -> None:
+    modules = "gpu.triton_tax, tidewheel.cli.serve, tidewheel_client.server_pages"
+    on_the_machine("-c", f"import {modules}", more=[WHEELS.with_name("wheels_server.txt")])
+
+
+@pytest.mark.parametrize("file", ["Makefile", "benchmarks/gpu/README.md", "benchmarks/gpu/pack.py"])
+def test_every_package_is_on_the_path_of_the_recipe(file: str) -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["where"]
+    paths = [line for line in (ROOT / file).read_text().splitlines() if "PYTHONPATH=" in line and "backend" in line]
+    assert paths and all({"benchmarks", *packages} <= set(re.findall(r"\w+", path)) for path in paths)
 
 
 def files_with_tests() -> set[Path]:

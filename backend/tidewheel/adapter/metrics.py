@@ -28,7 +28,7 @@ from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram
 Labels = Mapping[str, str]
 
 FLUSH_INTERVAL_S = 0.4
-RENEWAL = 25  # flushes after which gauges are sent again
+RENEWAL = 25  # flushes after which gauges are sent again: another front end may have cleared them
 MAX_OBSERVATIONS = 64  # per histogram and flush: 160 a second
 MAX_WAITING = 1024  # values of a histogram, for later flushes
 MAX_RESTING = 1 << 16  # more, for a time without live requests

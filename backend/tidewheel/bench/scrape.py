@@ -43,7 +43,8 @@ def parse(text: str, model: str) -> Sample:
     sample: Sample = {}
     for name in _NAMES:
         for found in figures.samples(name):
-            if not model or model in (found.labels.get("model", model), found.labels.get("model_name")):
+            models = {found.labels[label] for label in ("model", "model_name") if label in found.labels}
+            if not model or not models or model in models:
                 sample[name] = sample.get(name, 0.0) + found.value
     return sample
 

@@ -1,4 +1,7 @@
-"""Asynchronous device: pinned memory, events and CUDA graphs, which freeze host values and addresses of tensors."""
+"""Asynchronous device: pinned memory, events and CUDA graphs.
+
+A graph freezes host values, control flow and addresses of tensors; a captured function draws nothing random.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,8 @@ class GraphPool(Protocol):
 
 
 class CudaGraphPool:
+    """Pool that captures on a side stream, whose cuBLAS workspace belongs to the graphs."""
+
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()

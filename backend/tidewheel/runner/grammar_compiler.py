@@ -56,7 +56,7 @@ _WRITTEN = {
     GrammarKind.CHOICE: "a list of choices",
     GrammarKind.EBNF: "rules in GBNF or Lark",
 }
-_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
+_STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # precede a schema's `x-guidance`
 
 T = TypeVar("T")
 

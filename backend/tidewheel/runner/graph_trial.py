@@ -64,7 +64,7 @@ def objection_to_graphs(runner: TrialRunner) -> str | None:
         differences = [relative_difference(*runner.logits_of_both(decode)) for decode in decodes]
     except (torch.OutOfMemoryError, ConfigError):
         raise
-    except Exception as error:
+    except Exception as error:  # layers may raise anything
         return f"no graph can hold a step: {one_line(error)}"
     limit = TOLERANCE[DTYPES[info.dtype]]
     if all(difference <= limit for difference in differences):  # NaN fails too

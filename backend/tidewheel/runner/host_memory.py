@@ -169,6 +169,7 @@ def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
     found = defaultdict(list, {mine.pid: [mine]})
     for folder in filter(_is_own, Path("/proc").glob("[0-9]*/fd")):
         for claim in filter(None, map(_read_claim, _entries(folder))):
+            # A forked process may have inherited a claim: its name is the parent's.
             if str(claim.pid) == folder.parent.name and (claim.pid, claim.began) != (mine.pid, mine.began):
                 found[claim.pid].append(claim)
     return found

@@ -65,7 +65,7 @@ class HostBlocks:
             self._blocks.index_copy_(0, index, staged)
 
     def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        size = len(self._staging)
+        size = len(self._staging)  # chunks reuse the buffer: the stream runs their copies in order
         for first in range(0, len(slots), size):
             index = index_on(self._staging.device, block_ids[first : first + size])
             yield index, slots[first : first + size].tolist()
@@ -97,7 +97,8 @@ class TransferStream(Protocol):
     def running(self) -> AbstractContextManager[object]:
         """Return a context for work beside the computation, after all earlier work."""
 
-    def join(self) -> None: ...
+    def join(self) -> None:
+        """Make later computation wait for all copies."""
 
     def synchronize(self) -> None:
         """Make the host wait."""

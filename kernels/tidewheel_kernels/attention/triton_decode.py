@@ -136,6 +136,7 @@ def merge_splits_kernel(
     for chunk in range(0, num_splits, BLOCK_SPLITS):
         split = chunk + tl.arange(0, BLOCK_SPLITS)
         place = (first + split) * num_heads + head
+        # Both loads come first: neither waits for the other.
         log2_sum = tl.load(log2_sum_ptr + place, mask=split < num_splits, other=float("-inf"))
         partial = tl.load(
             partial_ptr + place[:, None] * HEAD_DIM + column[None, :],

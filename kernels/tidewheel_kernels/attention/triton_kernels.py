@@ -32,7 +32,7 @@ from tidewheel_kernels.launch_config import (
 )
 from tidewheel_kernels.triton_launch import MAX_LAUNCHES, KernelLauncher
 
-_VARYING = ["first_seq", "num_seqs"]
+_VARYING = ["first_seq", "num_seqs"]  # with every batch: specialised, they would compile again
 _SMALL_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "scales_ptr"]
 # Making one takes microseconds.
 _descriptors = WeakIdKeyDictionary()

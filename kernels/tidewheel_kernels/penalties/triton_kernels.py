@@ -9,7 +9,7 @@ from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, 
 
 CONFIG = LaunchConfig(block=256, num_warps=4)
 WORD_CONFIG = LaunchConfig(block=32, num_warps=1)
-IN_PROMPT = tl.constexpr(1 << 30)
+IN_PROMPT = tl.constexpr(1 << 30)  # above every count
 
 
 @triton.jit

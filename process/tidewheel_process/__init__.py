@@ -1,1 +1,1 @@
-"""Processes, and folders that they hold."""
+"""Processes and their folders."""

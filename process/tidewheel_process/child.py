@@ -15,11 +15,11 @@ _POLL_S = 0.02
 
 
 class StartError(Exception):
-    """Child that was late or ended before it was ready. The message lacks its name."""
+    """Child that was never ready. The message lacks its name."""
 
 
 class Child:
-    """Child in its own session: Ctrl-C reaches only the parent, which ends its children in order."""
+    """Child in its own session: Ctrl-C reaches only the parent, which ends it."""
 
     def __init__(self, command: Sequence[str], *, ends_with_parent: bool = False, **options: Any) -> None:
         """Take options of `subprocess.Popen`. Raise OSError.
@@ -50,16 +50,16 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code, minus a signal's number, or None while running."""
+        """Exit code, minus a signal's number, or None."""
         return self._process.poll()
 
     @property
     def exit(self) -> str:
-        """Text such as `exit code 3` or `signal 9, Killed`."""
+        """Text: `exit code 3` or `signal 9, Killed`."""
         return describe_exit(self._process.poll())
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Wait until `is_ready()`. Raise `StartError` at the child's end or the limit."""
+        """Raise `StartError` at the child's end or the limit."""
         if not wait_until(lambda: self.has_ended or is_ready(), limit_s):
             raise StartError(f"is not ready after {limit_s:g} s")
         if self.has_ended:
@@ -88,7 +88,6 @@ class Child:
             self.kill()
 
     def reap_on_thread(self) -> None:
-        """Reap the child, for a parent that does not look."""
         threading.Thread(target=self._process.wait, name=f"reaper-{self.pid}", daemon=True).start()
 
 

@@ -91,7 +91,7 @@ def adopt_orphans() -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open files as far as allowed; return it."""
+    """Return the raised limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_DESCRIPTORS

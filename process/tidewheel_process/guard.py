@@ -14,7 +14,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class Guard:
-    """Guard that also cleans up at the end of the `with` block."""
+    """Guard until the end of the `with` block."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """`command`: a program that calls `guard`."""
@@ -46,7 +46,7 @@ class Guard:
 
 
 def guard(clean_up: Callable[[], object]) -> None:
-    """Clean up, in a `Guard`'s process, once the guarded process has ended."""
+    """Clean up once the guarded process has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):

@@ -24,7 +24,7 @@ def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
 
 
 class ProcessHandle:
-    """Handle of any process. `fileno`, a pidfd, is readable once the process has ended."""
+    """Handle of any process; `fileno`, a pidfd, is readable after its end."""
 
     def __init__(self, pid: int, started: int | None = None) -> None:
         """`started`: the `start_ticks` (None: of the process that has the pid now)."""

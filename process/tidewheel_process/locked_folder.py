@@ -23,7 +23,7 @@ _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 
 
 class FolderError(Exception):
-    """Folder that is not this user's alone; the message says what to change."""
+    """Folder not this user's alone; the message says what to change."""
 
 
 def make_private(path: Path, remedy: str) -> Path:
@@ -37,7 +37,7 @@ def make_private(path: Path, remedy: str) -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether the path is a real folder of this user. Raise OSError if it is missing."""
+    """Return whether the path is this user's real folder. Raise OSError if missing."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
@@ -79,7 +79,7 @@ def is_locked(path: Path) -> bool:
 
 
 class LockedFolder:
-    """Folder with a lock that one process holds; the kernel frees it at its death."""
+    """Folder with a lock, which the kernel frees when its process dies."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

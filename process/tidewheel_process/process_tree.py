@@ -1,4 +1,4 @@
-"""Processes below another one, or with a folder in their environment."""
+"""Processes below another, or with a folder in their environment."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def status(process: psutil.Process) -> str:
-    """Return psutil's status; empty if the process is gone."""
+    """Return psutil's status; empty if gone."""
     return _read(lambda: str(process.status()), "")
 
 
@@ -100,7 +100,7 @@ def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:
 
 
 def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
-    """Send SIGTERM to the found processes, and SIGKILL after the grace."""
+    """Send SIGTERM to all, and SIGKILL after the grace."""
     # The second SIGKILL reaches children that were forked just before the first.
     for number in (SIGTERM, SIGKILL, SIGKILL):
         found = find()

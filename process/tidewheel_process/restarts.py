@@ -15,7 +15,7 @@ class CrashLoop(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Delays, doubled per death or failed start. `max_deaths` within `window_s` are a crash loop."""
+    """Delays, doubled per death; `max_deaths` within `window_s` are a crash loop."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 5.0
@@ -28,11 +28,11 @@ class RestartPolicy:
 
 
 class DeathCount:
-    """Deaths, counted in seconds of service, without starts and delays."""
+    """Deaths, timed in seconds of service."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self._policy = policy or RestartPolicy()
-        self._deaths: list[float] = []  # seconds of service until each
+        self._deaths: list[float] = []
         self._served_s = 0.0
 
     def next_delay_s(self, served_s: float, reason: str) -> float:

@@ -4,9 +4,9 @@ from typing import Any
 
 
 class ClusterError(Exception):
-    """Fault of a cluster; the message says what to do."""
+    """Fault with a remedy in its message."""
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001
-    """Keep `ray start` from serving remote clients, for which it has no option."""
+    """Keep `ray start` from serving remote clients, which no option does."""
     parameters.ray_client_server_port = None

@@ -1,4 +1,4 @@
-"""Settings of a cluster, from `deploy/ray/app.yaml` or `tidewheel cluster up`."""
+"""Settings of a cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RANGES = (
 
 
 class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of gateway and replicas. Paths are on the replicas' machines."""
+    """Options of gateway and replicas. Paths are on replicas' machines."""
 
     port: int = msgspec.field(default=8080, name="openai_port")
     router: str = "prefix-aware"
@@ -79,7 +79,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def first_replicas(self) -> int:
-        """Initial number: at least one replica, which lists the models."""
+        """At least one, which lists the models."""
         return max(self.replicas, 1)
 
     @property

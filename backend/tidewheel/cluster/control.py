@@ -36,7 +36,7 @@ class ClusterStatus:
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Return the gateway's port once all replicas serve. After `ClusterError`, nothing remains."""
+    """Return the gateway's port. After `ClusterError`, nothing remains."""
     folder = _checked(settings)
     with folder.made() as lock:
         try:
@@ -54,7 +54,7 @@ def status(folder: ClusterFolder) -> ClusterStatus:
 
 
 def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
-    """Drain removed replicas. Raise `ClusterError` without room for new ones."""
+    """Drain removed replicas. Raise `ClusterError` without room."""
     settings = folder.settings
     if settings.is_scaled:
         raise ClusterError(f"the load decides between {settings.replicas} and {settings.most_replicas} replicas")
@@ -78,7 +78,7 @@ def down(folder: ClusterFolder) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raise `ClusterError`."""
+    """Raise `ClusterError` for a busy port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -108,7 +108,7 @@ def _start(folder: ClusterFolder, lock: int, settings: ClusterSettings, note: Ca
     note("starting Ray")
     ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
     with connected(folder):
-        # A gateway that is started again listens on the same port.
+        # A restarted gateway listens on the same port.
         settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port))
         first = settings.first_replicas
         note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
@@ -124,7 +124,7 @@ def _start(folder: ClusterFolder, lock: int, settings: ClusterSettings, note: Ca
 
 
 def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
-    """Deploy the application, or change it. Raise `ClusterError` if Ray would wait for room for ever."""
+    """Raise `ClusterError` if Ray would wait for room forever."""
     import ray
     from ray import serve
 
@@ -197,7 +197,7 @@ def _delete(drain_s: float) -> None:
 
 
 def _reason(messages: list[str]) -> str:
-    """Return a replica's error from Ray's tracebacks, else the first line."""
+    """Return the error in Ray's tracebacks, else the first line."""
     for message in messages:
         if found := _REASON.findall(message):
             return str(found[-1])

@@ -1,4 +1,4 @@
-"""Gateway as a Ray Serve actor that listens itself, without Serve's proxies."""
+"""Gateway as a Ray Serve actor, without Serve's proxies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAUSE_S = 0.2
 
 class GatewayActor:
     async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Listen. `handle` is that of the replicas' deployment. Raise `ClusterError`."""
+        """`handle`: the replicas' deployment. Raise `ClusterError`."""
         settings = read_settings(arguments)
         protect_texts()
         self._feed = feed_of(handle.deployment_name)
@@ -40,7 +40,7 @@ class GatewayActor:
             raise ClusterError("the gateway does not listen")
 
     async def figures(self) -> dict[str, dict[str, float]]:
-        """Return the last report of each replica, by gRPC authority."""
+        """Return each replica's last report by gRPC authority."""
         return {one.address.grpc: dict(one.figures) for one in self._feed.replicas.values()}
 
     async def __del__(self) -> None:

@@ -121,7 +121,7 @@ class ClusterFolder:
         self._settings.write_bytes(msgspec.json.encode(settings))
 
     def check_path(self) -> None:
-        """Raise `ClusterError` if the path is too long for sockets (107 bytes)."""
+        """Raise `ClusterError` if too long for sockets (107 bytes)."""
         if (excess := len(os.fsencode(self.root)) + _LONGEST_BELOW - MAX_SOCKET_PATH) > 0:
             raise ClusterError(
                 f"the path of {self.root} is too long for sockets, by {excess} bytes: set {RUN_DIR} to a shorter one"
@@ -136,7 +136,7 @@ class ClusterFolder:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[int]:
-        """Make the folder; yield its lock's descriptor. Raise `ClusterError` if a cluster is up."""
+        """Yield the lock's descriptor. Raise `ClusterError` if a cluster is up."""
         try:
             private_dir(self.root.parent)
         except ConfigError as error:
@@ -161,7 +161,7 @@ class ClusterFolder:
                 starting.release()
 
     def remove(self) -> None:
-        """End the cluster's processes, `ray start` first, and remove its files."""
+        """End the processes, `ray start` first, and remove the files."""
         signal_all([one for one in self._processes() if " --block " in " ".join(arguments(one.pid))], signal.SIGTERM)
         end = time.monotonic() + _END_S
         while self._processes() and time.monotonic() < end:
@@ -177,19 +177,18 @@ class ClusterFolder:
 
     @property
     def _starting(self) -> Path:
-        """File that `tidewheel cluster up` locks."""
         return self.root / "starting"
 
     @property
     def _death(self) -> str:
-        """Report of the Ray process whose death ended the cluster, or empty."""
+        """Report of Ray's process whose death ended the cluster, or empty."""
         for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):
             if found := _DEATH.search(log.read_text(encoding="utf-8", errors="replace")):
                 return f"Ray's {found[1]} died ({found[2]}), and replicas and gateway ended with it: see {self.ray}"
         return f"Ray has ended: see {self.log}" if self.root.exists() else ""
 
     def environment(self) -> dict[str, str]:
-        """Return variables for Ray, without those of another Ray."""
+        """Return Ray's variables, without another Ray's."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
@@ -215,7 +214,7 @@ def start(folder: ClusterFolder, lock: int, num_cpus: int) -> Child:
 
 @contextlib.contextmanager
 def connected(folder: ClusterFolder) -> Iterator[None]:
-    """Connect to Ray inside the block. Raise `ClusterError` for its errors and `ConfigError`."""
+    """Raise `ClusterError` for Ray's errors and `ConfigError`."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(folder.environment())

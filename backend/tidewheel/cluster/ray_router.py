@@ -12,7 +12,7 @@ from tidewheel.gateway.upstream import Address
 
 
 class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Router that publishes replicas. Ray routes only calls that wait for the first replica."""
+    """Router of Ray Serve that publishes replicas."""
 
     def initialize_state(self, deployment: str) -> None:
         self._feed = feed_of(deployment)

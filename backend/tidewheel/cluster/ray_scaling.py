@@ -1,4 +1,4 @@
-"""Figures of replicas, and scaling by the project's policies.
+"""Scaling by the project's policies.
 
 Ray's own request counts are useless: only calls that wait for the first replica go through Ray.
 """
@@ -30,7 +30,7 @@ _QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}
 
 
 def figures_of(page: str) -> dict[str, float]:
-    """Return a metrics page's sums over models, and each class's longest wait in seconds."""
+    """Return sums over models, and each class's longest wait in seconds."""
     figures = dict.fromkeys((*_SUMS.values(), *_QUEUES), 0.0)
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -51,8 +51,6 @@ def _number(line: str) -> float:
 
 
 class _Counters(NamedTuple):
-    """Counters of a report, and the rate since the report before."""
-
     time: float
     arrivals: float
     tokens: float
@@ -60,7 +58,7 @@ class _Counters(NamedTuple):
 
 
 class RayScaling:
-    """Policy that Ray Serve's controller calls with the replicas' reports."""
+    """Policy that Ray Serve's controller calls."""
 
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
         """Raise `ConfigError` for a wrong policy or setting."""
@@ -70,7 +68,7 @@ class RayScaling:
         self._num_arrivals = 0.0
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number and no state. `context`: Ray's `AutoscalingContext`."""
+        """Return the wanted number. `context`: Ray's `AutoscalingContext`."""
         return self._policy.decide(self._state(context)).num_replicas, {}
 
     def _state(self, context: Any) -> FleetState:
@@ -100,7 +98,7 @@ class RayScaling:
         )
 
     def _count(self, name: str, latest: Mapping[str, tuple[float, float]]) -> None:
-        """Add a report. Counters of a restarted server begin at zero."""
+        """Counters of a restarted server begin at zero."""
         when = max(moment for moment, _ in latest.values())
         arrivals, tokens = _value(latest, "arrivals"), _value(latest, "tokens")
         before = self._counters.get(name)
@@ -121,6 +119,5 @@ def _value(latest: Mapping[str, tuple[float, float]], name: str) -> float:
 
 
 def _latest(figures: Mapping[str, Mapping[Any, Any]], replica: object) -> dict[str, tuple[float, float]]:
-    """Return time and value of each figure's last report."""
     series = {name: by_replica.get(replica) for name, by_replica in figures.items()}
     return {name: (one[-1].timestamp, one[-1].value) for name, one in series.items() if one}

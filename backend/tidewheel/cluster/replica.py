@@ -45,7 +45,7 @@ class _HealthReply(msgspec.Struct):
 
 class Replica:
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Wait for the server. Raise `ClusterError` if it cannot start."""
+        """Raise `ClusterError` if the server cannot start."""
         settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
         self._stream_limit_s = settings.stream_limit_s
@@ -63,10 +63,7 @@ class Replica:
         self._ready_at = time.monotonic()
 
     async def check_health(self) -> None:
-        """Raise `ClusterError` to have Ray Serve replace the replica.
-
-        While the supervisor restarts the server, the replica stays, without requests.
-        """
+        """Raise `ClusterError` to be replaced; not while the supervisor restarts the server."""
         readiness = await self._readiness()
         if not readiness.is_live:
             raise ClusterError(f"{readiness.state}: {readiness.reason}")
@@ -104,7 +101,6 @@ class Replica:
             await self._http.close()
 
     async def _readiness(self) -> Readiness:
-        """Raise `ClusterError` if the server has ended."""
         self._server.check_alive()
         if (endpoints := self._server.endpoints) is None:
             return Readiness("starting", "it chooses its ports")
@@ -120,7 +116,7 @@ class Replica:
             raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._server.log}")
 
     async def _look(self) -> dict[str, float]:
-        """Return the figures of `/metrics`, else the last ones."""
+        """Return figures of `/metrics`, else the last."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -177,7 +173,7 @@ class ServerChild:
         raise ClusterError(f"tidewheel serve ended with {self._child.exit}: {reason}")
 
     def count_restarts(self) -> None:
-        """Count a change of tritonserver since the last call."""
+        """Count a change of tritonserver."""
         for process in process_tree.children(self._child.pid):
             if process_tree.name(process) == "tritonserver" and process != self._tritonserver:
                 self.num_restarts += self._tritonserver is not None
@@ -198,7 +194,7 @@ class ServerChild:
 
 
 def _drain(engine: Path) -> int:
-    """Make an engine refuse requests. Return its unfinished ones, or 1 without an answer."""
+    """Return an engine's unfinished requests, or 1 without an answer."""
     status = read_status(engine)
     if status is None or status.state != "ready" or not status.is_alive:
         return 0

@@ -16,7 +16,7 @@ from tidewheel.gateway.upstream_request import Attempt, UpstreamRequest
 from tidewheel.gateway.upstreams import UpstreamLease, Upstreams
 from tidewheel_client.errors import Busy, RequestError
 
-MAX_HELD = 1024  # requests that wait for a replica
+MAX_HELD = 1024  # waiting for a replica
 REPORT_AGE_S = 5.0
 _LOOK_S = 0.1
 
@@ -50,7 +50,7 @@ def feed_of(deployment: str) -> ReplicaFeed:
 
 
 class RequestCount:
-    """This process's open requests at a replica, and their maximum since its report."""
+    """This process's open requests at a replica, and their maximum."""
 
     def __init__(self, now: float) -> None:
         self.num_open = 0
@@ -124,7 +124,7 @@ class ReplicaUpstreams(Upstreams):
                 self._report(authority, replica)
 
     def _report(self, authority: str, replica: KnownReplica) -> None:
-        """Report other clients' load to the router: requests beyond this process's own."""
+        """Report other clients' requests to the router."""
         if figures := replica.figures:
             count = self._counts[authority]
             num_others = max(int(figures["running"] + figures["waiting"]) - count.most(time.monotonic()), 0)
@@ -147,7 +147,7 @@ class ReplicaUpstreams(Upstreams):
         return len(self._unfit(attempt)) < len(self._members)
 
     async def _wait(self, attempt: Attempt[Any]) -> None:
-        """Wait for a replica. Without any, wait in Ray's queue, which the scaling policy sees."""
+        """Without any replica, wait in Ray's queue, which the scaling policy sees."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         call: Any = None
@@ -170,7 +170,7 @@ class ReplicaUpstreams(Upstreams):
         return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 
     def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
-        """Allow a wait if all replicas were lost, not if all are busy."""
+        """Allow a wait if replicas were lost, not if busy."""
         if super()._may_retry(attempt, error):
             return True
         if isinstance(error, Busy):

@@ -1,4 +1,4 @@
-"""Ray Serve application of replicas and gateway; `serve deploy` calls `build`."""
+"""Ray Serve application; `serve deploy` calls `build`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tidewheel.cluster.replica import Replica
 
 APPLICATION = "tidewheel"
 REPLICA, GATEWAY = "replica", "gateway"
-HEAD = "node:__internal_head__"  # Ray's name for the head node, where clients find the gateway
-LOOK_S = 1.0  # between looks at a replica
-END_S = 20.0  # for a server to end after its requests
+HEAD = "node:__internal_head__"  # the head node, where clients find the gateway
+LOOK_S = 1.0
+END_S = 20.0  # for a server to end
 _STARTS = 3  # failures before Ray gives up
 _VERSION = "1"  # constant, so that `scale` keeps running replicas
 

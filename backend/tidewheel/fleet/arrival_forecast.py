@@ -18,7 +18,7 @@ _LEAST = 1e-3  # of factors and levels: keeps quiet nights finite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastSettings:
-    """Weights of the smoothing. Raise `ConfigError` naming the field."""
+    """Weights of the smoothing. Raise `ConfigError`."""
 
     bucket_s: float = 300.0
     season_s: float = 86_400.0
@@ -49,7 +49,7 @@ class ForecastSettings:
 
 
 class ArrivalForecast:
-    """Forecast of arrivals per bucket, after a first season that sets the profile."""
+    """Forecast of arrivals per bucket, after a first season."""
 
     def __init__(self, settings: ForecastSettings, *, lead: int = 1) -> None:
         """`lead`: buckets ahead at which the error is measured."""
@@ -72,7 +72,7 @@ class ArrivalForecast:
 
     @property
     def error(self) -> float:
-        """Recent absolute errors over the arrivals; infinite before a forecast."""
+        """Recent absolute errors over arrivals; infinite before a forecast."""
         if len(self._errors) < self._settings.error_buckets:
             return math.inf
         errors = sum(error for error, _ in self._errors)
@@ -83,7 +83,7 @@ class ArrivalForecast:
         return self.error <= self._settings.error_limit
 
     def ahead(self, buckets: int) -> float:
-        """Return the arrivals expected in a bucket (1: the next). Raise `ValueError` in the first season."""
+        """Return arrivals expected in a bucket (1: next). Raise `ValueError` in the first season."""
         if not self.is_ready:
             raise ValueError("no forecast before the first season has passed")
         damping = self._settings.damping
@@ -105,7 +105,6 @@ class ArrivalForecast:
         self._made.append(self.ahead(self._lead))
 
     def _begin(self) -> None:
-        """Set the profile from the first season, averaged over neighbouring buckets."""
         first, count = self._first, len(self._first)
         self._level = max(sum(first) / count, _LEAST)
         means = [(first[index - 1] + first[index] + first[(index + 1) % count]) / 3 for index in range(count)]
@@ -134,7 +133,7 @@ class ArrivalBuckets:
         self._count = 0.0
 
     def add(self, now: float, num_arrivals: int) -> list[float]:
-        """Return counts of buckets that ended since the last call."""
+        """Return counts of newly ended buckets."""
         if self._last is None:
             self._last, self._end = (now, num_arrivals), now + self._bucket_s
             return []

@@ -1,4 +1,4 @@
-"""Loads of replicas in numpy columns, for cheap decisions over a thousand."""
+"""Loads of replicas in numpy columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_SLOTS = 8
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
-    """Return the most requests a replica may have when one joins `num_requests`.
+    """Return the most requests of a replica when one joins `num_requests`.
 
     Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
@@ -27,7 +27,7 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 class Loads(Generic[T]):
     """Columns indexed by slot, which a replica keeps from `join` to `leave`.
 
-    Free slots have infinite `num_open` and `waiting`, so that no minimum selects them.
+    Free slots have infinite `num_open` and `waiting`, so no minimum selects them.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Loads(Generic[T]):
         return float(self.num_open[self.slots[replica]])
 
     def open_without(self, excluded: Collection[T]) -> Float64Array:
-        """Return open requests by slot, infinite at excluded replicas."""
+        """Return open requests by slot, infinite if excluded."""
         if not excluded:
             return self.num_open
         num_open = self.num_open.copy()
@@ -85,7 +85,7 @@ class Loads(Generic[T]):
         return num_open
 
     def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return prompt tokens by slot ahead of a new request."""
+        """Return prompt tokens by slot."""
         ahead: Float64Array = self.waiting[priority - 1]
         return ahead
 
@@ -97,7 +97,7 @@ class Loads(Generic[T]):
         return RoutedRequest(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, routed: RoutedRequest[T]) -> int | None:
-        """Return the slot, or None if the replica has left."""
+        """Return None if the replica has left."""
         slot = self.slots.get(routed.replica)
         return slot if slot is not None and self._epochs[slot] == routed.epoch else None
 
@@ -117,7 +117,6 @@ class Loads(Generic[T]):
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Set the load from other clients."""
         if (slot := self.slots.get(replica)) is None:
             return
         before = self._reported.get(slot, ReplicaLoad())
@@ -140,7 +139,6 @@ class Loads(Generic[T]):
         self.usual_open += (self.total_open - self.usual_open) / (1.0 + max(self.total_open, self.usual_open))
 
     def _wait(self, slot: int, priority: Priority, num_tokens: int) -> None:
-        """Add prompt tokens for which this class and lower ones wait."""
         self.waiting[priority - 1 :, slot] += num_tokens
         self.total_waiting[priority - 1 :] += num_tokens
 

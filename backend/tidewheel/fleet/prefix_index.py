@@ -1,4 +1,4 @@
-"""Estimate of each replica's cached prompt chunks, from requests sent to it."""
+"""Estimate of each replica's cached prompt chunks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 MAX_KNOWN = 1 << 20
 MAX_KNOWN_OF_ONE = 1 << 14
-_MAX_STAIRS = 4  # depths that one lookup distinguishes
+_MAX_STAIRS = 4
 
 
 class Depths(NamedTuple):
-    """Number of leading chunks cached by each slot: `of_level[levels[slot]]`."""
+    """Leading chunks cached by each slot: `of_level[levels[slot]]`."""
 
     of_level: tuple[int, ...]
     levels: npt.NDArray[np.uint8]
@@ -23,7 +23,7 @@ class Depths(NamedTuple):
 class PrefixIndex:
     """Chunks by slot, least recently used first, and slots by chunk.
 
-    A chunk's slots are bits of an integer, so lookups are as fast with a thousand replicas.
+    Slots are bits of an integer: fast with a thousand replicas.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
@@ -45,7 +45,7 @@ class PrefixIndex:
             self._drop_holder(chunk, slot)
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return the stamps of the slot's leading chunks."""
+        """Return stamps of the slot's leading chunks."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
             stamp = stamps.get(chunk)
@@ -55,7 +55,7 @@ class PrefixIndex:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> Depths | None:
-        """Return each slot's number of leading chunks, or None if all are 0.
+        """Return leading chunks by slot, or None if all are 0.
 
         Beyond `_MAX_STAIRS` depths, the smallest count as 0.
         """
@@ -95,7 +95,7 @@ class PrefixIndex:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Forget the chunks not used since the stamp."""
+        """Forget chunks not used since the stamp."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:

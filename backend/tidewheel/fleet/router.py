@@ -26,13 +26,13 @@ class RouteRequest(NamedTuple):
     session: str = ""  # unique within a tenant; empty: none
     tenant: str = ""
     priority: Priority = Priority.NORMAL
-    num_tokens: int = 0  # of the prompt, or an estimate
+    num_tokens: int = 0  # or an estimate
     chunks: tuple[int, ...] = ()  # result of `chunk_hashes`
     chunk_tokens: int = 1
 
 
 class ReplicaLoad(NamedTuple):
-    """Load that a replica reports, from all its clients."""
+    """Load from all clients of a replica."""
 
     num_requests: int = 0  # unanswered
     waiting_tokens: int = 0  # of uncomputed prompts
@@ -41,8 +41,6 @@ class ReplicaLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest(Generic[T]):
-    """Request as counted at a replica."""
-
     replica: T
     request: RouteRequest
     epoch: int = 0  # the replica's stay in the fleet
@@ -50,7 +48,7 @@ class RoutedRequest(Generic[T]):
     has_started: bool = False
     has_ended: bool = False
     stamp: int = 0  # in the `PrefixIndex`
-    known: tuple[int, ...] = ()  # earlier stamps of chunks that seemed cached
+    known: tuple[int, ...] = ()  # earlier stamps of cached chunks
 
 
 class Router(Protocol[T]):
@@ -58,16 +56,16 @@ class Router(Protocol[T]):
         """Add a replica, if absent."""
 
     def leave(self, replica: T) -> None:
-        """Remove a replica. Its requests may end later."""
+        """Remove a replica, whose requests may end later."""
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        """Return the request's replica, or None if all are excluded."""
+        """Return None if all replicas are excluded."""
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
         """Count a request at a joined replica."""
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        """Record the first token and the cached prompt tokens. Later calls do nothing."""
+        """Record the first token and cached prompt tokens. Later calls do nothing."""
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
         """Stop counting; `num_cached_tokens` if `started` lacked it. Later calls do nothing."""

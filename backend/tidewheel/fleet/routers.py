@@ -1,4 +1,4 @@
-"""Routers: round robin, least loaded, session affinity, and prefix-aware."""
+"""Routers of requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HashRing:
         self._hashes, self._slots = self._hashes[stays], self._slots[stays]
 
     def first(self, key: str, accepts: Callable[[RowArray], BoolArray]) -> int | None:
-        """Return the first accepted slot clockwise from the key, or None."""
+        """Return the first accepted slot clockwise from the key."""
         slots = self._slots
         begin = int(self._hashes.searchsorted(np.uint64(_hash(key))))
         near, far = (begin + length for length in _RING_SEARCH)
@@ -89,8 +89,6 @@ class CountingRouter(Generic[T]):
 
 
 class RoundRobin(CountingRouter[T]):
-    """Each replica in turn."""
-
     def __init__(self) -> None:
         super().__init__()
         self._order: list[T] = []
@@ -119,7 +117,7 @@ class LeastLoaded(CountingRouter[T]):
 
 
 class SessionAffinity(CountingRouter[T]):
-    """One replica for a session, whatever its load; the least loaded for other requests."""
+    """One replica per session, whatever its load; else the least loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,9 +154,8 @@ def least_open(loads: Loads[T], excluded: Collection[T]) -> T | None:
 class PrefixAware(CountingRouter[T]):
     """A session goes to its last replica, a new one by the ring, other requests by cost; all within a load bound.
 
-    A replica's cost: prompt tokens waiting in the request's class or above, its uncached prompt tokens, and running
-    tokens. A CRITICAL request ignores session and bound: it goes where the fewest prompt tokens precede its first
-    token.
+    Cost: prompt tokens waiting in the request's class or above, its uncached prompt tokens, and running tokens. A
+    CRITICAL request ignores session and bound, for the fewest prompt tokens before its first token.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
@@ -166,7 +163,7 @@ class PrefixAware(CountingRouter[T]):
         self.prefixes = PrefixIndex(max_known)
         self._max_sessions = max_sessions
         self._ring = HashRing()
-        self._homes: dict[str, T] = {}  # session → last replica, least recently used first
+        self._homes: dict[str, T] = {}  # session → last replica, in LRU order
         self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests with uncomputed prompts
 
     def join(self, replica: T) -> None:
@@ -217,7 +214,7 @@ class PrefixAware(CountingRouter[T]):
     def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
         """Return a new session's slot by the ring, or None without room.
 
-        Pass over unusually long queues, as a cold replica has when all requests go there.
+        Pass over unusually long queues, such as a cold replica's.
         """
         loads = self.loads
         waiting, total = loads.waiting_ahead(request.priority), loads.total_waiting[request.priority - 1]
@@ -234,7 +231,7 @@ class PrefixAware(CountingRouter[T]):
         return int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
-        """Return the slot with the fewest prompt tokens ahead; ties go to the least total work."""
+        """Return the slot with the fewest prompt tokens ahead, then the least total work."""
         loads = self.loads
         ahead = loads.waiting_ahead(request.priority) - self._cached_tokens(request)
         if num_open is not loads.num_open:
@@ -244,7 +241,7 @@ class PrefixAware(CountingRouter[T]):
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
-        """Return cached prompt tokens by slot, without the last token, which is always computed."""
+        """Return cached prompt tokens by slot; the last token is always computed."""
         depths = self.prefixes.depths(request.chunks, len(self.loads.names))
         if depths is None:
             return 0.0
@@ -284,7 +281,7 @@ class PrefixAware(CountingRouter[T]):
             self.prefixes.forget(slot, routed.request.chunks, routed.stamp)
 
     def _correct(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
-        """Forget evicted chunks, if less of the prompt was cached than the index said.
+        """Forget evicted chunks, if less of the prompt was cached than indexed.
 
         One missing chunk is no sign, since blocks and chunks end apart, nor is one that another request was
         computing.

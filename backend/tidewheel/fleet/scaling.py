@@ -1,4 +1,4 @@
-"""Input, settings and decision of scaling policies, and estimates of work.
+"""Input and decision of scaling policies, and estimates of work.
 
 Policies are pure: the clock is an argument. Simulator and cluster fill the same `FleetState`.
 """
@@ -32,7 +32,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetState:
-    """All replicas at a moment, without draining ones."""
+    """All replicas at a moment, except draining ones."""
 
     now: float  # seconds, never falls
     ready: tuple[ReplicaReport, ...] = ()
@@ -83,7 +83,7 @@ class ScalingSettings:
     ongoing_per_replica: int = 2  # of rule `ongoing`; Ray Serve's default
     cache_usage: float = 0.8
     max_num_seqs: int = 256
-    replica_tokens_per_s: float = 0.0  # capacity; 0: learned from replicas whose requests wait
+    replica_tokens_per_s: float = 0.0  # capacity; 0: learned from full replicas
     queue_limit_s: Mapping[Priority, float] = field(default_factory=lambda: dict(_QUEUE_LIMITS))
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class ScalingSettings:
 
 
 class ExponentialAverage:
-    """Average whose weights fall exponentially with age. The first value counts in full."""
+    """Average with exponentially falling weights. The first value counts in full."""
 
     def __init__(self, time_constant_s: float, fall_s: float | None = None) -> None:
         """`fall_s`: time constant for values below the average."""
@@ -133,7 +133,7 @@ class ExponentialAverage:
         self.value: float | None = None
 
     def add(self, value: float, seconds: float) -> float:
-        """Add the mean of the last `seconds`, and return the average."""
+        """Add the mean of the last `seconds`; return the average."""
         if self.value is None:
             self.value = value
         else:
@@ -153,8 +153,8 @@ class Work:
 class WorkMeter:
     """Estimates of work from successive states.
 
-    The work is the larger of the computed tokens, which fall short while requests wait, and the arrivals times a
-    request's tokens, measured while none waits. A replica's capacity is its rate while full.
+    Work is the larger of computed tokens, which fall short while requests wait, and arrivals times a request's
+    tokens, measured while none waits. A replica's capacity is its rate while full.
     """
 
     def __init__(self, settings: ScalingSettings) -> None:
@@ -196,7 +196,7 @@ class WorkMeter:
         return Work(asked, tokens_per_request, self._capacity.value or 0.0, is_firm=self._num_full >= FIRM_REPORTS)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
-        """Average full replicas' rates; one of a replica that just became full is a lower bound."""
+        """Average full replicas' rates; a newly full one's is a lower bound."""
         were_full = {replica.name for replica in before if is_full(self._settings, replica)}
         known = self._capacity.value
         for replica in now:
@@ -212,6 +212,5 @@ def is_full(settings: ScalingSettings, replica: ReplicaReport) -> bool:
 
 
 def late_class(settings: ScalingSettings, replica: ReplicaReport) -> Priority | None:
-    """Return the highest class whose oldest request exceeds `queue_limit_s`."""
     limits = settings.queue_limit_s
     return min((name for name, age in replica.queue_s.items() if age > limits.get(name, math.inf)), default=None)

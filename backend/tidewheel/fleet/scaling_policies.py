@@ -1,4 +1,4 @@
-"""Scaling policies: `reactive`, `predictive`, and common rules for comparison."""
+"""Scaling policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
 
 
 class Need(NamedTuple):
-    """Bounds of the hysteresis: between `least` and `most` replicas nothing changes."""
+    """Bounds of the hysteresis: between `least` and `most` nothing changes."""
 
     least: int
     most: int
@@ -33,7 +33,7 @@ class Need(NamedTuple):
 
 
 class ReactiveScaling:
-    """Scale up to the current need, and down to the largest of the last minutes."""
+    """Scale up to the current need, down to the largest recent need."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -74,7 +74,7 @@ def _cache_need(settings: ScalingSettings, state: FleetState) -> Need:
 
 
 def _queue_need(settings: ScalingSettings, state: FleetState) -> Need:
-    """Need one replica per `waiting_per_replica` requests, one more if a class waits too long, at most twice as many.
+    """Need one replica per `waiting_per_replica` requests, one more for a late class, at most twice as many.
 
     All replicas stay while a quarter of that many requests wait.
     """
@@ -127,7 +127,6 @@ class Hysteresis:
         return Decision(target, reason)
 
     def _floor(self, state: FleetState) -> int:
-        """Return 0 after `idle_to_zero_s` without a request, else 1."""
         if state.num_unfinished or state.num_arrivals > self._num_arrivals:
             self._last_request = state.now
         self._num_arrivals = state.num_arrivals
@@ -140,7 +139,6 @@ class SlidingMaximum:
         self._numbers: deque[tuple[float, int]] = deque()  # (time, number), numbers falling
 
     def add(self, now: float, number: int, seconds: float) -> int:
-        """Return the largest of the last `seconds`, at most the constructor's."""
         while self._numbers and self._numbers[-1][1] <= number:
             self._numbers.pop()
         self._numbers.append((now, number))
@@ -156,8 +154,8 @@ def _ceil(value: float) -> int:
 class PredictiveScaling:
     """Scale for the largest arrivals forecast within a replica's start, and for the current work.
 
-    Decides as `ReactiveScaling` before a full season, while the recent error is large, or the capacity is unknown.
-    Otherwise it scales down after a replica's start or a bucket, since replicas needed again by then are forecast.
+    Decides as `ReactiveScaling` before a full season, while the recent error is large, or the capacity unknown.
+    Otherwise it scales down sooner, since replicas needed again by then are forecast.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ class Constant:
 
 
 class QueueDepth:
-    """Rule of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA: waiting requests, and cache use.
+    """Rule of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA.
 
     Adds one replica per 120 s at most, and removes one per 300 s.
     """
@@ -230,7 +228,7 @@ class QueueDepth:
 
 
 class Ongoing:
-    """Rule of Ray Serve: a target for a replica's running and waiting requests."""
+    """Rule of Ray Serve: a target for a replica's unfinished requests."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings

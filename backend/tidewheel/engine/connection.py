@@ -40,7 +40,7 @@ class _Add(NamedTuple):
     key: int
     payload: bytes
     num_sequences: int
-    deadline: float  # of the wait for an engine
+    deadline: float
 
 
 class _Cancel(NamedTuple):
@@ -51,7 +51,7 @@ class _Cancel(NamedTuple):
 class Outbox:
     """Requests until their end: queued, held without an engine, or in flight.
 
-    `put`, `put_cancel` and `wake` are thread-safe; one io thread, which `wake_fd` wakes, calls the rest.
+    `put`, `put_cancel` and `wake` are thread-safe; one io thread calls the rest.
     """
 
     def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
@@ -140,7 +140,6 @@ class Outbox:
         return lost
 
     def lose_expired(self) -> list[int]:
-        """Forget and return keys held too long."""
         now = time.monotonic()
         expired = []
         for key, held in self._held.items():
@@ -152,7 +151,7 @@ class Outbox:
         return expired
 
     def refuse(self, error: TidewheelError) -> list[int]:
-        """Make `put` raise the error. Return all unfinished keys."""
+        """Make `put` raise the error. Return unfinished keys."""
         with self._lock:
             self._refusal = error
             self._wake()

@@ -1,4 +1,4 @@
-"""Calls of the server's user to an engine's socket: drain, list, cancel."""
+"""Calls of the server's user to an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_S = 5.0
 
 
 def drain(engine_dir: Path, timeout_s: float = ANSWER_S) -> EngineStats | None:
-    """Make the engine refuse requests. Return figures, or None on timeout."""
+    """Return the draining engine's figures, or None on timeout."""
     answer = _ask(engine_dir, Drain(), Stats, timeout_s)
     return None if answer is None else answer.stats
 

@@ -40,7 +40,7 @@ class _StepInFlight(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Failed launch, which raises its error when waited for."""
+    """Failed launch, raised at the wait."""
 
     error: Exception
 
@@ -51,9 +51,9 @@ class _Failure(NamedTuple):
 class EngineCore:
     """Loop over scheduler and runner, on one thread.
 
-    Of two steps in flight, the device computes one while the other's tokens are applied. `receive` calls `add` and
-    `cancel`, before a step is planned and before tokens are applied. `deliver` gets tokens and one end per request;
-    it may call `cancel`.
+    With two steps in flight, the device computes one while the other's tokens are applied. `receive` calls `add` and
+    `cancel` before planning and before applying tokens. `deliver` gets tokens and one end per request; it may call
+    `cancel`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EngineCore:
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request in any state; ignore unknown and finished ids."""
+        """End a request in any state; ignore unknown ids."""
         request = self._scheduler.cancel(request_id, reason)
         if request is not None:
             self._deliver_ended([request])
@@ -170,7 +170,7 @@ class EngineCore:
     def _run_rest(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
         """Give up the failed row, or, short of memory, the longest chunk, and rerun the others.
 
-        A repeated step writes the same keys and values. Raise the error if that does not help.
+        A repeated step writes the same keys and values.
         """
         keep = np.ones(len(batch.rows), dtype=np.bool_)
         for _ in range(MAX_GIVEN_UP):
@@ -204,7 +204,7 @@ class EngineCore:
 
 
 def _attempt(work: Callable[[], T]) -> T | _Failure:
-    """Return failures of a row or of memory; raise others."""
+    """Return failures of a row or of memory."""
     try:
         return work()
     except Exception as error:

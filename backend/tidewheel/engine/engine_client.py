@@ -51,7 +51,7 @@ MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
 class EngineListener(Protocol):
-    """Callbacks on the client's thread, which must not block."""
+    """Callbacks on the client's thread; they must not block."""
 
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
         """Take one token for each key."""
@@ -59,14 +59,14 @@ class EngineListener(Protocol):
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """End the requests of a lost engine, if any."""
+        """End a lost engine's requests."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
     def on_room(self, room: Room) -> None: ...
 
     def on_drain(self) -> None:
-        """Note that the engine refuses new requests."""
+        """Note the engine's drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +79,9 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Client of a folder's engine: starts or joins it, and sends requests.
+    """Client of a folder's engine, which it starts or joins.
 
-    A request accepted by `add` ends once, with a final delta or `on_lost`.
+    An accepted request ends once, with a final delta or `on_lost`.
     """
 
     def __init__(
@@ -246,7 +246,6 @@ class EngineClient:
             self._launcher.try_lock()
 
     def _must_kill(self, connection: Connection) -> bool:
-        """Return whether the heartbeat demands a kill."""
         hang, now = self._hang, time.monotonic()
         if hang is None or now < self._next_look:
             return False
@@ -307,7 +306,7 @@ class EngineClient:
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
     def _put_off(self, error: TidewheelError) -> None:
-        """Look for an engine later; fail if none has served yet."""
+        """Retry later; fail if none has served yet."""
         if self._info is None:
             self._fail(EngineDead(error.message))
             return

@@ -51,7 +51,6 @@ def label_of(engine_link: Path) -> str:
 
 
 def engine_dirs() -> list[Path]:
-    """Return the folders of started engines."""
     folders = (path.parent for path in run_dir().glob(f"*/*/{STATUS}"))
     return sorted(folder for folder in folders if not folder.is_symlink())
 
@@ -66,11 +65,9 @@ def is_owned(engine_dir: Path) -> bool:
 
 
 class EngineTarget(NamedTuple):
-    """Engine that a front end uses, started or not."""
-
     folder: Path
     identity: str
-    started: EngineConfig  # at the start
+    started: EngineConfig  # settings at the start
     config: EngineConfig  # that the running engine takes
     read_ns: int  # time of `config`, monotonic clock
 
@@ -96,7 +93,7 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an engine; a killed engine leaves its last one."""
+    """State of an engine; a killed one leaves its last."""
 
     state: State
     pid: int
@@ -155,7 +152,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last log line without time and level, cut to `limit` characters."""
+    """Return the last line without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

@@ -58,7 +58,7 @@ class FrontEnd:
     identity: bytes  # ZeroMQ's name
     name: str
     last_seen: float  # by `ListeningClock`
-    request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # unfinished, by key and index
+    request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # by key and index
     unsent: list[Delta] = field(default_factory=list)
     unsent_tokens: list[NewTokens] = field(default_factory=list)
     num_unsent: int = 0  # tokens among them
@@ -75,7 +75,7 @@ class _Route(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Routes of tokens, reused while the step's requests stay the same."""
+    """Routes of tokens for steps of the same requests."""
 
     requests: list[Request]
     columns: list[tuple[FrontEnd, RowArray, Int64Array]]  # positions within the step, and keys
@@ -108,7 +108,7 @@ class FrontEnds:
         return front_end
 
     def remove(self, front_end: FrontEnd) -> list[str]:
-        """Return the ids of unfinished requests."""
+        """Return unfinished request ids."""
         self._by_identity.pop(front_end.identity, None)
         orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
         for request_id in orphans:
@@ -118,7 +118,6 @@ class FrontEnds:
         return orphans
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        """Return front ends to remove, with reasons."""
         gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
         self._unreachable = []
         for front_end in self._by_identity.values():
@@ -140,7 +139,7 @@ class FrontEnds:
         return list(ids.values())
 
     def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[RequestRow]:
-        """Return rows of at most `limit` requests, ordered by first sequence."""
+        """Return at most `limit` rows, ordered by first sequence."""
         groups: dict[tuple[bytes, int], list[Progress]] = {}
         for one in unfinished:
             route = self._routes.get(one.request.request_id)
@@ -230,7 +229,7 @@ class FrontEnds:
         route.front_end.unsent.append(Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     def flush(self) -> None:
-        """Send each front end one message; a full queue delays it."""
+        """Send one message each; a full queue delays it."""
         for front_end in self._by_identity.values():
             if not front_end.unsent and not front_end.unsent_tokens:
                 continue
@@ -249,7 +248,7 @@ class FrontEnds:
             self.send(identity, message)
 
     def send(self, identity: bytes, message: FromEngine) -> bool:
-        """Return False if the peer is gone or does not read."""
+        """Return False for a lost or full peer."""
         try:
             self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:

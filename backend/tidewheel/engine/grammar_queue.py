@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # each with up to 1 MiB of source
 MAX_KEPT = 64
-MAX_KEPT_CHARS = 512 << 10  # of their sources; a compiled one takes up to 300 times as much
+MAX_KEPT_CHARS = 512 << 10  # of sources; a compiled one takes up to 300 times more
 
 
 class Compiler(Protocol):
@@ -113,14 +113,13 @@ class GrammarQueue:
         return ready
 
     def cancel(self, front_end: FrontEnd, key: int) -> bool:
-        """Return False if the request does not wait."""
+        """Return False if not waiting."""
         return self._remove(lambda owner, message: (owner, message.key) == (front_end, key))
 
     def drop(self, front_end: FrontEnd) -> None:
         self._remove(lambda owner, _: owner is front_end)
 
     def _remove(self, leaves: Callable[[FrontEnd, AddRequest], bool]) -> bool:
-        """Remove requests and unneeded jobs. Return whether a request was removed."""
         num_before = len(self._waiting)
         self._waiting = [item for item in self._waiting if not leaves(*item)]
         for source in self._jobs.keys() - {message.grammar for _, message in self._waiting}:

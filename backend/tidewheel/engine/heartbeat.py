@@ -1,4 +1,4 @@
-"""Heartbeat of an engine's step loop, a memory page in its folder, and its watchers."""
+"""Heartbeat of a step loop, a memory page in the engine's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.engine.folder import HEARTBEAT, Status, is_owned, read_status
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
 
 UNUSED_S = 2.0  # after a front end's end, until another takes over
-MAX_GAP_S = 1.0  # between two looks; longer gaps are pauses of the watcher
+MAX_GAP_S = 1.0  # between looks; longer gaps are the watcher's pauses
 
 _LAYOUT = struct.Struct("<Qdd?I")
 
@@ -43,7 +43,7 @@ class Heartbeat:
         temporary.replace(engine_dir / HEARTBEAT)
 
     def beat(self, expected_s: float | None, num_front_ends: int) -> None:
-        """Note a turn of the loop and its expected seconds; None: idle."""
+        """Note a turn and its expected seconds; None: idle."""
         self._sequence += 1
         is_stepping = expected_s is not None
         _LAYOUT.pack_into(
@@ -136,7 +136,7 @@ class EngineWatch:
         self._was_ready = False
 
     def look(self) -> Readiness | None:
-        """Return None for an engine without front ends, or before it was ready."""
+        """Return None without front ends, or before the engine was ready."""
         status = read_status(self._current)
         if status is None:
             return None

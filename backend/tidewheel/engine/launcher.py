@@ -39,7 +39,7 @@ STOP_GRACE_S = 3.0
 ROOM_CHECK_S = 1.0
 LATE = "loading for too long"
 MAX_LOG_BYTES = 16 << 20  # until set aside at a start
-FAULTS = "TIDEWHEEL_FAULTS"  # module to run in place of the engine's, which fails on purpose
+FAULTS = "TIDEWHEEL_FAULTS"  # module run in place of the engine, to fail on purpose
 FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-faults`
 
 
@@ -81,7 +81,7 @@ class EngineLauncher:
         return self.is_owner
 
     def put_off(self) -> None:
-        """Start or join no engine for a while, longer each time."""
+        """Start or join no engine, longer each time."""
         self._num_failed_starts += 1
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
@@ -125,7 +125,6 @@ class EngineLauncher:
         self._lock.release()
 
     def _check_room(self, status: Status | None) -> None:
-        """Raise `ConfigError` if no engine could write its status."""
         if status is not None and time.monotonic() >= self._next_room_check:
             self._next_room_check = time.monotonic() + ROOM_CHECK_S
             check_room(self._engine_dir)
@@ -153,12 +152,10 @@ class EngineLauncher:
             log.info("started engine %d", self._child.pid)
 
     def _check_owner(self, status: Status, was_ready: bool, since_ns: int) -> None:
-        """Raise `ConfigError` for a failed owner, unless it tries again."""
         if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
             raise _failure(status)
 
     def _fault(self, status: Status, was_ready: bool) -> str:
-        """Return why a living engine is useless, or an empty string."""
         if status.identity != self._identity:
             return "left over from a server with other settings"
         if status.is_draining and not was_ready:
@@ -167,7 +164,6 @@ class EngineLauncher:
         return LATE if is_late else ""
 
     def _check_last_start(self, status: Status | None, was_ready: bool) -> None:
-        """Raise `ConfigError` for a failed start, once unless permanent."""
         is_mine, child = self._is_mine(status), self._child
         if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
             self._child = None
@@ -224,7 +220,7 @@ def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
 
 
 def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
-    """Add a death unless known, and return recent ones."""
+    """Return recent deaths with this one."""
     deaths = recent_deaths(engine_dir, window_s)
     if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
         deaths.append(Death(pid, start_ticks, time.monotonic()))
@@ -246,7 +242,7 @@ def engine_command() -> list[str]:
 
 
 def python_executable() -> str:
-    """Return the Python interpreter, also where a program embeds it. Raise `ConfigError`."""
+    """Return the interpreter, also in embedding programs. Raise `ConfigError`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
         os.environ.get("TIDEWHEEL_PYTHON"),

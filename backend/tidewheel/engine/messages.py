@@ -102,7 +102,7 @@ class ListRequests(Message, frozen=True):
 class CancelRequest(Message, frozen=True):
     """Order to end a request of any front end. Answered by `CancelReply`."""
 
-    pid: int  # from `RequestList`; a later engine, which counts anew, ignores the order
+    pid: int  # from `RequestList`; a later engine ignores the order
     number: Key
 
 
@@ -113,7 +113,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
     pid: int
     enable_prefix_caching: bool
     max_logprobs: int = 20
-    async_scheduling: bool = False  # launch a step before the last one's tokens are read
+    async_scheduling: bool = False
     tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)
 
     @property
@@ -190,7 +190,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_reused_blocks: int = 0
     num_new_blocks: int = 0
     num_preemptions: int = 0
-    priority: int = 0  # granted class, 1 to 4
+    priority: int = 0  # granted class
     arrival_ns: int = 0
 
     @classmethod
@@ -276,9 +276,9 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Fill of the waiting set, sent on change, so that front ends refuse at once."""
+    """Fill of the waiting set, sent on change, for early refusals."""
 
-    received: list[int]  # keys of requests since the last `Room`
+    received: list[int]  # since the last `Room`
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):

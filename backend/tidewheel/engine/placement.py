@@ -1,4 +1,4 @@
-"""Choice of a front end's engine: the model's present one, one beside it, or its replacement."""
+"""Choice of a front end's engine: present, beside it, or in its place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _POLL_S = 0.1
 
 
 def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
-    """Return the engine for the settings of the last load; `make_current` makes other front ends follow.
+    """Return the engine for these settings; `make_current` makes other front ends follow.
 
     Where memory is short, the present engine ends first.
     """
@@ -66,7 +66,6 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
 
 
 def find_engine(model_dir: Path) -> EngineTarget | None:
-    """Return the serving engine and its settings."""
     status = read_status(model_dir / CURRENT)
     if status is None or status.state != "ready" or not status.is_alive or status.is_draining:
         return None
@@ -114,7 +113,7 @@ def _identity(config: EngineConfig) -> str:
 
 
 def _describe_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time per file; none for an unreadable folder, which the engine reports."""
+    """Return name, size and time per file; none for an unreadable folder."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:
@@ -130,7 +129,6 @@ def _end_orderly(folder: Path) -> None:
 
 
 def _fits_beside(status: Status, config: EngineConfig) -> bool:
-    """Estimate whether memory allows another engine with equal weights."""
     info = status.info
     if info is None:
         return False

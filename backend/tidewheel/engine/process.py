@@ -1,4 +1,4 @@
-"""Engine process: serves until SIGTERM, the end of its folder, or a while without front ends."""
+"""Engine process: serves until SIGTERM, the folder's end, or a while without front ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class StatusFile:
         self.keep()
 
     def keep(self) -> None:
-        """Write the status, unless the file has it."""
         path = self.engine_dir / STATUS
         try:
             if not self._inode or path.stat().st_ino != self._inode:
@@ -88,7 +87,7 @@ class StatusFile:
 
 
 class StopSignal:
-    """Callable that returns the reason to stop: SIGTERM, or the folder's end."""
+    """Callable that returns why to stop: SIGTERM or the folder's end."""
 
     def __init__(self, status: StatusFile) -> None:
         self._status = status
@@ -164,7 +163,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
 
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Lock the folder, after the end of another engine. Raise BlockingIOError if that stays."""
+    """Lock the folder. Raise BlockingIOError if another engine does not end."""
     lock = try_lock(engine_dir / ENGINE_LOCK, PREDECESSOR_LIMIT_S)
     if lock is None:
         raise BlockingIOError(engine_dir / ENGINE_LOCK)

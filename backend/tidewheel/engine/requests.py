@@ -1,4 +1,4 @@
-"""Check of an `AddRequest`, in front end and engine, and conversion to scheduler requests."""
+"""Checks and conversion of an `AddRequest`, in front end and engine."""
 
 from __future__ import annotations
 

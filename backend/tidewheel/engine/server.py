@@ -115,7 +115,7 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """Flush tokens and end all requests without scheduler and runner, which may be broken."""
+        """End all requests without scheduler and runner, which may be broken."""
         self._front_ends.flush()
         self._front_ends.broadcast(Disconnection(ErrorInfo.of(error)))
 
@@ -129,7 +129,7 @@ class EngineServer:
         self._socket.poll(1 if self._core.has_unfinished or self._grammars.num_waiting else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
-        """Send figures and drop dead front ends. Return a reason to stop, or empty text."""
+        """Return a reason to stop, or empty text."""
         now, listened = self._clock(), self._listened()
         if now < self._next_stats:
             return ""
@@ -235,7 +235,7 @@ class EngineServer:
             self._front_ends.send(identity, EngineReady(self._info))
 
     def _take_settings(self, hello: Hello) -> str:
-        """Take settings read later. Return the problem, or empty text."""
+        """Return the problem, or empty text."""
         if hello.read_ns <= self._read_ns:
             return ""
         try:
@@ -342,7 +342,6 @@ class EngineServer:
             raise Draining("the server is shutting down")
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
-        """Refuse a request whose key can be read."""
         log.warning("malformed message of %d bytes: %s", len(payload), error)
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,18 @@ def test_an_upgrade_drops_no_request(shell: Shell) -> None:
             for client in clients:
                 client.join()
             upgrade.wait(120)
+            wait_for(
+                lambda: has_no_member(upgrade.pid), 120, "the end of the new server, which the shell does not await"
+            )
     assert {answer.status_code for answer in answers} == {200}
+
+
+def has_no_member(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def is_ready(shell: Shell) -> bool:

@@ -110,7 +110,7 @@ class EngineClient:
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
         self._next_look = 0.0
-        self._problem = ""  # of the last start
+        self._problem = ""
         self._failure: TidewheelError | None = None
         self._hang: HangWatch | None = None
         self._settled = threading.Event()  # ready, or failed to load

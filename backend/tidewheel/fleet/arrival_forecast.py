@@ -26,7 +26,7 @@ class ForecastSettings:
     trend_weight: float = 0.05
     season_weight: float = 0.3  # of the newest day
     damping: float = 0.9  # of the trend, per bucket
-    error_buckets: int = 6  # of the recent error
+    error_buckets: int = 6
     error_limit: float = 0.3  # share of the arrivals
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class ArrivalForecast:
         self._season: list[float] = []
         self._level, self._trend = 0.0, 0.0
         self._next = 0
-        self._made: deque[float] = deque(maxlen=lead)  # forecasts of the next buckets
+        self._made: deque[float] = deque(maxlen=lead)
         self._errors: deque[tuple[float, float]] = deque(maxlen=settings.error_buckets)  # (error, arrivals)
 
     def learn(self, counts: Iterable[float]) -> None:

@@ -163,7 +163,7 @@ class WorkMeter:
         self._arrivals, self._slow_arrivals = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
         self._tokens, self._slow_tokens = ExponentialAverage(FAST_S), ExponentialAverage(SLOW_S)
         self._capacity = ExponentialAverage(RISE_S, FALL_S)
-        self._num_full = 0  # reports
+        self._num_full = 0
 
     def observe(self, state: FleetState) -> Work:
         """Raise `ValueError` if the clock went back."""

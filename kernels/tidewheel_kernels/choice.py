@@ -95,12 +95,12 @@ def runs_triton(device_type: str) -> bool:
 class Choices(dict[tuple[torch.device, torch.dtype], Callable[P, R]]):
     """Implementations of an operation by device and dtype, each chosen on its first use."""
 
-    def __init__(self, choose: Callable[[torch.device, torch.dtype], Callable[P, R]]) -> None:
+    def __init__(self, op: Op[P, R]) -> None:
         super().__init__()
-        self._choose = choose
+        self.op = op
 
     def __missing__(self, key: tuple[torch.device, torch.dtype]) -> Callable[P, R]:
-        chosen = self[key] = self._choose(*key)
+        chosen = self[key] = self.op.choose(*key)
         return chosen
 
 
@@ -128,7 +128,7 @@ class Op(Generic[P, R]):
         self._native = native
         self._has_flash = has_flash
         _operations.add(name)
-        self.chosen = Choices(self.choose)
+        self.chosen = Choices(self)
 
     def choose(self, device: torch.device, dtype: torch.dtype) -> Callable[P, R]:
         kind = self._kind(device.type, dtype)

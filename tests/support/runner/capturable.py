@@ -6,6 +6,7 @@ that could be recorded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -34,7 +35,9 @@ def installed() -> Iterator[None]:
             (norm._OP, rms_norm_cpu),
             (activation._OP, silu_and_mul_cpu),
         ):
-            stack.enter_context(mock.patch.object(operation, "on", return_value=function))
+            stack.enter_context(
+                mock.patch.object(operation, "chosen", defaultdict(lambda function=function: function))
+            )
         yield
 
 

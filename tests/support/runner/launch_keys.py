@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 import tidewheel_kernels
-from tidewheel_kernels.choice import Op
+from tidewheel_kernels.choice import Choices
 from tidewheel_kernels.launch_config import compile_target
 
 
@@ -64,12 +64,14 @@ def recorded_keys(architecture: int = 90, num_sms: int = 132) -> Iterator[Launch
     def record(kernel: Any, grid: object) -> Callable[..., None]:
         return lambda **arguments: keys.note(kernel, arguments)
 
-    launcher = mock.patch.object(Op, "on", lambda op, device: op.implementation("triton"))
+    def launcher(choices: Choices[..., Any], _: object) -> Callable[..., Any]:
+        return choices.op.implementation("triton")
+
     target = compile_target.set(architecture)
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", record))
-            stack.enter_context(launcher)
+            stack.enter_context(mock.patch.object(Choices, "__getitem__", launcher))
             stack.enter_context(mock.patch.object(torch, "empty", _empty))
             stack.enter_context(_multiprocessors(num_sms))
             yield keys

@@ -47,7 +47,7 @@ def runner(device: str, exact_rows: None, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     for module in [module for name, module in sys.modules.items() if name.startswith("tidewheel_kernels.")]:
         for operation in [value for value in vars(module).values() if isinstance(value, Op)]:
-            monkeypatch.setattr(operation, "chosen", Choices(operation.choose))
+            monkeypatch.setattr(operation, "chosen", Choices(operation))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     settings = {"num_blocks": 12, "block_size": 16, "max_num_seqs": 4, "num_threads": 1, "enforce_eager": True}
     runner = ModelRunner.load(

@@ -24,7 +24,7 @@ X = torch.linspace(-3, 3, 24).view(3, 8)
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TIDEWHEEL_KERNELS", raising=False)
-    monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP.choose))
+    monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP))
     monkeypatch.setattr(activation_cpu._silu_and_mul, "_functions", {})
     library.native_library.cache_clear()
     yield
@@ -152,7 +152,7 @@ def test_two_openmp_runtimes_are_refused(
 def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = activation._OP.chosen[X.device, X.dtype]
     assert chosen is silu_and_mul_native
-    monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP.choose))
+    monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP))
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "torch")
     assert activation._OP.chosen[X.device, X.dtype] is silu_and_mul_cpu
 

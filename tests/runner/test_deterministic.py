@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from tidewheel.models.loader import check_through_transformers
 from tidewheel.runner import device, loading
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels.attention import _INVARIANT, _OP
-from tidewheel_kernels.choice import Choices
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -58,7 +58,7 @@ def test_every_product_and_attention_keeps_rows_apart(
     calls = []
     invariant = _INVARIANT.implementation("reference")
     monkeypatch.setattr(_INVARIANT, "chosen", {(CPU, torch.float32): lambda *given: calls.append(invariant(*given))})
-    monkeypatch.setattr(_OP, "chosen", Choices(lambda *_: None))
+    monkeypatch.setattr(_OP, "chosen", defaultdict(lambda: None))
     assert StepLoop(runner).run(workload(KINDS["greedy"], 6)) == expected
     assert calls
 

@@ -1,4 +1,4 @@
-"""Cases of `cluster.py`: each measures a `Servers` and returns its figures."""
+"""Cases of `replicas.py`: each measures a `Servers` and returns its figures."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python benchmarks replicas --save
     python benchmarks replicas --parts throughput --replicas 1 2 --seconds 5
 
-Servers, gateway and their traffic are real, on one machine; the device is a formula (`modelled_engine.py`), slowed
+Servers, gateway and their traffic are real, on one machine; the device is a formula (`modelled/engine.py`), slowed
 until all replicas together need less than 60 % of the cores. `--over list`: servers that a name has, with
 `tidewheel gateway --url dns:…`; `--over ray`: `tidewheel cluster`.
 

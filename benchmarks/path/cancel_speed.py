@@ -3,7 +3,7 @@
     python benchmarks cancel_speed --save
     python benchmarks cancel_speed --against DIR --save
 
-Streams hold every row of a device whose steps take `--step-ms` (`modelled_engine.py`), and one request more waits. A
+Streams hold every row of a device whose steps take `--step-ms` (`modelled/engine.py`), and one request more waits. A
 stream is cancelled, and the time until the one that waits has its first token is taken. `--against` compares another
 checkout, in turns.
 """

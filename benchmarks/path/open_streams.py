@@ -2,7 +2,7 @@
 
     python benchmarks open_streams --save
 
-Engine process, front end and server are real, the device is a formula (`modelled_engine.py`).
+Engine process, front end and server are real, the device is a formula (`modelled/engine.py`).
 """
 
 from __future__ import annotations

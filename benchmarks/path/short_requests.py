@@ -3,7 +3,7 @@
     python benchmarks short_requests --save
 
 Engine process, front ends and server are real, the device is a formula whose steps take `--step-ms`, 0 for none
-(`modelled_engine.py`). The client is a process of sockets (`stream_readers.py`), in a closed loop.
+(`modelled/engine.py`). The client is a process of sockets (`stream_readers.py`), in a closed loop.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks stream_path --streams 32 256 --step-ms 3.88 --json
     python benchmarks stream_path --streams 256 --step-ms 3.88 --against DIR
 
-Engine process, front end and server are real (`modelled_engine.py`), and so is their traffic with a client process,
+Engine process, front end and server are real (`modelled/engine.py`), and so is their traffic with a client process,
 which only counts (`stream_readers.py`). Without `--step-ms`, steps take the time of `roofline.py`, and none (the
 ceiling of the path). *alone* is the same engine in one process, without a way for its tokens. `--against` compares
 another checkout, in turns.

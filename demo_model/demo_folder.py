@@ -115,7 +115,7 @@ def save_weights(model: LlamaForCausalLM, out: Path) -> None:
 
 def save_settings(tokenizer: Tokenizer, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     config = model_config(tokenizer.get_vocab_size())
     files = {"config": config, "generation_config": generation_config(), "tokenizer_config": tokenizer_config()}
     for name, content in files.items():

@@ -7,7 +7,7 @@ import pytest
 
 from support.top.watched import READY, PagesOf, recorded, request_line, second_look, watch_of
 from tidewheel.top import TopError
-from tidewheel.top.view_text import ORDERS, as_text, ordered, verdict
+from tidewheel.top.view_text import as_text, ordered, verdict
 from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, list_engines, list_here
 from tidewheel_client.errors import ServerUnavailable
 from tidewheel_client.server_pages import Health
@@ -184,10 +184,9 @@ def test_orders(order: str, numbers: list[int]) -> None:
         request_line(2, priority="low", tenant="a", tokens_rate=7.0, waited_s=0.0, num_output_tokens=400),
         request_line(3, priority="high", tenant="b", tokens_rate=None, waited_s=1.0, num_output_tokens=20),
     ]
-    (chosen,) = (one for one in ORDERS if one.name == order)
     view = second_look(page(), requests=requests)
-    assert [one.number for one in ordered(view, chosen)] == numbers
-    assert [one.number for one in ordered(view, chosen, is_reversed=True)] == numbers[::-1]
+    assert [one.number for one in ordered(view, order)] == numbers
+    assert [one.number for one in ordered(view, order, is_reversed=True)] == numbers[::-1]
 
 
 def test_a_recorded_overload_as_text_and_json() -> None:

@@ -46,7 +46,7 @@ def test_orders_and_the_chosen_request() -> None:
         await pilot.press("down")
         assert app._chosen_key().endswith("/2")
         await pilot.press("s")
-        assert app._requests.border_title == f"requests: 3 unfinished, {ORDERS[1].name}"
+        assert app._requests.border_title == f"requests: 3 unfinished, {list(ORDERS)[1]}"
         assert numbers(app) == [1, 3, 2]
         assert app._chosen_key().endswith("/2")  # it stays chosen
         await pilot.press("r")

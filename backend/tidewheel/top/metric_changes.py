@@ -32,11 +32,11 @@ class MetricsPage:
 
     def total(self, metric: Metric, **labels: str) -> float | None:
         """Return the sum of the series with these labels, or None without any."""
-        values = self._values(metric, labels)
+        values = self.values(metric, **labels)
         return sum(values) if values else None
 
-    def highest(self, metric: Metric, **labels: str) -> float | None:
-        return max(self._values(metric, labels), default=None)
+    def values(self, metric: Metric, **labels: str) -> list[float]:
+        return [one.value for one in self.figures.samples(metric.name, **labels)]
 
     def buckets(self, metric: Metric) -> dict[float, float]:
         """Return the cumulative counts of a histogram by upper bound, ascending."""
@@ -45,9 +45,6 @@ class MetricsPage:
             bound = float(one.labels["le"])
             counts[bound] = counts.get(bound, 0.0) + one.value
         return dict(sorted(counts.items()))
-
-    def _values(self, metric: Metric, labels: Mapping[str, str]) -> list[float]:
-        return [one.value for one in self.figures.samples(metric.name, **labels)]
 
 
 class PageChange(NamedTuple):
@@ -59,6 +56,15 @@ class PageChange(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.after.seconds - self.before.seconds
+
+    def total(self, metric: Metric, **labels: str) -> float | None:
+        return self.after.total(metric, **labels)
+
+    def total_or_zero(self, metric: Metric, **labels: str) -> float:
+        return self.after.total(metric, **labels) or 0.0
+
+    def highest(self, metric: Metric, **labels: str) -> float | None:
+        return max(self.after.values(metric, **labels), default=None)
 
     def growth(self, metric: Metric, **labels: str) -> float | None:
         now = self.after.total(metric, **labels)

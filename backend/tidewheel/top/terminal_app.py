@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections import deque
+from typing import ClassVar
 
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -76,7 +77,7 @@ class TerminalApp(App[None]):
         self._interval_s = interval_s
         self._view = first
         self._problem = ""
-        self._order = 0
+        self._orders = deque(ORDERS)  # the first is shown
         self._is_reversed = False
         self._is_paused = False
         self._lines: dict[str, RequestLine] = {}  # by key of the row
@@ -102,11 +103,9 @@ class TerminalApp(App[None]):
         self._draw()
         self.set_interval(self._interval_s, self._tick)
 
-    # --- keys -------------------------------------------------------------------------------------------------
-
     def action_sort(self) -> None:
         self.screen.add_class("requests-only")
-        self._order = (self._order + 1) % len(ORDERS)
+        self._orders.rotate(-1)
         self._draw()
 
     def action_reverse(self) -> None:
@@ -139,8 +138,6 @@ class TerminalApp(App[None]):
         question = f"Cancel request {cells[-1]} of tenant {cells[-2]}, {cells[2]} old?\nIts client is told so."
         self.push_screen(QuestionScreen(question, keys="y: cancel it    any other key: leave it"), answer)
 
-    # --- the thread -------------------------------------------------------------------------------------------
-
     def _tick(self) -> None:
         if not self._is_paused:
             self._look()
@@ -160,8 +157,6 @@ class TerminalApp(App[None]):
     def _take(self, view: ServerView, problem: str) -> None:
         self._view, self._problem = view, problem
         self._draw()
-
-    # --- drawing ----------------------------------------------------------------------------------------------
 
     @property
     def _requests(self) -> DataTable[Text]:
@@ -185,7 +180,7 @@ class TerminalApp(App[None]):
         self._draw_requests()
 
     def _draw_requests(self) -> None:
-        table, order = self._requests, ORDERS[self._order]
+        table, order = self._requests, self._orders[0]
         chosen = self._chosen_key()
         rows = ordered(self._view, order, is_reversed=self._is_reversed)
         self._lines = {_key(one): one for one in rows}
@@ -232,17 +227,12 @@ def _cells(request: RequestLine) -> list[Text]:
 
 
 def _rich(section: TextSection) -> RichTable:
-    header, num_labels = section.table.header, section.table.num_labels
-    shown = RichTable(box=None, show_header=any(header), pad_edge=False, header_style="dim", expand=False)
-    for index, name in enumerate(header):
-        is_label = index < num_labels
-        shown.add_column(
-            Text(name), style="dim" if is_label and not any(header) else "", justify=_side(is_label, header)
-        )
-    for row in section.table.rows:
+    table, has_header = section.table, any(section.table.header)
+    shown = RichTable(box=None, show_header=has_header, pad_edge=False, header_style="dim", expand=False)
+    for index, name in enumerate(table.header):
+        is_label = index < table.num_labels
+        style = "dim" if is_label and not has_header else ""
+        shown.add_column(Text(name), style=style, justify="right" if has_header and not is_label else "left")
+    for row in table.rows:
         shown.add_row(*(Text(cell) for cell in row))
     return shown
-
-
-def _side(is_label: bool, header: list[str]) -> Literal["left", "right"]:
-    return "left" if is_label or not any(header) else "right"

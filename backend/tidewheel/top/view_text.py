@@ -31,19 +31,14 @@ class TextSection(NamedTuple):
     table: TextTable
 
 
-class RequestOrder(NamedTuple):
-    name: str
-    key: Callable[[RequestLine], tuple[float | str, ...]]
-
-
-ORDERS = (
-    RequestOrder("slowest first", lambda one: (-one.age_s,)),
-    RequestOrder("fewest tokens/s first", lambda one: (one.tokens_rate or 0.0, -one.age_s)),
-    RequestOrder("most tokens first", lambda one: (-(one.num_prompt_tokens + one.num_output_tokens),)),
-    RequestOrder("longest wait first", lambda one: (-one.waited_s,)),
-    RequestOrder("by tenant", lambda one: (one.tenant, -one.age_s)),
-    RequestOrder("by class", lambda one: (Priority[one.priority.upper()], -one.age_s)),
-)
+ORDERS: dict[str, Callable[[RequestLine], tuple[float | str, ...]]] = {
+    "slowest first": lambda one: (-one.age_s,),
+    "fewest tokens/s first": lambda one: (one.tokens_rate or 0.0, -one.age_s),
+    "most tokens first": lambda one: (-(one.num_prompt_tokens + one.num_output_tokens),),
+    "longest wait first": lambda one: (-one.waited_s,),
+    "by tenant": lambda one: (one.tenant, -one.age_s),
+    "by class": lambda one: (Priority[one.priority.upper()], -one.age_s),
+}
 REQUEST_COLUMNS: Columns[RequestLine] = (
     ("class", lambda one: one.priority),
     ("state", lambda one: one.state),
@@ -114,15 +109,15 @@ def request_cells(request: RequestLine) -> list[str]:
     return [cell(request) for _, cell in REQUEST_COLUMNS]
 
 
-def requests_title(view: ServerView, order: RequestOrder) -> str:
+def requests_title(view: ServerView, order: str) -> str:
     if view.requests_note and not view.requests:
         return f"requests: {view.requests_note}"
     note = f"; {view.requests_note}" if view.requests_note else ""
-    return f"requests: {view.num_sequences} unfinished, {order.name}{note}"
+    return f"requests: {view.num_sequences} unfinished, {order}{note}"
 
 
-def ordered(view: ServerView, order: RequestOrder, *, is_reversed: bool = False) -> list[RequestLine]:
-    return sorted(view.requests, key=order.key, reverse=is_reversed)
+def ordered(view: ServerView, order: str, *, is_reversed: bool = False) -> list[RequestLine]:
+    return sorted(view.requests, key=ORDERS[order], reverse=is_reversed)
 
 
 def as_text(view: ServerView) -> str:
@@ -131,7 +126,7 @@ def as_text(view: ServerView) -> str:
     for section in (*panels(view), *tables(view)):
         if section.table.rows:
             lines += [section.title, *_lines(section.table), ""]
-    order = ORDERS[0]
+    order = next(iter(ORDERS))
     rows = [request_cells(one) for one in ordered(view, order)[:MAX_PLAIN_REQUESTS]]
     lines.append(requests_title(view, order))
     if rows:
@@ -208,11 +203,15 @@ def verdict(view: ServerView) -> str:
         return f"NOT READY: {view.reason or view.state}"
     if view.gateway_problem:
         return f"GATEWAY: {view.gateway_problem}"
-    if failing := [one for one in view.errors if one.failed_rate and one.tag != GONE_TAG]:
-        return f"FAILING: {', '.join(f'{one.tag} {number(one.failed_rate)}/s' for one in failing)}"
+    failing = [
+        f"{one.tag} {per_second(one.failed_rate)}" for one in view.errors if one.tag != GONE_TAG and one.failed_rate
+    ]
+    if failing:
+        return f"FAILING: {', '.join(failing)}"
     limited = view.traffic.rate_limited_rate or 0.0
-    if refused := [one for one in view.errors if _refused_for_others(one, limited)]:
-        return f"OVERLOADED: refuses {_refusals(refused)}; {_queue(view)}"
+    refused = [f"{one.tag} {per_second(one.refused_rate)}" for one in view.errors if _is_overload(one, limited)]
+    if refused:
+        return f"OVERLOADED: refuses {', '.join(refused)}; {_queue(view)}"
     if _queues(view) and (view.cache.use or 0.0) >= FULL_CACHE:
         return f"KV CACHE FULL: {percent(view.cache.use)} in use; {_queue(view)}"
     if _queues(view):
@@ -222,7 +221,7 @@ def verdict(view: ServerView) -> str:
     return _unhindered(view)
 
 
-def _refused_for_others(line: ErrorLine, limited: float) -> bool:
+def _is_overload(line: ErrorLine, limited: float) -> bool:
     rate = line.refused_rate or 0.0
     if line.tag == Busy.tag:
         rate -= limited
@@ -248,10 +247,6 @@ def _queues(view: ServerView) -> bool:
         return False
     waits = [one.oldest_wait_s for one in view.classes if one.oldest_wait_s is not None]
     return not waits or max(waits) > NUM_STEPS * (view.steps.seconds_per_step or 0.0)
-
-
-def _refusals(lines: list[ErrorLine]) -> str:
-    return ", ".join(f"{one.tag} {number(one.refused_rate)}/s" for one in lines)
 
 
 def _queue(view: ServerView) -> str:

@@ -18,19 +18,9 @@ from tidewheel.metrics import RECEIVED
 from tidewheel.request import Priority
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
-from tidewheel.top import TopError
+from tidewheel.top import TopError, server_view
 from tidewheel.top.metric_changes import MetricsPage, PageChange
-from tidewheel.top.server_view import (
-    RequestLine,
-    ServerView,
-    cache,
-    classes,
-    errors,
-    gateway_line,
-    steps,
-    tenants,
-    traffic,
-)
+from tidewheel.top.server_view import RequestLine, ServerView
 from tidewheel.top.view_text import verdict
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.server_pages import Figures, Health, ServerPages, read_figures
@@ -118,13 +108,13 @@ class ServerWatch:
             is_ready=None if isinstance(health, RequestError) else health.is_ready,
             state="unknown" if isinstance(health, RequestError) else health.state,
             reason=str(health) if isinstance(health, RequestError) else health.reason,
-            traffic=traffic(change),
-            classes=classes(change, listing.requests),
-            tenants=tenants(change),
-            cache=cache(change),
-            steps=steps(change),
-            errors=errors(change, gateway.after if gateway is not None else None),
-            gateway=gateway_line(gateway) if gateway is not None else None,
+            traffic=server_view.read(server_view.Traffic, change),
+            classes=server_view.classes(change, listing.requests),
+            tenants=server_view.tenants(change),
+            cache=server_view.read(server_view.CacheLine, change),
+            steps=server_view.read(server_view.StepLine, change),
+            errors=server_view.errors(change, gateway.after if gateway is not None else None),
+            gateway=server_view.read(server_view.GatewayLine, gateway) if gateway is not None else None,
             gateway_problem=gateway_problem,
             requests=listing.requests or [],
             num_sequences=listing.num_sequences,

@@ -32,7 +32,7 @@ from cluster.servers import ListServers, Servers
 from common.random_model import without_weights
 from common.study import Study, show
 from modelled.roofline import SHAPES
-from tidewheel.fleet.loads import LOAD_FACTOR
+from tidewheel.fleet.router import LOAD_FACTOR
 
 OVER: Mapping[str, Callable[[Path, Mapping[str, object], float], Servers]] = {"list": ListServers, "ray": RayServers}
 PARTS = ("latency", "throughput", "sessions", "kill", "orphan", "scaling")

@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from tidewheel.fleet.router import RoutedRequest, RouteRequest
-from tidewheel.fleet.routers import CountingRouter, least_open
+from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest
+from tidewheel.fleet.routers import least_open
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import H200_8B
 
@@ -31,7 +31,7 @@ CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5  # SGLang
 MATCH_RATE = 0.1  # Ray
 
 
-class PowerOfTwo(CountingRouter[int]):
+class PowerOfTwo(Router[int]):
     def __init__(self) -> None:
         super().__init__()
         self._rng = np.random.default_rng(0)
@@ -68,7 +68,7 @@ class SentPrompts:
         return best
 
 
-class CacheAware(CountingRouter[int]):
+class CacheAware(Router[int]):
     chunk_tokens = TREE_TOKENS
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class CacheAware(CountingRouter[int]):
         return super().chosen(request, replica)
 
 
-class PrefixCacheAffinity(CountingRouter[int]):
+class PrefixCacheAffinity(Router[int]):
     chunk_tokens = TREE_TOKENS
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class PrefixCacheAffinity(CountingRouter[int]):
         return super().chosen(request, replica)
 
 
-class LeastBlocks(CountingRouter[int]):
+class LeastBlocks(Router[int]):
     """Dynamo's; `cached_tokens` tells what a replica has of the request that is being routed."""
 
     chunk_tokens = H200_8B.block_size

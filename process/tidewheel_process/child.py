@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import threading
@@ -18,8 +19,11 @@ class StartError(Exception):
     """Child that was never ready. The message lacks its name."""
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """Child in its own session: Ctrl-C reaches only the parent, which ends it."""
+
+    stdin: IO[bytes]  # with a pipe
+    stdout: IO[bytes]  # likewise
 
     def __init__(self, command: Sequence[str], *, ends_with_parent: bool = False, **options: Any) -> None:
         """Take options of `subprocess.Popen`. Raise OSError.
@@ -28,35 +32,17 @@ class Child:
         """
         if ends_with_parent:
             options["preexec_fn"] = end_with_parent
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - commands of this project
-            list(command), **{"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
-        )
-        self.pid = self._process.pid
+        super().__init__(command, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **options})
         self.started_at = time.monotonic()
 
     @property
-    def stdin(self) -> IO[bytes]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code, minus a signal's number, or None."""
-        return self._process.poll()
+        return self.poll() is not None
 
     @property
     def exit(self) -> str:
         """Text: `exit code 3` or `signal 9, Killed`."""
-        return describe_exit(self._process.poll())
+        return describe_exit(self.poll())
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
         """Raise `StartError` at the child's end or the limit."""
@@ -65,30 +51,22 @@ class Child:
         if self.has_ended:
             raise StartError(f"ended at its start with {self.exit}")
 
-    def wait(self, limit_s: float | None = None) -> bool:
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def terminate(self) -> None:
-        self._process.terminate()
+    def ends_within(self, limit_s: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(limit_s)
+        return self.has_ended
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        super().kill()
+        self.wait()
 
     def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
-        self._process.send_signal(first)
-        if not self.wait(grace_s):
+        self.send_signal(first)
+        if not self.ends_within(grace_s):
             self.kill()
 
     def reap_on_thread(self) -> None:
-        threading.Thread(target=self._process.wait, name=f"reaper-{self.pid}", daemon=True).start()
+        threading.Thread(target=self.wait, name=f"reaper-{self.pid}", daemon=True).start()
 
 
 def describe_exit(code: int | None) -> str:

@@ -8,8 +8,8 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from tidewheel_process.child import Child
+from tidewheel_process.current_process import STOP_SIGNALS
 
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _END_TIMEOUT_S = 5.0
 
 
@@ -28,6 +28,7 @@ class Guard:
         return self._child.pid
 
     def keep(self) -> None:
+        """Restart an ended guard."""
         if self._child.has_ended:
             with contextlib.suppress(OSError):
                 self._child = self._start()
@@ -41,13 +42,13 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         os.close(self._reader)
         os.close(self._writer)
-        if not self._child.wait(_END_TIMEOUT_S):
+        if not self._child.ends_within(_END_TIMEOUT_S):
             self._child.kill()
 
 
 def guard(clean_up: Callable[[], object]) -> None:
     """Clean up once the guarded process has ended."""
-    for number in _IGNORED:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):
         pass

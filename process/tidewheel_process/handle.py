@@ -6,10 +6,9 @@ import contextlib
 import os
 import select
 import signal
-import time
 from pathlib import Path
 
-_POLL_S = 0.02
+from tidewheel_process.child import wait_until
 
 
 def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
@@ -47,16 +46,7 @@ class ProcessHandle:
         return self._started is not None and start_ticks(self.pid) == self._started
 
     def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            if self.fileno is not None:
-                self._ending.poll(left_s * 1000)
-            else:
-                time.sleep(min(left_s, _POLL_S))
-        return True
+        return wait_until(lambda: not self.is_alive, timeout_s)
 
     def send_signal(self, number: signal.Signals) -> None:
         if not self.is_alive:

@@ -12,13 +12,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from filelock import FileLock
+from typing import IO
 
 LOCK = "lock"
 LOOK_S = 30.0  # for another process that looks whether a new lock is free
+_POLL_S = 0.05
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 
 
@@ -42,39 +40,48 @@ def is_own(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def try_lock(path: Path, timeout_s: float = 0.0) -> FileLock | None:
-    """Lock a file until `release` or the end of this process. None: another process holds the lock.
+def try_lock(path: Path, timeout_s: float = 0.0) -> IO[bytes] | None:
+    """Lock a file until it is closed or this process ends. None: another process holds the lock.
 
     Raise OSError, also for a link or another user's file.
     """
-    from filelock import FileLock, Timeout  # takes 40 ms, which only a holder pays
-
-    with contextlib.suppress(FileNotFoundError):
-        if path.lstat().st_uid != os.getuid():
+    with contextlib.ExitStack() as without_lock:
+        file = without_lock.enter_context(open(path, "ab", opener=_open_real))
+        if os.fstat(file.fileno()).st_uid != os.getuid():
             raise PermissionError(path)
-    lock = FileLock(path, timeout=timeout_s, mode=0o600, thread_local=False)
-    try:
-        lock.acquire(poll_interval=0.05)
-    except Timeout:
-        return None
-    if not is_locked(path):  # the file was removed or replaced before its lock; filelock sees that only since 3.25
-        lock.release()
-        return None
-    return lock
+        end = time.monotonic() + timeout_s
+        while not _flock(file, fcntl.LOCK_EX):
+            if time.monotonic() >= end:
+                return None
+            time.sleep(_POLL_S)
+        if not _is_at(file, path):  # removed or replaced before its lock
+            return None
+        without_lock.pop_all()
+        return file
 
 
 def is_locked(path: Path) -> bool:
     """Return whether a process holds a file's lock, without disturbing other looks as `try_lock` would."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return not _flock(file, fcntl.LOCK_SH)
+    return False
+
+
+def _open_real(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _flock(file: IO[bytes], kind: int) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+        return False
+    return True
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
@@ -83,8 +90,7 @@ class LockedFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: FileLock | None = None
-        self._inode = 0  # of the lock file
+        self._lock: IO[bytes] | None = None
 
     @property
     def is_held(self) -> bool:
@@ -92,19 +98,18 @@ class LockedFolder:
 
     def keeps_lock(self) -> bool:
         """Return whether this process holds the lock of the file that is there now."""
-        if self._lock is not None and _inode(self.path / LOCK) != self._inode:
+        if self._lock is not None and not _is_at(self._lock, self.path / LOCK):
             self.release()
         return self.is_held
 
     def try_lock(self, timeout_s: float = 0.0) -> bool:
-        file = self.path / LOCK
-        if not self.keeps_lock() and (lock := try_lock(file, timeout_s)) is not None:
-            self._lock, self._inode = lock, _inode(file)
+        if not self.keeps_lock():
+            self._lock = try_lock(self.path / LOCK, timeout_s)
         return self.is_held
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
 
@@ -142,12 +147,6 @@ def remove_left_over(base: Path, prefix: str) -> None:
 def is_free(path: Path) -> bool:
     with contextlib.suppress(OSError):
         if (lock := try_lock(path)) is not None:
-            lock.release()
+            lock.close()
             return True
     return False
-
-
-def _inode(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_ino
-    return 0

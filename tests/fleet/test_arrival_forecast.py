@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.errors import ConfigError
 from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
 from tidewheel.fleet.scaling_policies import PredictiveScaling, ReactiveScaling
@@ -146,17 +145,3 @@ def test_a_forecast_that_is_off_has_no_say() -> None:
 def test_without_history_it_is_the_reactive_policy_for_a_day() -> None:
     counts = day(9000)
     assert run(PredictiveScaling(SCALING, SETTINGS), counts) == run(ReactiveScaling(SCALING), counts)
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"bucket_s": 0}, "bucket_s is 0: it must be above 0"),
-        ({"season_s": 1000}, "season_s is 1000: it must be 2 to 100000 times bucket_s"),
-        ({"level_weight": 2}, "level_weight is 2: it must be 0 to 1"),
-        ({"error_limit": 0}, "error_limit above 0"),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(settings: dict[str, float], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        ForecastSettings(**settings)  # type: ignore[arg-type]

@@ -41,14 +41,14 @@ def python(code: str, **options: Any) -> Child:
 def test_a_child_has_a_session_and_no_input() -> None:
     child = python("import os, sys; print(os.getsid(0), sys.stdin.read())", stdout=subprocess.PIPE)
     assert child.stdout.read().split() == [str(child.pid).encode()]
-    assert child.wait(60) and child.has_ended and (child.exit_code, child.exit) == (0, "exit code 0")
+    assert child.ends_within(60) and child.has_ended and (child.returncode, child.exit) == (0, "exit code 0")
     child.stdout.close()
 
 
 def test_a_child_is_asked_to_end_and_then_killed() -> None:
     child = python(STUBBORN, stdout=subprocess.PIPE)
     child.stdout.readline()
-    assert child.exit == "no exit code" and not child.wait(0.0)
+    assert child.exit == "no exit code" and not child.ends_within(0.0)
     child.end(0.1)
     assert child.exit == describe_exit(-9) == "signal 9, Killed"
     child.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_a_guard_cleans_up_however_its_process_ends(tmp_path: Path, number: sign
     assert left.exists()
     if number is None:
         guarded.stdin.close()
-        assert guarded.wait(60) and guarded.exit_code == 0
+        assert guarded.ends_within(60) and guarded.returncode == 0
     else:
         guarded.send_signal(number)
     assert wait_until(lambda: not left.exists(), 60)

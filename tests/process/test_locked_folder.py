@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from tidewheel_process import locked_folder
 from tidewheel_process.locked_folder import (
@@ -81,29 +80,39 @@ def test_a_lock_file_that_was_made_again_is_another_one(tmp_path: Path) -> None:
     assert first.try_lock()
 
 
-@pytest.mark.parametrize("is_made_again", [False, True])
-def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
+@pytest.mark.parametrize("again", ["gone", "made again", "made again and locked"])
+def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
-    acquire = FileLock.acquire
+    path = tmp_path / "folder"
+    path.mkdir()
+    other = LockedFolder(path)
+    flock = fcntl.flock
 
-    def acquire_removed(lock: FileLock, **options: Any) -> None:
-        acquire(lock, **options)
-        (tmp_path / LOCK).unlink()
-        if is_made_again:
-            (tmp_path / LOCK).touch()
+    def flock_removed(file: Any, kind: int) -> None:
+        flock(file, kind)
+        monkeypatch.undo()
+        shutil.rmtree(path)
+        if again != "gone":
+            path.mkdir()
+            (path / LOCK).touch()
+        if again == "made again and locked":
+            assert other.try_lock()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(FileLock, "acquire", acquire_removed)
-        assert not LockedFolder(tmp_path).try_lock()
-    assert LockedFolder(tmp_path).try_lock()
+    monkeypatch.setattr(fcntl, "flock", flock_removed)
+    one = LockedFolder(path)
+    assert not one.try_lock() and not one.keeps_lock()
+    assert other.is_held == (again == "made again and locked")
+    other.release()
+    path.mkdir(exist_ok=True)
+    assert one.try_lock()
 
 
 def test_a_child_does_not_inherit_a_lock(tmp_path: Path) -> None:
     lock = try_lock(tmp_path / LOCK)
     assert lock is not None
     with subprocess.Popen(["/bin/sleep", "60"], close_fds=False) as child:
-        lock.release()
+        lock.close()
         assert is_free(tmp_path / LOCK)
         child.kill()
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.fleet import prefix_index
-from tidewheel.fleet.loads import load_bound
 from tidewheel.fleet.prefix_index import PrefixIndex
-from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, chunk_hashes
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, chunk_hashes, load_bound
 from tidewheel.fleet.routers import PrefixAware
 from tidewheel.request import Priority
 

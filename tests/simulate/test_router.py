@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.loads import load_bound
-from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest
+from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest, load_bound
 from tidewheel.fleet.routers import ROUTERS, HashRing, make_router
 
 NOTHING = RouteRequest(num_tokens=10)

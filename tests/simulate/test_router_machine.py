@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tidewheel.fleet.loads import load_bound
-from tidewheel.fleet.router import RoutedRequest, RouteRequest
+from tidewheel.fleet.router import RoutedRequest, RouteRequest, load_bound
 from tidewheel.fleet.routers import PrefixAware
 from tidewheel.request import Priority
 

@@ -158,7 +158,7 @@ class ClusterFolder:
                 yield lock.fileno()
         finally:
             if starting is not None:
-                starting.release()
+                starting.close()
 
     def remove(self) -> None:
         """End the processes, `ray start` first, and remove the files."""

@@ -188,7 +188,7 @@ class ServerChild:
 
     def stop(self) -> None:
         self._child.stdin.close()
-        if not self._child.wait(_END_S):
+        if not self._child.ends_within(_END_S):
             self._child.kill()  # its guard ends the rest
         self.log.unlink(missing_ok=True)
 

@@ -171,7 +171,7 @@ class EngineLauncher:
         has_served = was_ready and (status is None or status.state == "stopped" or status.info is not None)
         if child is not None and not has_served and (is_mine or not was_ready):
             self._child = None
-            child.wait(STOP_GRACE_S)  # ended, but perhaps not yet reaped
+            child.ends_within(STOP_GRACE_S)  # ended, but perhaps not yet reaped
             last_words = last_log_line(self._engine_dir)
             raise ConfigError(f"the engine ended while it loaded ({child.exit}): {last_words}")
 

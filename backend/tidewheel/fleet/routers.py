@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 
 from tidewheel.batch import BoolArray, Float64Array, RowArray
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.loads import LOAD_FACTOR, Loads, load_bound
 from tidewheel.fleet.prefix_index import MAX_KNOWN, PrefixIndex
-from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest, T
+from tidewheel.fleet.router import LOAD_FACTOR, Loads, RoutedRequest, Router, RouteRequest, T, load_bound
 from tidewheel.request import Priority
 
 VIRTUAL_NODES = 64  # points per replica
@@ -59,77 +58,39 @@ def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-class CountingRouter(Generic[T]):
-    def __init__(self) -> None:
-        self.loads = Loads[T]()
-
-    def join(self, replica: T) -> None:
-        if replica not in self.loads:
-            self.loads.join(replica)
-
-    def leave(self, replica: T) -> None:
-        if replica in self.loads:
-            self.loads.leave(replica)
-
-    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        return self.loads.add(request, replica, request.num_tokens)
-
-    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        if not routed.has_started and not routed.has_ended:
-            self.loads.start(routed)
-            routed.has_started = True
-
-    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        if not routed.has_ended:
-            self.loads.remove(routed)
-            routed.has_ended = True
-
-    def report(self, replica: T, load: ReplicaLoad) -> None:
-        self.loads.report(replica, load)
-
-
-class RoundRobin(CountingRouter[T]):
+class RoundRobin(Router[T]):
     def __init__(self) -> None:
         super().__init__()
-        self._order: list[T] = []
         self._next = 0
 
-    def join(self, replica: T) -> None:
-        super().join(replica)
-        self._order = list(self.loads)
-
-    def leave(self, replica: T) -> None:
-        super().leave(replica)
-        self._order = list(self.loads)
-
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
-        turns = (self._order[(self._next + turn) % len(self._order)] for turn in range(len(self._order)))
+        order = list(self.loads)
+        turns = (order[(self._next + turn) % len(order)] for turn in range(len(order)))
         return next((replica for replica in turns if replica not in excluded), None)
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        self._next = (self._order.index(replica) + 1) % len(self._order)
+        order = list(self.loads)
+        self._next = (order.index(replica) + 1) % len(order)
         return super().chosen(request, replica)
 
 
-class LeastLoaded(CountingRouter[T]):
+class LeastLoaded(Router[T]):
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
         return least_open(self.loads, excluded)
 
 
-class SessionAffinity(CountingRouter[T]):
+class SessionAffinity(Router[T]):
     """One replica per session, whatever its load; else the least loaded."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ring = HashRing()
 
-    def join(self, replica: T) -> None:
-        if replica not in self.loads:
-            self._ring.join(replica, self.loads.join(replica))
+    def _add(self, replica: T, slot: int) -> None:
+        self._ring.join(replica, slot)
 
-    def leave(self, replica: T) -> None:
-        if replica in self.loads:
-            self._ring.leave(self.loads.leave(replica))
+    def _remove(self, slot: int) -> None:
+        self._ring.leave(slot)
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
         if not request.session:
@@ -151,7 +112,7 @@ def least_open(loads: Loads[T], excluded: Collection[T]) -> T | None:
     return loads.names[slot] if np.isfinite(num_open[slot]) else None
 
 
-class PrefixAware(CountingRouter[T]):
+class PrefixAware(SessionAffinity[T]):
     """A session goes to its last replica, a new one by the ring, other requests by cost; all within a load bound.
 
     Cost: prompt tokens waiting in the request's class or above, its uncached prompt tokens, and running tokens. A
@@ -162,27 +123,18 @@ class PrefixAware(CountingRouter[T]):
         super().__init__()
         self.prefixes = PrefixIndex(max_known)
         self._max_sessions = max_sessions
-        self._ring = HashRing()
         self._homes: dict[str, T] = {}  # session → last replica, in LRU order
         self._unstarted: dict[int, set[int]] = {}  # slot → stamps of requests with uncomputed prompts
 
-    def join(self, replica: T) -> None:
-        if replica in self.loads:
-            return
-        slot = self.loads.join(replica)
+    def _add(self, replica: T, slot: int) -> None:
+        super()._add(replica, slot)
         self.prefixes.join(slot)
         self._unstarted[slot] = set()
-        self._ring.join(replica, slot)
 
-    def leave(self, replica: T) -> None:
-        if replica not in self.loads:
-            return
-        slot = self.loads.leave(replica)
+    def _remove(self, slot: int) -> None:
+        super()._remove(slot)
         self.prefixes.leave(slot)
         del self._unstarted[slot]
-        self._ring.leave(slot)
-
-    # --- decisions --------------------------------------------------------------------------------------------
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
         if len(self.loads) == 0:
@@ -247,8 +199,6 @@ class PrefixAware(CountingRouter[T]):
             return 0.0
         tokens = [min(depth * request.chunk_tokens, request.num_tokens - 1.0) for depth in depths.of_level]
         return np.array(tokens).take(depths.levels)
-
-    # --- events of requests -----------------------------------------------------------------------------------
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
         slot = self.loads.slots[replica]

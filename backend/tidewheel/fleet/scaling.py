@@ -87,40 +87,33 @@ class ScalingSettings:
     queue_limit_s: Mapping[Priority, float] = field(default_factory=lambda: dict(_QUEUE_LIMITS))
 
     def __post_init__(self) -> None:
-        for fault in self._faults():
-            raise ConfigError(fault)
-
-    def _faults(self) -> Iterator[str]:
-        least = max(self.min_replicas, 1)
-        if not 0 <= self.min_replicas <= MAX_REPLICAS:
-            yield f"min_replicas is {self.min_replicas}: it must be 0 to {MAX_REPLICAS}"
-        if not least <= self.max_replicas <= MAX_REPLICAS:
-            yield f"max_replicas is {self.max_replicas}: it must be {least} to {MAX_REPLICAS}, min_replicas at least"
-        for name in ("utilisation", "cache_usage"):
-            if not 0 < getattr(self, name) <= 1:
-                yield f"{name} is {getattr(self, name):g}: it must be above 0 and at most 1"
-        if not 0 < self.release_utilisation <= self.utilisation:
-            limit = f"utilisation, {self.utilisation:g}"
-            yield f"release_utilisation is {self.release_utilisation:g}: it must be above 0 and at most {limit}"
-        yield from self._faults_of_numbers()
-
-    def _faults_of_numbers(self) -> Iterator[str]:
-        for name in ("startup_s", "scale_down_after_s", "cool_down_s", "idle_to_zero_s", "replica_tokens_per_s"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                yield f"{name} is {value:g}: it must be 0 or more"
-        for name in ("waiting_per_replica", "ongoing_per_replica", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: it must be at least 1"
+        for name, holds, rule in self._rules():
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name):g}: it must be {rule}")
         for service_class, limit in self.queue_limit_s.items():
             if not limit > 0:
-                yield f"queue_limit_s of {service_class.name} is {limit:g}: it must be above 0"
+                raise ConfigError(f"queue_limit_s of {service_class.name} is {limit:g}: it must be above 0")
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield each field's name, whether its rule holds, and the rule."""
+        least = max(self.min_replicas, 1)
+        yield "min_replicas", 0 <= self.min_replicas <= MAX_REPLICAS, f"0 to {MAX_REPLICAS}"
+        yield (
+            "max_replicas",
+            least <= self.max_replicas <= MAX_REPLICAS,
+            f"{least} to {MAX_REPLICAS}, min_replicas at least",
+        )
+        for name in ("utilisation", "cache_usage"):
+            yield name, 0 < getattr(self, name) <= 1, "above 0 and at most 1"
+        limit = f"above 0 and at most utilisation, {self.utilisation:g}"
+        yield "release_utilisation", 0 < self.release_utilisation <= self.utilisation, limit
+        for name in ("startup_s", "scale_down_after_s", "cool_down_s", "idle_to_zero_s", "replica_tokens_per_s"):
+            yield name, 0 <= getattr(self, name) < math.inf, "0 or more"
+        for name in ("waiting_per_replica", "ongoing_per_replica", "max_num_seqs"):
+            yield name, getattr(self, name) >= 1, "at least 1"
 
     def clamp(self, num_replicas: int) -> int:
         return min(max(num_replicas, self.min_replicas), self.max_replicas)
-
-
-# --- work asked of a fleet, and the capacity of a replica, both in tokens per second ---------------------------
 
 
 class ExponentialAverage:

@@ -56,15 +56,17 @@ def current_need(settings: ScalingSettings, state: FleetState, work: Work) -> Ne
 
 
 def work_need(settings: ScalingSettings, tokens_per_s: float, replica_tokens_per_s: float) -> Need:
-    share = tokens_per_s / replica_tokens_per_s
     reason = f"{tokens_per_s:.0f} tokens/s are asked for, a replica computes {replica_tokens_per_s:.0f}"
-    return Need(_ceil(share / settings.utilisation), _ceil(share / settings.release_utilisation), reason)
+    return _need_of(settings, tokens_per_s / replica_tokens_per_s, reason)
 
 
 def _row_need(settings: ScalingSettings, state: FleetState) -> Need:
-    share = state.num_unfinished / settings.max_num_seqs
     reason = f"{state.num_unfinished} unfinished requests, a replica runs {settings.max_num_seqs}"
-    return Need(_ceil(share / settings.utilisation), _ceil(share / settings.release_utilisation), reason)
+    return _need_of(settings, state.num_unfinished / settings.max_num_seqs, reason)
+
+
+def _need_of(settings: ScalingSettings, num_full: float, reason: str) -> Need:
+    return Need(_ceil(num_full / settings.utilisation), _ceil(num_full / settings.release_utilisation), reason)
 
 
 def _cache_need(settings: ScalingSettings, state: FleetState) -> Need:

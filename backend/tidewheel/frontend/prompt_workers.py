@@ -187,7 +187,7 @@ class _Worker:
         with contextlib.suppress(OSError):
             self._stream.close()
             self._socket.close()
-        return self._child.exit_code or 0
+        return self._child.returncode or 0
 
     def _read(self) -> Answer | None:
         try:

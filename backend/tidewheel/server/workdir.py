@@ -90,7 +90,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
             raise unwritable(base, error) from None
         with contextlib.suppress(OSError):  # no room: Triton will say so
             if (lock := try_lock(shared_memory / f"{folder.shm_prefix}{_OWNER}", LOOK_S)) is not None:
-                held.callback(lock.release)
+                held.enter_context(lock)
         os.environ[RUN_DIR] = str(folder.run)
         held.callback(_restore, named)
         yield folder

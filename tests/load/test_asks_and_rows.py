@@ -11,10 +11,10 @@ import pytest
 
 from tidewheel_client.errors import Busy, RequestTimeout
 from tidewheel_client.load import locust_rows
-from tidewheel_client.load.load_options import LoadOptions, LoadRequest, Work
+from tidewheel_client.load.load_options import LoadRequest, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
 
-ASK = LoadRequest(prompt="a b", qos="high", max_tokens=8, ignore_eos=True, tenant=None)
+ASK = LoadRequest("a b", "high", {})
 
 
 class Clock:
@@ -40,8 +40,8 @@ class Event:
         )
 
 
-def options(arguments: argparse.Namespace, **changes: object) -> LoadOptions:
-    return LoadOptions.from_arguments(argparse.Namespace(**{**vars(arguments), **changes}))
+def changed(arguments: argparse.Namespace, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), **changes})
 
 
 def asks(work: Work, count: int = 400) -> list[LoadRequest]:
@@ -49,14 +49,13 @@ def asks(work: Work, count: int = 400) -> list[LoadRequest]:
 
 
 def test_users_repeat_themselves_and_nobody_else(arguments: argparse.Namespace) -> None:
-    one = options(arguments)
-    assert asks(Work(one, "0 0")) == asks(Work(one, "0 0"))
-    assert asks(Work(one, "0 0")) != asks(Work(one, "0 1"))
-    assert asks(Work(one, "0 0")) != asks(Work(options(arguments, load_seed=1), "0 0"))
+    assert asks(Work(arguments, "0 0")) == asks(Work(arguments, "0 0"))
+    assert asks(Work(arguments, "0 0")) != asks(Work(arguments, "0 1"))
+    assert asks(Work(arguments, "0 0")) != asks(Work(changed(arguments, load_seed=1), "0 0"))
 
 
 def test_work_follows_the_options(arguments: argparse.Namespace, tmp_path: Path) -> None:
-    changed = options(
+    options = changed(
         arguments,
         prompt_words="3-5",
         output_tokens="7-9",
@@ -65,11 +64,12 @@ def test_work_follows_the_options(arguments: argparse.Namespace, tmp_path: Path)
         stop_at_eos=True,
         think_time="1-2",
     )
-    work = Work(changed, "x")
+    work = Work(options, "x")
     all_asks = asks(work)
     assert {len(ask.prompt.split()) for ask in all_asks} == {3, 4, 5}
-    assert {ask.max_tokens for ask in all_asks} == {7, 8, 9}
-    assert {ask.tenant for ask in all_asks} == {"a", "b"}
+    assert {ask.parameters["max_tokens"] for ask in all_asks} == {7, 8, 9}
+    assert {ask.parameters["tenant"] for ask in all_asks} == {"a", "b"}
+    assert 140 < Counter(ask.parameters["tenant"] for ask in all_asks)["a"] < 260
     assert 60 < Counter(ask.qos for ask in all_asks)["critical"] < 140
     assert {ask.parameters["priority"] for ask in all_asks} == {1, 4}
     assert not any(ask.parameters["ignore_eos"] for ask in all_asks)
@@ -78,12 +78,8 @@ def test_work_follows_the_options(arguments: argparse.Namespace, tmp_path: Path)
 
 def test_prompts_of_a_file(arguments: argparse.Namespace, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("one\ntwo\n")
-    work = Work(options(arguments, prompt_file=str(tmp_path / "prompts")), "x")
+    work = Work(changed(arguments, prompt_file=str(tmp_path / "prompts")), "x")
     assert {ask.prompt for ask in asks(work)} == {"one", "two"}
-
-
-def test_no_tenant_is_not_sent() -> None:
-    assert ASK.parameters == {"max_tokens": 8, "ignore_eos": True, "priority": 2}
 
 
 def test_rows_of_a_stream(clock: Clock) -> None:
@@ -92,7 +88,7 @@ def test_rows_of_a_stream(clock: Clock) -> None:
         clock.now += after
         timing.arrived(tokens, 10)
     clock.now += 0.1
-    Reporter(event, "SSE", "demo").succeeded(ASK, timing)
+    Reporter(event, "SSE", "demo").report(ASK, timing)
     assert event.fired == [
         ("SSE", "demo high", 1500, 40, None),
         ("TTFT", "SSE demo high", 1000, 0, None),
@@ -104,14 +100,14 @@ def test_one_token_has_no_time_between(clock: Clock) -> None:
     event, timing = Event(), Timing(clock)
     clock.now += 0.25
     timing.arrived(1, 3)
-    Reporter(event, "GRPC", "demo").succeeded(ASK, timing)
+    Reporter(event, "GRPC", "demo").report(ASK, timing)
     assert [row[0] for row in event.fired] == ["GRPC", "TTFT"]
     assert timing.tpot_ms is None
 
 
 def test_no_token_at_all(clock: Clock) -> None:
     event, timing = Event(), Timing(clock)
-    Reporter(event, "GRPC", "demo").succeeded(ASK, timing)
+    Reporter(event, "GRPC", "demo").report(ASK, timing)
     assert [row[0] for row in event.fired] == ["GRPC"]
 
 
@@ -119,7 +115,7 @@ def test_a_whole_answer_has_no_first_token(clock: Clock) -> None:
     event, timing = Event(), Timing(clock)
     clock.now += 2
     timing.arrived(5, 30)
-    Reporter(event, "INFER", "demo_infer").succeeded(ASK, timing)
+    Reporter(event, "INFER", "demo_infer").report(ASK, timing)
     assert event.fired == [("INFER", "demo_infer high", 2000, 30, None)]
 
 
@@ -129,8 +125,8 @@ def test_failures_are_counted_by_tag(clock: Clock, caplog: pytest.LogCaptureFixt
     reporter = Reporter(event, "GRPC", "demo")
     clock.now += 0.5
     for limit in (250, 500):
-        reporter.failed(ASK, timing, Busy(f"{limit} of 512", retry_after_ms=limit))
-    reporter.failed(ASK, timing, RequestTimeout("too late"))
+        reporter.report(ASK, timing, Busy(f"{limit} of 512", retry_after_ms=limit))
+    reporter.report(ASK, timing, RequestTimeout("too late"))
     assert event.fired == [("GRPC", "demo high", 500, 0, label) for label in ("TW-BUSY", "TW-BUSY", "RequestTimeout")]
     assert [record.getMessage() for record in caplog.records] == [
         "first TW-BUSY of GRPC users: [TW-BUSY retry_after_ms=250] 250 of 512",

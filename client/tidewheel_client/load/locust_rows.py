@@ -19,6 +19,7 @@ from tidewheel_client.errors import RequestError
 from tidewheel_client.load.load_options import LoadRequest
 
 logger = logging.getLogger(__name__)
+_logged: set[tuple[str, str]] = set()  # request types and labels of errors
 
 
 class Timing:
@@ -59,31 +60,20 @@ class Reporter:
         self._event = event
         self._kind = kind
         self._model = model
-        self._is_stream = kind != "INFER"
 
-    def succeeded(self, ask: LoadRequest, timing: Timing) -> None:
-        name = f"{self._model} {ask.qos}"
-        self._fire(self._kind, name, timing.elapsed_ms, timing.num_bytes)
-        if not self._is_stream:
-            return
-        for row, value in (("TTFT", timing.ttft_ms), ("TPOT", timing.tpot_ms)):
-            if value is not None:
-                self._fire(row, f"{self._kind} {name}", value, 0)
+    def report(self, request: LoadRequest, timing: Timing, error: RequestError | None = None) -> None:
+        """Fire the rows of an ended request; log the first error of each label."""
+        name = f"{self._model} {request.qos}"
+        label = None if error is None else error.label
+        if label is not None and (self._kind, label) not in _logged:
+            _logged.add((self._kind, label))
+            logger.warning("first %s of %s users: %s", label, self._kind, error)
+        self._fire(self._kind, name, timing.elapsed_ms, timing.num_bytes, label)
+        if label is None and self._kind != "INFER":
+            self._fire("TTFT", f"{self._kind} {name}", timing.ttft_ms)
+            self._fire("TPOT", f"{self._kind} {name}", timing.tpot_ms)
 
-    def failed(self, ask: LoadRequest, timing: Timing, error: RequestError) -> None:
-        _log_first(self._kind, error.label, error)
-        self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, error.label)
-
-    def _fire(self, row: str, name: str, value: float, num_bytes: int, label: str | None = None) -> None:
-        self._event.fire(
-            request_type=row, name=name, response_time=value, response_length=num_bytes, exception=label, context={}
-        )
-
-
-_logged: set[tuple[str, str]] = set()
-
-
-def _log_first(kind: str, label: str, error: RequestError) -> None:
-    if (kind, label) not in _logged:
-        _logged.add((kind, label))
-        logger.warning("first %s of %s users: %s", label, kind, error)
+    def _fire(self, row: str, name: str, value: float | None, num_bytes: int = 0, label: str | None = None) -> None:
+        if value is not None:
+            figures = {"response_time": value, "response_length": num_bytes, "exception": label}
+            self._event.fire(request_type=row, name=name, context={}, **figures)

@@ -11,7 +11,7 @@ import gevent
 from grpc.experimental import gevent as grpc_gevent
 from locust import events
 
-from tidewheel_client.load.load_options import LoadOptions, OptionError, add_arguments
+from tidewheel_client.load.load_options import OptionError, Work, add_arguments
 from tidewheel_client.load.users import GrpcStreamUser, HttpInferUser, HttpStreamUser
 
 __all__ = ["GrpcStreamUser", "HttpInferUser", "HttpStreamUser"]
@@ -27,27 +27,24 @@ def _add_options(parser: Any) -> None:
 
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
-def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
+def _let_grpc_yield(**_: Any) -> None:
     """Let waiting gRPC calls yield, after worker processes have forked."""
-    del environment, kwargs
     grpc_gevent.init_gevent()
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]
-def _check_test(environment: Any, **kwargs: Any) -> None:
-    del kwargs
+def _check_test(environment: Any, **_: Any) -> None:
     try:
-        options = LoadOptions.from_arguments(environment.parsed_options)
+        Work(environment.parsed_options, "")
     except OptionError as error:
         logger.error("%s", error)
         gevent.spawn(environment.runner.stop)
         return
-    addresses = {user.address(options, environment.host) for user in environment.user_classes}
+    addresses = {user.address(environment.parsed_options, environment.host) for user in environment.user_classes}
     silent = [address for address in sorted(addresses) if not _answers(address)]
     if silent:
-        logger.error(
-            "no server answers at %s: start one with 'tidewheel serve', or name its address", ", ".join(silent)
-        )
+        text = "no server answers at %s: start one with 'tidewheel serve', or name its address"
+        logger.error(text, ", ".join(silent))
         environment.process_exit_code = 1
         gevent.spawn(environment.runner.stop if environment.web_ui else environment.runner.quit)
 

@@ -6,6 +6,7 @@ twice the CPU time an event.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from locust import User, task
 from tidewheel_client.client import Client
 from tidewheel_client.error_translation import from_text
 from tidewheel_client.errors import BY_TAG, RequestError, RequestTimeout, ServerUnavailable
-from tidewheel_client.load.load_options import LoadOptions, LoadRequest, OptionError, Work
+from tidewheel_client.load.load_options import LoadRequest, OptionError, Work
 from tidewheel_client.load.locust_rows import Reporter, Timing
 
 _INCOMPLETE = "the stream ended before its last response"
@@ -30,76 +31,66 @@ class LoadUser(User):
     abstract = True
     kind: ClassVar[str]
     _numbers: ClassVar[Iterator[int]] = itertools.count()
+    _connection: Any = None
     _retry_after_s = 0.0
 
     def on_start(self) -> None:
+        self.options = self.environment.parsed_options
+        worker = getattr(self.environment.runner, "worker_index", 0)
         try:
-            self.options = LoadOptions.from_arguments(self.environment.parsed_options)
+            self._work = Work(self.options, f"{worker} {next(self._numbers)}")
         except OptionError:  # from the web page; the log has the reason
             raise GreenletExit from None
-        worker = getattr(self.environment.runner, "worker_index", 0)
-        self._work = Work(self.options, f"{worker} {next(self._numbers)}")
         self._reporter = Reporter(self.environment.events.request, self.kind, self.target_model())
-        self.connect()
+        self._connection = self.connect()
 
     def on_stop(self) -> None:
-        self.disconnect()
+        if self._connection is not None:
+            self._connection.close()
 
     def wait_time(self) -> float:
         return max(self._work.think_time(), self._retry_after_s)
 
     @task
     def ask(self) -> None:
-        ask = self._work.next()
-        timing = Timing()
+        request, timing, error = self._work.next(), Timing(), None
         self._retry_after_s = 0.0
         try:
-            self.send(ask, timing)
-        except RequestError as error:
+            self.send(request, timing)
+        except RequestError as raised:
+            error = raised
             self._retry_after_s = (error.retry_after_ms or 0) / 1e3
-            self._reporter.failed(ask, timing, error)
-        else:
-            self._reporter.succeeded(ask, timing)
+        self._reporter.report(request, timing, error)
 
     def target_model(self) -> str:
-        return self.options.model
+        return str(self.options.model)
 
     @classmethod
-    def address(cls, options: LoadOptions, host: str | None) -> str:
+    def address(cls, args: argparse.Namespace, host: str | None) -> str:  # noqa: ARG003
         """Return the server's URL or HOST:PORT; `host` is locust's option."""
+        return str(host or cls.host)
+
+    def connect(self) -> Any:
+        """Return a connection, which has `close`."""
         raise NotImplementedError
 
-    def connect(self) -> None:
-        raise NotImplementedError
-
-    def disconnect(self) -> None:
-        """Disconnect, also after a failed start."""
-        raise NotImplementedError
-
-    def send(self, ask: LoadRequest, timing: Timing) -> None:
+    def send(self, request: LoadRequest, timing: Timing) -> None:
         """Raise `RequestError` unless the answer is complete."""
         raise NotImplementedError
 
 
 class GrpcStreamUser(LoadUser):
     kind = "GRPC"
-    _client: Client | None = None
 
     @classmethod
-    def address(cls, options: LoadOptions, host: str | None) -> str:
-        del host
-        return options.grpc_url
+    def address(cls, args: argparse.Namespace, host: str | None) -> str:  # noqa: ARG003
+        return str(args.grpc_url)
 
-    def connect(self) -> None:
-        self._client = Client(self.options.grpc_url, self.options.model, timeout_s=self.options.request_timeout_s)
+    def connect(self) -> Client:
+        return Client(self.options.grpc_url, self.options.model, timeout_s=self.options.request_timeout)
 
-    def disconnect(self) -> None:
-        if self._client is not None:
-            self._client.close()
-
-    def send(self, ask: LoadRequest, timing: Timing) -> None:
-        assert self._client is not None
-        with self._client.stream(ask.prompt, **ask.parameters) as stream:
+    def send(self, request: LoadRequest, timing: Timing) -> None:
+        with self._connection.stream(request.prompt, **request.parameters) as stream:
             for chunk in stream:
                 timing.arrived(chunk.num_output_tokens or 0, len(chunk.text.encode()))
         if stream.finish_reason is None:
@@ -109,36 +100,27 @@ class GrpcStreamUser(LoadUser):
 class _HttpUser(LoadUser):
     abstract = True
     host = "http://127.0.0.1:8000"
-    _session: requests.Session | None = None
 
-    @classmethod
-    def address(cls, options: LoadOptions, host: str | None) -> str:
-        del options
-        return host or cls.host
+    def connect(self) -> requests.Session:
+        session = requests.Session()
+        session.trust_env = False  # never through a web proxy
+        return session
 
-    def connect(self) -> None:
-        self._session = requests.Session()
-        self._session.trust_env = False  # never through a web proxy
-
-    def disconnect(self) -> None:
-        if self._session is not None:
-            self._session.close()
-
-    def send(self, ask: LoadRequest, timing: Timing) -> None:
+    def send(self, request: LoadRequest, timing: Timing) -> None:
         try:
-            self.post(ask, timing)
+            self.post(request, timing)
         except requests.Timeout:
             raise RequestTimeout("the time limit of the request has passed") from None
         except requests.RequestException as error:
             raise ServerUnavailable(f"{self.host}: {error}") from None
 
-    def post(self, ask: LoadRequest, timing: Timing) -> None:
+    def post(self, request: LoadRequest, timing: Timing) -> None:
         raise NotImplementedError
 
-    def request(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
-        assert self._session is not None
+    def open(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
+        """Return the response. Raise `RequestError` for a refusal."""
         url = f"{str(self.host).rstrip('/')}/{path}"
-        response = self._session.post(url, json=body, stream=stream, timeout=self.options.request_timeout_s)
+        response = self._connection.post(url, json=body, stream=stream, timeout=self.options.request_timeout)
         if response.status_code != requests.codes.ok:
             raise _error(response.text, response.headers.get("retry-after-ms"))
         return response
@@ -147,16 +129,16 @@ class _HttpUser(LoadUser):
 class HttpStreamUser(_HttpUser):
     kind = "SSE"
 
-    def post(self, ask: LoadRequest, timing: Timing) -> None:
+    def post(self, request: LoadRequest, timing: Timing) -> None:
         body = {
-            "text_input": ask.prompt,
+            "text_input": request.prompt,
             "stream": True,
             "return_num_output_tokens": True,
             "return_finish_reason": True,
-            **ask.parameters,
+            **request.parameters,
         }
         finish_reason = "None"
-        with self.request(f"v2/models/{self.target_model()}/generate_stream", body, stream=True) as response:
+        with self.open(f"v2/models/{self.target_model()}/generate_stream", body, stream=True) as response:
             for event in _events(response):
                 if "error" in event:
                     raise from_text(event["error"])
@@ -170,11 +152,11 @@ class OpenAiUser(_HttpUser):
     kind = "OPENAI"
     host = "http://127.0.0.1:8080"
 
-    def post(self, ask: LoadRequest, timing: Timing) -> None:
+    def post(self, request: LoadRequest, timing: Timing) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}  # an event may hold several tokens
-        body = {"model": self.target_model(), "prompt": ask.prompt, "stream": True, "stream_options": options}
+        body = {"model": self.target_model(), "prompt": request.prompt, "stream": True, "stream_options": options}
         num_tokens, is_over = 0, False
-        with self.request("v1/completions", {**body, **ask.parameters}, stream=True) as response:
+        with self.open("v1/completions", {**body, **request.parameters}, stream=True) as response:
             for event in _events(response):
                 if "error" in event:
                     raise _error(json.dumps(event), None)
@@ -191,18 +173,18 @@ class HttpInferUser(_HttpUser):
     kind = "INFER"
 
     def target_model(self) -> str:
-        return self.options.infer_model
+        return self.options.infer_model or f"{self.options.model}_infer"
 
-    def post(self, ask: LoadRequest, timing: Timing) -> None:
+    def post(self, request: LoadRequest, timing: Timing) -> None:
         body: dict[str, Any] = {
             "inputs": [
-                _tensor("text_input", "BYTES", ask.prompt),
-                _tensor("sampling_parameters", "BYTES", json.dumps(ask.parameters)),
+                _tensor("text_input", "BYTES", request.prompt),
+                _tensor("sampling_parameters", "BYTES", json.dumps(request.parameters)),
                 _tensor("exclude_input_in_output", "BOOL", True),
                 _tensor("return_num_output_tokens", "BOOL", True),
             ]
         }
-        answer = self.request(f"v2/models/{self.target_model()}/infer", body, stream=False).json()
+        answer = self.open(f"v2/models/{self.target_model()}/infer", body, stream=False).json()
         outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
         timing.arrived(outputs["num_output_tokens"], len(outputs["text_output"].encode()))
 

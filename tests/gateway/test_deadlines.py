@@ -11,8 +11,9 @@ import pytest
 
 from support.gateway.running_gateway import gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, running
+from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.triton_proxy import ProxyAttempt
-from tidewheel.gateway.upstream_request import GrpcAttempt, UpstreamRequest
+from tidewheel.gateway.upstreams import GrpcAttempt
 from tidewheel_client.errors import DeadlineExceeded
 
 
@@ -26,8 +27,8 @@ def sent(request: UpstreamRequest, num_retries: int) -> dict[str, Any]:
     """Return the body by HTTP."""
     attempt = ProxyAttempt(request)
     for _ in range(num_retries):
-        attempt.encode_again()
-    return dict(json.loads(attempt.message.body))
+        attempt.encode(attempt.request.params_left())
+    return dict(json.loads(attempt.message))
 
 
 def test_a_deadline_counts_from_the_first_try() -> None:
@@ -49,7 +50,7 @@ def test_a_deadline_that_the_backend_refuses_is_sent_as_it_is(deadline_ms: objec
 
 def test_both_kinds_of_requests_carry_it() -> None:
     attempt = GrpcAttempt(request(60_000, age_s=20))
-    attempt.encode_again()
+    attempt.encode(attempt.request.params_left())
     assert 30_000_000 < attempt.message.parameters["timeout"].int64_param <= 40_000_000
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
 import pytest
 
 from tidewheel.fleet.router import RouteRequest
 from tidewheel.gateway import bodies
-from tidewheel.gateway.upstream_request import GrpcAttempt, UpstreamRequest, route_request
+from tidewheel.gateway.bodies import UpstreamRequest
+from tidewheel.gateway.upstreams import GrpcAttempt, route_request
 from tidewheel.request import Priority
 from tidewheel_client import Chunk
 from tidewheel_client.answers import PerfMetrics
@@ -68,8 +73,21 @@ def test_classes() -> None:
 
 def test_cached_tokens_are_in_the_units_of_the_route() -> None:
     perf = PerfMetrics(**dict.fromkeys(PerfMetrics.__dataclass_fields__, 1) | {"num_cached_tokens": 300})
-    attempt = GrpcAttempt(UpstreamRequest(prompts=[{"text_input": "x" * 4000}], params={}))
-    assert attempt.route.num_tokens == 1000
-    assert attempt.cached_tokens([Chunk(text="a"), Chunk(text="", num_input_tokens=400, perf=perf)]) == 750
-    assert attempt.cached_tokens([Chunk(text="a", num_input_tokens=400)]) is None
-    assert attempt.cached_tokens([Chunk(text="a", num_input_tokens=400, index=1, perf=perf)]) is None
+
+    def cached_tokens(**last: Any) -> int | None:
+        attempt = GrpcAttempt(UpstreamRequest(prompts=[{"text_input": "x" * 4000}], params={}))
+        assert attempt.route.num_tokens == 1000
+        chunks = [Chunk(text="a"), Chunk(text="b", finish_reason="stop", num_input_tokens=400, **last)]
+        assert asyncio.run(answered(attempt, chunks)) == [[chunk] for chunk in chunks]
+        return attempt.num_cached
+
+    assert cached_tokens(perf=perf) == 750
+    assert cached_tokens() is None
+    assert cached_tokens(index=1, perf=perf) is None
+
+
+async def answered(attempt: GrpcAttempt, chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Return what an attempt yields when each chunk is a response."""
+    receive = AsyncMock(side_effect=[*([chunk] for chunk in chunks), None])
+    triton = Mock(send=Mock(return_value=Mock(receive=receive)))
+    return [response async for response in attempt.send(Mock(triton=triton))]

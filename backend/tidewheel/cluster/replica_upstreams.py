@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.fleet.router import ReplicaLoad
 from tidewheel.fleet.routers import make_router
+from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.upstream import Address
-from tidewheel.gateway.upstream_request import Attempt, UpstreamRequest
-from tidewheel.gateway.upstreams import UpstreamLease, Upstreams
+from tidewheel.gateway.upstreams import Attempt, UpstreamLease, Upstreams
 from tidewheel_client.errors import Busy, RequestError
 
 MAX_HELD = 1024  # waiting for a replica

@@ -14,9 +14,10 @@ from typing import Any, Generic
 
 import msgspec
 
+from tidewheel.gateway.bodies import ChatBody, EmbeddingBody, GenerateBody, StreamOptions, UpstreamRequest
 from tidewheel.gateway.errors import openai_body
 from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning, ToolCall
-from tidewheel.gateway.upstream_request import R, UpstreamRequest
+from tidewheel.gateway.upstreams import R
 from tidewheel_client import Chunk, Completion, TokenLogprob
 from tidewheel_client.errors import InternalError, InvalidRequest, RequestError
 
@@ -77,17 +78,21 @@ class StreamWriter(ABC, Generic[R]):
 
 class AnswerWriter(StreamWriter[list[Chunk]]):
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
+        body = request.body
+        assert isinstance(body, GenerateBody)
         self._request = request
-        self._reasoning = reasoning
+        self._body = body
+        self._is_chat = isinstance(body, ChatBody)
+        self._has_one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
+        self._options = body.stream_options or StreamOptions()
+        self._num_logprobs: int | None = request.params.get("logprobs")  # None: no log-probabilities
+        self._reasoning: Reasoning = "off" if request.follows_grammar else reasoning
         self._usage = _Usage()
-        name, prefix = ("chat.completion", "chatcmpl") if request.is_chat else ("text_completion", "cmpl")
-        if request.stream and request.is_chat:
-            name += ".chunk"
-        created = int(time.time())
+        name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
         self._head: Json = {
             "id": f"{prefix}-{request.request_id}",
-            "object": name,
-            "created": created,
+            "object": f"{name}.chunk" if request.stream and self._is_chat else name,
+            "created": int(time.time()),
             "model": request.model,
         }
         self.headers = {"x-request-id": request.request_id} | (STREAM_HEADERS if request.stream else {})
@@ -108,7 +113,7 @@ class AnswerWriter(StreamWriter[list[Chunk]]):
         return b"".join(self._chunk_event(index, chunk) for chunk in response)
 
     def end(self) -> bytes:
-        if not self._request.stream_options.include_usage:
+        if not self._options.include_usage:
             return DONE
         return _event({**self._head, "choices": [], "usage": self._usage.as_json()}) + DONE
 
@@ -123,49 +128,46 @@ class AnswerWriter(StreamWriter[list[Chunk]]):
         event = {**self._head, "choices": [choice]}
         if chunk.prompt_logprobs is not None:
             event = self._with_prompt_of_chat(event)
-        options = self._request.stream_options
-        if options.include_usage or options.continuous_usage_stats:
-            event["usage"] = self._usage.as_json() if options.continuous_usage_stats else None
+        if self._options.include_usage or self._options.continuous_usage_stats:
+            event["usage"] = self._usage.as_json() if self._options.continuous_usage_stats else None
         return _event(event)
 
     def _choice(self, index: int, part: Chunk | Completion) -> Json:
-        request = self._request
-        number = index * request.n + part.index
+        number = index * self._body.n + part.index
         is_first = number not in self._states
         if is_first:
-            reasoning = "off" if request.follows_grammar else self._reasoning
-            parser = OutputParser(request.tools, reasoning, is_forced=bool(request.schema_name))
-            self._states[number] = _ChoiceState(parser)
+            tools, is_forced = self._request.tools, bool(self._request.schema_name)
+            self._states[number] = _ChoiceState(OutputParser(tools, self._reasoning, is_forced=is_forced))
         state = self._states[number]
         if part.prompt_logprobs is not None:
             self._prompt_logprobs[index] = part.prompt_logprobs
         choice: Json = {"index": number, **self._content(part, state), "logprobs": None}
         of_prompt = self._prompt_logprobs.get(index, ()) if is_first else ()
-        if part.logprobs is not None and request.top_logprobs is not None:
-            entries = (*of_prompt, *part.logprobs) if request.has_echo else part.logprobs
+        if part.logprobs is not None and self._num_logprobs is not None:
+            entries = (*of_prompt, *part.logprobs) if self._body.echo else part.logprobs
             choice["logprobs"] = self._logprobs(entries, state)
-        if of_prompt and request.shows_prompt_logprobs and not request.is_chat:
+        if of_prompt and self._body.prompt_logprobs is not None and not self._is_chat:
             choice["prompt_logprobs"] = _prompt_logprobs(of_prompt)
         choice |= _finish_reason(part.finish_reason)
         if choice["finish_reason"] == "stop" and state.num_calls and not state.parser.was_cut:
             choice["finish_reason"] = "tool_calls"
-        if request.params["return_token_ids"]:
+        if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids or ()
         return choice
 
     def _with_prompt_of_chat(self, body: Json) -> Json:
-        if not self._request.is_chat or not self._request.shows_prompt_logprobs:
+        if not self._is_chat or self._body.prompt_logprobs is None:
             return body
         return {**body, "prompt_logprobs": _prompt_logprobs(self._prompt_logprobs.get(0, ()))}
 
     def _content(self, part: Chunk | Completion, state: _ChoiceState) -> Json:
-        if not self._request.is_chat:
+        if not self._is_chat:
             return {"text": part.text}
         output = state.parser.push(part.text)
         if part.finish_reason is not None:
             output += state.parser.end()
         fields = self._message_fields(output, state)
-        if not self._request.stream:
+        if not self._body.stream:
             return {"message": {"role": "assistant", "content": None if output.calls else "", **fields}}
         if not fields and part.finish_reason is None:
             return {"delta": {}}
@@ -178,20 +180,20 @@ class AnswerWriter(StreamWriter[list[Chunk]]):
         if output.reasoning:
             fields["reasoning_content"] = output.reasoning
         first = state.num_calls
-        calls = output.calls[: max(1 - first, 0)] if self._request.has_one_call else output.calls
+        calls = output.calls[: max(1 - first, 0)] if self._has_one_call else output.calls
         state.num_calls += len(calls)
         if calls:
             fields["tool_calls"] = [self._call(one, number) for number, one in enumerate(calls, start=first)]
         return fields
 
     def _call(self, call: ToolCall, number: int) -> Json:
-        place = {"index": number} if self._request.stream else {}
+        place = {"index": number} if self._body.stream else {}
         function = {"name": call.name, "arguments": call.arguments}
         return {**place, "id": call.id, "type": "function", "function": function}
 
     def _logprobs(self, entries: Logprobs, state: _ChoiceState) -> Json:
-        count = self._request.top_logprobs or 0
-        if self._request.is_chat:
+        count = self._num_logprobs or 0
+        if self._is_chat:
             return {"content": [_chat_logprob(entry, count) for entry in entries], "refusal": None}
         chosen = [_chosen(entry) for entry in entries]
         offsets = list(itertools.accumulate((len(one.decoded_token) for one in chosen), initial=state.text_offset))
@@ -254,12 +256,14 @@ def _token(one: TokenLogprob) -> Json:
 
 def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
     """Raise `InvalidRequest` for more dimensions than the vectors have."""
-    data, num_tokens = [], 0
+    body, data, num_tokens = request.body, [], 0
+    assert isinstance(body, EmbeddingBody)
     for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
         if chunk.embedding is None:
             raise InternalError(f"an input has no embedding: it ended with {chunk.finish_reason!r}")
-        vector = _shortened(chunk.embedding, request.dimensions)
-        value = base64.b64encode(vector.tobytes()).decode() if request.in_base64 else vector.tolist()
+        vector = _shortened(chunk.embedding, body.dimensions)
+        in_base64 = body.encoding_format == "base64"
+        value = base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist()
         data.append({"object": "embedding", "index": index, "embedding": value})
         num_tokens += chunk.num_input_tokens or 0
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tidewheel.errors import ConfigError
-from tidewheel.gateway.upstream_request import UpstreamRequest
+from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.parameters import control_character
 from tidewheel.regular_files import read_at_most
 from tidewheel.request import Priority

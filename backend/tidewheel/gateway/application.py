@@ -17,11 +17,11 @@ from aiohttp import web
 
 from tidewheel.gateway import answers, bodies, errors, playground_pages, triton_proxy
 from tidewheel.gateway.api_keys import Account, ApiKeys
+from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.counters import CONTENT_TYPE, Counters, merge
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
-from tidewheel.gateway.upstream_request import Attempt, GrpcAttempt, R, UpstreamRequest
-from tidewheel.gateway.upstreams import Upstreams
+from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, R, Upstreams
 from tidewheel.gateway.workers import GatewayWorker
 from tidewheel_client import Chunk
 from tidewheel_client.errors import (
@@ -80,14 +80,15 @@ class Gateway:
         self._large = asyncio.Lock()
 
     def application(self) -> web.Application:
+        read_stream = partial(triton_proxy.read, stream=True)
         endpoints = {
             "/v1/chat/completions": _Endpoint(bodies.read_chat, self._generate),
             "/v1/completions": _Endpoint(bodies.read_completion, self._generate),
             "/v1/embeddings": _Endpoint(bodies.read_embeddings, partial(_answer_whole, answers.embeddings_answer)),
             "/tokenize": _Endpoint(bodies.read_tokenize, partial(_answer_whole, answers.tokens_answer)),
             "/detokenize": _Endpoint(bodies.read_detokenize, partial(_answer_whole, answers.text_answer)),
-            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read_generate, self._proxy, ProxyAttempt),
-            "/v2/models/{model}/generate_stream": _Endpoint(triton_proxy.read_stream, self._proxy, ProxyAttempt),
+            "/v2/models/{model}/generate": _Endpoint(triton_proxy.read, self._proxy, ProxyAttempt),
+            "/v2/models/{model}/generate_stream": _Endpoint(read_stream, self._proxy, ProxyAttempt),
         }
         application = web.Application(middlewares=[self._guard], client_max_size=self._options.max_body_bytes)
         application.cleanup_ctx.append(self._run)
@@ -112,10 +113,11 @@ class Gateway:
         with account.admit():
             body = await _read_body(http)
             request = await self._beside(len(body), lambda: account.label(endpoint.read(_parse(http, body))))
-            request.model = self._upstreams.model(http.match_info.get("model", request.model))
+            request.model = self._upstreams.model(http.match_info.get("model", request.body.model))
             request.request_id, request.traceparent = _request_id(http, request), _traceparent(http)
             http["schema_name"] = request.schema_name
-            attempts = await self._beside(request.size, lambda: endpoint.attempt.of_prompts(request))
+            indices = range(len(request.prompts))
+            attempts = await self._beside(len(body), lambda: [endpoint.attempt(request, index) for index in indices])
             async with contextlib.aclosing(self._upstreams.deliver_all(attempts)) as responses:
                 return await endpoint.answer(http, request, responses)
 

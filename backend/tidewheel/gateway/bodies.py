@@ -1,18 +1,19 @@
-"""Bodies of requests. The backend reads or refuses fields that are not listed here."""
+"""Requests from their bodies. The backend reads or refuses fields that are not listed here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from tidewheel.gateway.errors import FieldMissing
 from tidewheel.gateway.output_parser import force_call
-from tidewheel.gateway.upstream_request import StreamOptions, UpstreamRequest
 from tidewheel_client.codec import OUTPUT_FLAGS
-from tidewheel_client.errors import InvalidRequest, Unsupported
+from tidewheel_client.errors import DeadlineExceeded, InvalidRequest, Unsupported
 
 MAX_PROMPTS = 64
 MAX_INPUTS = 2048  # of embeddings, as OpenAI's
@@ -32,31 +33,22 @@ _MISSING = re.compile("Object missing required field `(.*)`")  # by msgspec
 Prompt = dict[str, object]  # tensors by name
 Fields = dict[str, Any]
 
-# --- fields ------------------------------------------------------------------------------------------------------
-
-
-class _Refused(NamedTuple):
-    """Field that is refused, unless its value requests nothing."""
-
-    reason: str
-    neutral: tuple[object, ...] = (False,)  # beside null
-
-
-_REFUSED = {
-    "num_return_sequences": _Refused("set n"),
-    "close_session": _Refused("a session ends by its time (session_ttl_s), or over gRPC"),
-    "functions": _Refused("send tools", ([],)),
-    "function_call": _Refused("send tools and tool_choice", ("none", "auto")),
-    "store": _Refused("answers are not stored: send false, or leave it out"),
-    "service_tier": _Refused("there are no tiers: send priority, 1 to 4", ("auto", "default", "flex")),
+# Fields that are refused: the reason, and values that request nothing, beside null.
+_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "num_return_sequences": ("set n", (False,)),
+    "close_session": ("a session ends by its time (session_ttl_s), or over gRPC", (False,)),
+    "functions": ("send tools", ([],)),
+    "function_call": ("send tools and tool_choice", ("none", "auto")),
+    "store": ("answers are not stored: send false, or leave it out", (False,)),
+    "service_tier": ("there are no tiers: send priority, 1 to 4", ("auto", "default", "flex")),
 }
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True):
+class Body(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # empty: the only one
 
 
-class _OpenAIBody(_Body, frozen=True, kw_only=True):
+class _OpenAIBody(Body, frozen=True, kw_only=True):
     """Fields without effect that OpenAI's clients send unasked."""
 
     user: str = ""
@@ -67,7 +59,12 @@ class _OpenAIBody(_Body, frozen=True, kw_only=True):
     service_tier: str = ""
 
 
-class _GenerateBody(_OpenAIBody, frozen=True, kw_only=True):
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # in every chunk, as in vLLM
+
+
+class GenerateBody(_OpenAIBody, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -77,45 +74,86 @@ class _GenerateBody(_OpenAIBody, frozen=True, kw_only=True):
     session_id: str = ""
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
+    echo: bool = False
 
 
-class ChatBody(_GenerateBody, frozen=True, kw_only=True):
+class ChatBody(GenerateBody, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    echo: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class CompletionBody(_GenerateBody, frozen=True, kw_only=True):
+class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool = False
 
 
-class _EmbeddingBody(_OpenAIBody, frozen=True, kw_only=True):
+class EmbeddingBody(_OpenAIBody, frozen=True, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
 
-class _TokenizeBody(_Body, frozen=True, kw_only=True):
+class _TokenizeBody(Body, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = []
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class _DetokenizeBody(_Body, frozen=True, kw_only=True):
+class _DetokenizeBody(Body, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-_B = TypeVar("_B", bound=_Body)
+_B = TypeVar("_B", bound=Body)
+
+
+@dataclass(slots=True, kw_only=True)
+class UpstreamRequest:
+    """Client's request, of which each prompt is sent by itself."""
+
+    prompts: list[Prompt]
+    params: Fields  # read by the backend
+    body: Body = field(default_factory=Body)
+    model: str = ""
+    request_id: str = ""
+    traceparent: str = ""  # W3C header
+    stream: bool = False
+    tools: frozenset[str] | None = None  # function names; None: calls are text
+    schema_name: str = ""  # of a forced call, for messages
+    begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms`
+
+    @property
+    def follows_grammar(self) -> bool:
+        """Return whether a grammar covers the answer, which then has no reasoning."""
+        answer_format = self.params.get("response_format")
+        if answer_format is not None and answer_format != {"type": "text"}:
+            return True
+        return any(name == "structured_outputs" or name.startswith("guided_") for name in self.params)
+
+    @property
+    def left_ms(self) -> float | None:
+        """Deadline's rest; None: no deadline, or one that the backend refuses."""
+        deadline_ms = self.params.get("deadline_ms")
+        if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float) or not deadline_ms > 0:
+            return None
+        return deadline_ms - 1000 * (time.monotonic() - self.begun)
+
+    def params_left(self) -> Mapping[str, object]:
+        """Raise `DeadlineExceeded`."""
+        left_ms = self.left_ms
+        if left_ms is None:
+            return self.params
+        if left_ms < 1:
+            raise DeadlineExceeded(f"deadline_ms is {self.params['deadline_ms']}: it passed as a server was lost")
+        return self.params | {"deadline_ms": int(left_ms)}
+
 
 # --- bytes to fields ---------------------------------------------------------------------------------------------
 
@@ -175,11 +213,11 @@ def _outside_strings(data: bytes) -> Iterator[bytes]:
         is_inside ^= (len(parts) - 1) & 1
 
 
-def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, dict[str, object]]:
+def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, Fields]:
     """Return the body and the backend's parameters. Raise `InvalidRequest` or `Unsupported`."""
-    for name, refused in _REFUSED.items():
-        if name in fields and fields[name] not in refused.neutral:
-            raise Unsupported(f"{name} is set: {refused.reason}")
+    for name, (reason, neutral) in _REFUSED.items():
+        if name in fields and fields[name] not in neutral:
+            raise Unsupported(f"{name} is set: {reason}")
     names = kind.__struct_fields__
     others = {key: value for key, value in fields.items() if key not in names and key not in _REFUSED}
     check_parameters(others)
@@ -219,8 +257,7 @@ def read_chat(fields: Fields) -> UpstreamRequest:
         params.setdefault("skip_special_tokens", False)  # a call's mark may be one
     prompt = _conversation(body.messages, tools, body.chat_template_kwargs)
     request = _generate_request(body, params, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
-    request.is_chat, request.tools, request.schema_name = True, names, schema_name
-    request.has_one_call = not body.parallel_tool_calls
+    request.tools, request.schema_name = names, schema_name
     return request
 
 
@@ -228,19 +265,16 @@ def read_completion(fields: Fields) -> UpstreamRequest:
     body, params = read_fields(fields, CompletionBody)
     request = _generate_request(body, params, _prompts("prompt", body.prompt, MAX_PROMPTS), body.logprobs)
     if body.echo:
-        request.has_echo = request.params["echo"] = True
+        request.params["echo"] = True
         if body.logprobs is not None:
             request.params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return request
 
 
 def read_embeddings(fields: Fields) -> UpstreamRequest:
-    body, params = read_fields(fields, _EmbeddingBody)
+    body, params = read_fields(fields, EmbeddingBody)
     prompts = [prompt | {"task": "embed"} for prompt in _prompts("input", body.input, MAX_INPUTS)]
-    in_base64 = body.encoding_format == "base64"
-    return UpstreamRequest(
-        model=body.model, prompts=prompts, params=params, dimensions=body.dimensions, in_base64=in_base64
-    )
+    return UpstreamRequest(body=body, prompts=prompts, params=params)
 
 
 def read_tokenize(fields: Fields) -> UpstreamRequest:
@@ -252,39 +286,28 @@ def read_tokenize(fields: Fields) -> UpstreamRequest:
     prompt: Prompt = {"text_input": body.prompt}
     if body.messages is not None:
         prompt = _conversation(body.messages, body.tools, body.chat_template_kwargs)
-    return UpstreamRequest(model=body.model, prompts=[prompt | {"task": "tokenize"}], params=params)
+    return UpstreamRequest(body=body, prompts=[prompt | {"task": "tokenize"}], params=params)
 
 
 def read_detokenize(fields: Fields) -> UpstreamRequest:
     body, params = read_fields(fields, _DetokenizeBody)
     prompts: list[Prompt] = [{"input_ids": body.tokens, "task": "detokenize"}] if body.tokens else []
-    return UpstreamRequest(model=body.model, prompts=prompts, params=params)
+    return UpstreamRequest(body=body, prompts=prompts, params=params)
 
 
 def _generate_request(
-    body: _GenerateBody, params: dict[str, object], prompts: list[Prompt], top_logprobs: int | None
+    body: GenerateBody, params: Fields, prompts: list[Prompt], logprobs: int | None
 ) -> UpstreamRequest:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is set, and stream is not true: set both, or none")
     if len(body.request_id) > MAX_REQUEST_ID_CHARS or not body.request_id.isprintable():
         raise InvalidRequest(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters that can be printed")
-    options = {"n": body.n, "logprobs": top_logprobs, "tenant": body.tenant, "priority": body.priority}
+    options = {"n": body.n, "logprobs": logprobs, "tenant": body.tenant, "priority": body.priority}
     options |= {"session_id": body.session_id or None, "prompt_logprobs": body.prompt_logprobs}
     params |= {name: value for name, value in options.items() if value is not None}
-    flags = {"return_token_ids": body.return_token_ids, "return_logprobs": top_logprobs is not None}
-    return UpstreamRequest(
-        model=body.model,
-        request_id=body.request_id,
-        prompts=prompts,
-        params=params | flags | {"return_perf_metrics": True},  # has the cached tokens
-        n=body.n,
-        session=body.session_id,
-        stream=body.stream,
-        stream_options=body.stream_options or StreamOptions(),
-        top_logprobs=top_logprobs,
-        shows_prompt_logprobs=body.prompt_logprobs is not None,
-        follows_grammar=_follows_grammar(params),
-    )
+    params |= {"return_token_ids": body.return_token_ids, "return_logprobs": logprobs is not None}
+    params["return_perf_metrics"] = True  # has the cached tokens
+    return UpstreamRequest(body=body, request_id=body.request_id, prompts=prompts, params=params, stream=body.stream)
 
 
 def _most_tokens(body: ChatBody) -> int:
@@ -292,13 +315,6 @@ def _most_tokens(body: ChatBody) -> int:
     if older is not None and newer is not None and older != newer:
         raise InvalidRequest(f"max_tokens is {older}, and max_completion_tokens is {newer}: send one of them")
     return next((limit for limit in (older, newer) if limit is not None), MOST_TOKENS)
-
-
-def _follows_grammar(params: dict[str, object]) -> bool:
-    """Return whether a grammar covers the answer, which then has no reasoning."""
-    answer_format = params.get("response_format")
-    is_format = answer_format is not None and answer_format != {"type": "text"}
-    return is_format or any(name == "structured_outputs" or name.startswith("guided_") for name in params)
 
 
 def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], template_kwargs: Fields) -> Prompt:

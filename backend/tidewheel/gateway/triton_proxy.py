@@ -4,35 +4,49 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 
+import aiohttp
 import msgspec
 
 from tidewheel.gateway.answers import STREAM_HEADERS, StreamWriter
-from tidewheel.gateway.bodies import Fields, check_parameters
+from tidewheel.gateway.bodies import Fields, UpstreamRequest, check_parameters
 from tidewheel.gateway.errors import triton_body
-from tidewheel.gateway.upstream import ProxiedRequest, Upstream
-from tidewheel.gateway.upstream_request import Attempt, UpstreamRequest
-from tidewheel_client.errors import InvalidRequest, RequestError
+from tidewheel.gateway.upstream import PROBE_S, Upstream
+from tidewheel.gateway.upstreams import Attempt
+from tidewheel_client.error_translation import from_http
+from tidewheel_client.errors import InvalidRequest, RequestError, ServerUnavailable, Unsupported
 
 _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
+_NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
+_JSON = {"Content-Type": "application/json"}
 
 
 class ProxyAttempt(Attempt[bytes]):
-    """Attempt by HTTP; responses are parts of the body."""
+    """Attempt over Triton's HTTP; responses are parts of the body."""
 
-    message: ProxiedRequest
+    message: bytes
 
-    def _encode(self, params: Mapping[str, object]) -> None:
+    def encode(self, params: Mapping[str, object]) -> None:
+        self.message = msgspec.json.encode({**self.request.prompts[0], **params})
+
+    async def send(self, upstream: Upstream) -> AsyncGenerator[bytes]:
+        authority, model = upstream.address.http, self.request.model
+        if not authority:
+            raise Unsupported(f"the HTTP port of {upstream.address.grpc} is not known here: name it, with http=PORT")
         method = "generate_stream" if self.request.stream else "generate"
-        body = msgspec.json.encode({**self.request.prompts[0], **params})
-        self.message = ProxiedRequest(f"/v2/models/{self.request.model}/{method}", body)
-
-    def _send(self, upstream: Upstream) -> AsyncGenerator[bytes]:
-        return upstream.generate(self.message)
+        url = f"http://{authority}/v2/models/{model}/{method}"
+        try:
+            async with upstream.http.post(url, data=self.message, timeout=_NO_LIMIT, headers=_JSON) as answer:
+                if not answer.ok:
+                    raise from_http(answer.status, _error_message(await answer.read()))
+                async for data in answer.content.iter_any():
+                    yield data
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailable(f"the connection to {authority} was lost ({error})") from None
 
 
 class ProxyWriter(StreamWriter[bytes]):
     def __init__(self, request: UpstreamRequest) -> None:
-        self.headers = STREAM_HEADERS if request.stream else {"Content-Type": "application/json"}
+        self.headers = STREAM_HEADERS if request.stream else _JSON
 
     def events(self, index: int, response: bytes) -> bytes:  # noqa: ARG002
         return response
@@ -44,30 +58,21 @@ class ProxyWriter(StreamWriter[bytes]):
         return b"data: " + triton_body(error) + b"\n\n"
 
 
-def read_generate(fields: Fields) -> UpstreamRequest:
-    return _read(fields, stream=False)
-
-
-def read_stream(fields: Fields) -> UpstreamRequest:
-    return _read(fields, stream=True)
-
-
-def _read(fields: Fields, *, stream: bool) -> UpstreamRequest:
-    fields = _flat(fields)
-    params = {name: value for name, value in fields.items() if name not in _PROMPTS}
-    check_parameters(params)
-    prompt: dict[str, object] = {name: fields[name] for name in _PROMPTS if name in fields}
-    session = params.get("session_id")
-    return UpstreamRequest(
-        prompts=[prompt], params=params, session=session if isinstance(session, str) else "", stream=stream
-    )
-
-
-def _flat(fields: Fields) -> Fields:
+def read(fields: Fields, *, stream: bool = False) -> UpstreamRequest:
     """Move `parameters` to the top level, where API keys check them. Raise `InvalidRequest`."""
-    nested = fields.get("parameters", {})
+    nested = fields.pop("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters must be an object of parameters")
     if twice := sorted(nested.keys() & fields.keys()):
         raise InvalidRequest(f"{twice[0]} stands in parameters and beside it: give it once")
-    return {name: value for name, value in fields.items() if name != "parameters"} | nested
+    params = fields | nested
+    prompt = {name: params.pop(name) for name in _PROMPTS if name in params}
+    check_parameters(params)
+    return UpstreamRequest(prompts=[prompt], params=params, stream=stream)
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""

@@ -3,25 +3,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel_client import Chunk
-from tidewheel_client.error_translation import from_http
-from tidewheel_client.errors import RequestError, ServerUnavailable, Unsupported
+from tidewheel_client.errors import RequestError
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
-from tidewheel_client.stream import Arrivals
 
 LOOK_S = 0.5  # between looks
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
 DNS = "dns:"
-_NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
-_JSON = {"Content-Type": "application/json"}
 
 
 class Address(NamedTuple):
@@ -55,13 +49,6 @@ class Address(NamedTuple):
         return Address(grpc, metrics, health, http)
 
 
-class ProxiedRequest(NamedTuple):
-    """A POST for Triton's HTTP port."""
-
-    path: str
-    body: bytes
-
-
 class HealthReply(msgspec.Struct):
     """Body of `/ready`."""
 
@@ -71,7 +58,7 @@ class HealthReply(msgspec.Struct):
 
 
 class Upstream:
-    """Not thread safe."""
+    """Server behind the gateway, with connections of the running event loop."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -79,20 +66,16 @@ class Upstream:
         self.not_ready = "it was not asked yet"  # reason; empty: ready
         self.models: frozenset[str] = frozenset()  # at the last look
         self._foreign: set[str] = set()  # models of other backends
-        self._http: aiohttp.ClientSession | None = None
+        self.triton = AsyncGrpcTransport(address.grpc)
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = -FRESH_S
-
-    async def open(self) -> None:
-        self._triton = AsyncGrpcTransport(self.address.grpc)
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
 
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        await self._triton.close()
-        if self._http is not None:
-            await self._http.close()
+        await self.triton.close()
+        await self.http.close()
 
     async def close_when_idle(self) -> None:
         try:
@@ -136,15 +119,14 @@ class Upstream:
     async def _find_reason(self) -> str:
         """Return `not_ready`: Triton does not notice a dead or hung engine."""
         if self.address.health:
-            assert self._http is not None
-            async with self._http.get(f"http://{self.address.health}/ready") as answer:
+            async with self.http.get(f"http://{self.address.health}/ready") as answer:
                 reply = msgspec.json.decode(await answer.read(), type=HealthReply)
                 return "" if reply.ready else f"{reply.state}: {reply.reason}"
-        reply = await self._call("ServerReady", pb.ServerReadyRequest())
+        reply = await self.triton.call("ServerReady", pb.ServerReadyRequest(), PROBE_S)
         return "" if reply.ready else "Triton is not ready"
 
     async def _list_models(self) -> frozenset[str]:
-        index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+        index = await self.triton.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=True), PROBE_S)
         names = {model.name for model in index.models}
         self._foreign &= names
         for name in names - self.models - self._foreign:
@@ -153,61 +135,16 @@ class Upstream:
         return frozenset(names - self._foreign)
 
     async def _is_ours(self, model: str) -> bool:
-        config = (await self._call("ModelConfig", pb.ModelConfigRequest(name=model))).config
+        config = (await self.triton.call("ModelConfig", pb.ModelConfigRequest(name=model), PROBE_S)).config
         inputs = {tensor.name for tensor in config.input}
         is_plain = config.model_transaction_policy.decoupled and config.max_batch_size == 0
         return is_plain and {"messages", "sampling_parameters"} <= inputs
 
-    async def _call(self, method: str, request: Any) -> Any:
-        return await self._triton.call(method, request, PROBE_S)
-
-    # --- requests ---------------------------------------------------------------------------------------------
-
-    async def stream(self, request: pb.ModelInferRequest) -> AsyncGenerator[list[Chunk]]:
-        """Yield each response's new chunks. Raise `RequestError`. An early close cancels the request."""
-        responses = self._triton.send(request)
-        arrivals = Arrivals()
-        self.num_open += 1
-        try:
-            while (response := await responses.receive()) is not None:
-                if chunks := arrivals.take(response):
-                    yield chunks
-            if not arrivals.is_over:
-                raise ServerUnavailable("the stream ended before its last response")
-        finally:
-            self.num_open -= 1
-            responses.cancel()
-
-    async def generate(self, request: ProxiedRequest) -> AsyncGenerator[bytes]:
-        """Yield Triton's answer. Raise `RequestError`."""
-        if not self.address.http or self._http is None:
-            raise Unsupported(f"the HTTP port of {self.address.grpc} is not known here: name it, with http=PORT")
-        self.num_open += 1
-        try:
-            async with self._http.post(
-                f"http://{self.address.http}{request.path}", data=request.body, timeout=_NO_LIMIT, headers=_JSON
-            ) as answer:
-                if not answer.ok:
-                    raise from_http(answer.status, _error_message(await answer.read()))
-                async for data in answer.content.iter_any():
-                    yield data
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerUnavailable(f"the connection to {self.address.http} was lost ({error})") from None
-        finally:
-            self.num_open -= 1
-
     async def metrics(self) -> str:
         """Return `/metrics`, empty without an answer."""
-        if not self.address.metrics or self._http is None:
+        if not self.address.metrics:
             return ""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            async with self._http.get(f"http://{self.address.metrics}/metrics") as answer:
+            async with self.http.get(f"http://{self.address.metrics}/metrics") as answer:
                 return await answer.text() if answer.ok else ""
-        return ""
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"])
-    except (msgspec.DecodeError, KeyError, TypeError):
         return ""

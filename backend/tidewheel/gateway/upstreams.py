@@ -1,36 +1,123 @@
-"""Servers behind the gateway: the choice for an attempt, and after a refusal."""
+"""Servers behind the gateway, and the attempts to have a request answered by one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from tidewheel.fleet.router import RoutedRequest, Router
+from tritonclient.grpc import service_pb2 as pb
+
+from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAware
+from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.upstream import Address, Upstream
-from tidewheel.gateway.upstream_request import Attempt, R
+from tidewheel.request import Priority
+from tidewheel_client import Chunk, codec
 from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable
+from tidewheel_client.stream import Arrivals
 
 RESOLVE_S = 2.0  # between resolutions of a name
 AT_ONCE = 64  # prompts of one request at servers
 ALIKE_S = 1.0  # for the other prompts after an error
+BYTES_PER_TOKEN = 4  # roughly, of text; also of a token id
+CHUNK_TOKENS = 256
+_CLASSES = {str(one.value): one for one in Priority}
+
+R = TypeVar("R")  # a server's response
 
 
 class NoServer(ServerUnavailable):
     """No server could be asked."""
 
 
-@dataclass(slots=True)
-class UpstreamLease:
+class UpstreamLease(NamedTuple):
     """Server of a request, until the end of the answer."""
 
     upstream: Upstream
     routed: RoutedRequest[str]
-    num_cached: int | None = None  # prompt tokens, reported by the server
+
+
+class Attempt(ABC, Generic[R]):
+    """Prompt on its way to a server, and to others until a response is delivered."""
+
+    def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
+        self.request = request
+        self.index = index  # of the prompt
+        self.route = route_request(request, index)
+        self.refused: list[Upstream] = []
+        self.has_delivered = False
+        self.num_cached: int | None = None  # tokens of the route, if the server has reported them
+        self.encode(request.params)
+
+    @abstractmethod
+    def encode(self, params: Mapping[str, object]) -> None:
+        """Set the message."""
+
+    @abstractmethod
+    def send(self, upstream: Upstream) -> AsyncGenerator[R]:
+        """Yield the responses. Raise `RequestError`. An early close cancels the request."""
+
+
+class GrpcAttempt(Attempt[list[Chunk]]):
+    """Attempt over Triton's gRPC; responses are new chunks."""
+
+    message: pb.ModelInferRequest
+
+    def encode(self, params: Mapping[str, object]) -> None:
+        request = self.request
+        request_id = request.request_id if len(request.prompts) == 1 else f"{request.request_id}-{self.index}"
+        prompt = request.prompts[self.index]
+        self.message = codec.encode(request.model, request_id, prompt, params, stream=request.stream)
+        if request.traceparent:
+            self.message.parameters["traceparent"].string_param = request.traceparent
+
+    async def send(self, upstream: Upstream) -> AsyncGenerator[list[Chunk]]:
+        responses = upstream.triton.send(self.message)
+        arrivals = Arrivals()
+        try:
+            while (response := await responses.receive()) is not None:
+                if chunks := arrivals.take(response):
+                    self._read_cached(chunks)
+                    yield chunks
+            if not arrivals.is_over:
+                raise ServerUnavailable("the stream ended before its last response")
+        finally:
+            responses.cancel()
+
+    def _read_cached(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.perf is not None and chunk.index == 0 and chunk.num_input_tokens:
+                self.num_cached = self.route.num_tokens * chunk.perf.num_cached_tokens // chunk.num_input_tokens
+
+
+def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
+    """Return a prompt for a router, with estimated tokens: the gateway has no tokenizer."""
+    data = b"".join(map(_bytes, request.prompts[index].values()))
+    params = request.params
+    session, tenant, salt = (params.get(name, "") for name in ("session_id", "tenant", "cache_salt"))
+    return RouteRequest(
+        session=session if isinstance(session, str) else "",
+        tenant=str(tenant),
+        priority=_CLASSES.get(str(params.get("priority")), Priority.NORMAL),
+        num_tokens=max(len(data) // BYTES_PER_TOKEN, 1),
+        chunks=chunk_hashes(data, CHUNK_TOKENS * BYTES_PER_TOKEN, str(tenant), str(salt)),
+        chunk_tokens=CHUNK_TOKENS,
+    )
+
+
+def _bytes(value: object) -> bytes:
+    """Return a tensor's bytes, none if malformed."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    try:
+        return array("i", value).tobytes()  # type: ignore[call-overload, no-any-return]
+    except (TypeError, OverflowError):
+        return b""
 
 
 class Upstreams:
@@ -136,34 +223,45 @@ class Upstreams:
         """Yield responses, retrying on other servers until one is delivered. Raise `RequestError`."""
         while True:
             try:
-                async with self._lease(attempt) as lease, attempt.sent_to(lease.upstream) as responses:
+                async with (
+                    self._lease(attempt) as lease,
+                    contextlib.aclosing(attempt.send(lease.upstream)) as responses,
+                ):
                     async for response in responses:
                         if not attempt.has_delivered:
                             self._router.started(lease.routed)
                             attempt.has_delivered = True
-                        if (num_cached := attempt.cached_tokens(response)) is not None:
-                            lease.num_cached = num_cached
                         yield response
                 return
             except RequestError as error:
-                if attempt.has_delivered:
-                    raise _cut(error) from None
-                if isinstance(error, NoServer) or not error.retryable or not self._may_retry(attempt, error):
+                if attempt.has_delivered and isinstance(error, ServerUnavailable):
+                    raise EngineDead(f"the server was lost while it answered: {error.message}") from None
+                if attempt.has_delivered or isinstance(error, NoServer) or not error.retryable:
+                    raise
+                if not self._may_retry(attempt, error):
                     raise
             self.num_moved += 1
-            attempt.encode_again()
+            attempt.encode(attempt.request.params_left())
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[R]) -> AsyncIterator[UpstreamLease]:
-        """Raise `NoServer`."""
+        """Raise `NoServer`. A `RequestError` excludes the server; a lost one gets no requests until the next look."""
         authority = self._router.choose(attempt.route, self._unfit(attempt))
         if authority is None:
             raise self._no_server(attempt)
-        lease = UpstreamLease(self._members[authority].upstream, self._router.chosen(attempt.route, authority))
+        upstream = self._members[authority].upstream
+        routed = self._router.chosen(attempt.route, authority)
+        upstream.num_open += 1
         try:
-            yield lease
+            yield UpstreamLease(upstream, routed)
+        except RequestError as error:
+            if isinstance(error, ServerUnavailable):
+                upstream.not_ready = str(error)
+            attempt.refused.append(upstream)
+            raise
         finally:
-            self._router.ended(lease.routed, lease.num_cached)
+            upstream.num_open -= 1
+            self._router.ended(routed, attempt.num_cached)
 
     def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
         return len(self._unfit(attempt)) < len(self._members)
@@ -203,7 +301,6 @@ class Upstreams:
 
     async def _add(self, address: Address, name: str) -> None:
         upstream = Upstream(address)
-        await upstream.open()
         self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(upstream.watch()))
         self._router.join(address.grpc)
 
@@ -223,10 +320,3 @@ class _Member(NamedTuple):
     upstream: Upstream
     name: str  # that resolved to the server, if any
     watch: asyncio.Task[None]
-
-
-def _cut(error: RequestError) -> RequestError:
-    """Return the tagged error of an answer that has begun."""
-    if isinstance(error, ServerUnavailable):
-        return EngineDead(f"the server was lost while it answered: {error.message}")
-    return error

@@ -6,9 +6,12 @@ import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidewheel.errors import InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_CHOICES = 1024
@@ -71,40 +74,20 @@ class Grammar:
         return cls(GrammarKind.EBNF, rules, name)
 
 
-class TokenMatcher(Protocol):
-    """Position of one answer in its grammar."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenGrammar:
+    """Grammar compiled over a model's tokens."""
 
-    def is_error(self) -> bool:
-        """Return whether a token was not allowed, or the grammar is too complex."""
+    start: LLMatcher  # before the first token
+    pool: LLExecutor
+    end_bit: int  # of a mask: the answer may end
+    num_words: int  # of 32 bits, of a mask
 
-
-class MatcherPool(Protocol):
-    """Work on matchers that releases the interpreter once."""
-
-    def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> object: ...
-
-    def unsafe_compute_mask_ptr(
-        self, rows: list[tuple[Any, int]], address: int, row_bytes: int, num_rows: int, /
-    ) -> None:
-        """Write each matcher's bits into its row."""
-
-
-class TokenGrammar(Protocol):
-    """Compiled grammar; see `tidewheel.runner.grammar_compiler`."""
-
-    @property
-    def pool(self) -> MatcherPool: ...
-
-    @property
-    def num_words(self) -> int:
-        """Return the words of 32 bits of a mask."""
-
-    @property
-    def end_bit(self) -> int:
-        """Return the bit that is set where the answer may end."""
-
-    def matcher(self, token_ids: Sequence[int]) -> TokenMatcher:
-        """Return a matcher after these tokens."""
+    def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
+        """Return an independent matcher after these tokens."""
+        copy = self.start.deep_copy()
+        copy.consume_tokens(list(token_ids))
+        return copy
 
 
 class RowGrammar(NamedTuple):

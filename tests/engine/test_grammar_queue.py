@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.engine.engine_clients import request
-from support.engine.gated_compiler import LIMIT_S, GatedCompiler, Named
+from support.engine.gated_compiler import LIMIT_S, UNUSED_GRAMMAR, GatedCompiler
 from tidewheel.engine.front_ends import FrontEnd
 from tidewheel.engine.grammar_queue import (
     MAX_KEPT,
@@ -118,12 +118,12 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler
 def test_the_least_recently_used_grammars_are_dropped() -> None:
     cache = GrammarCache(GatedCompiler)
     for number in range(MAX_KEPT):
-        cache.keep(str(number), Named())
+        cache.keep(str(number), UNUSED_GRAMMAR)
     assert cache.find("0") is not None
-    cache.keep("new", Named())
+    cache.keep("new", UNUSED_GRAMMAR)
     assert cache.find("1") is None
     assert cache.find("0") is not None
-    cache.keep("x" * MAX_KEPT_CHARS, Named())
+    cache.keep("x" * MAX_KEPT_CHARS, UNUSED_GRAMMAR)
     assert cache.find("new") is None
     assert cache.find("x" * MAX_KEPT_CHARS) is not None
 

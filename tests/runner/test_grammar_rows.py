@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from tokenizers import decoders, models
 
 from support.runner.look_up_engine import BLOCK_SIZE, CONTEXT, LOGITS, VOCABULARY, Engine
 from support.runner.step_loop import request
-from tidewheel.grammar import Grammar, RowGrammar
+from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
-from tidewheel.runner.warm_up import UnconstrainedGrammar
+from tidewheel.runner.warm_up import UnconstrainedMatcher
 from tidewheel.sampling import SamplingParams
 
 LETTERS = "abcdefghijklmno"  # token ids 0 to 14
@@ -165,15 +164,17 @@ def test_only_allowed_tokens_of_a_grammar_follow(compiler: GrammarCompiler) -> N
     assert "[TW-INPUT] no token could follow 1 tokens of output" in str(blocked.error)
 
 
-class Tiring(UnconstrainedGrammar):
+class Tiring(UnconstrainedMatcher):
     """Gives up after some tokens."""
 
     def __init__(self, num_tokens: int) -> None:
-        super().__init__(VOCABULARY)
         self._num_left = num_tokens
 
-    def matcher(self, token_ids: Sequence[int]) -> Tiring:
-        return Tiring(self._num_left - len(token_ids))
+    def deep_copy(self) -> Tiring:
+        return Tiring(self._num_left)
+
+    def consume_tokens(self, token_ids: list[int]) -> None:
+        self._num_left -= len(token_ids)
 
     def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> None:
         for matcher, _ in tokens:
@@ -187,7 +188,9 @@ class Tiring(UnconstrainedGrammar):
 def test_grammars_that_become_too_complex_end_their_requests_alone(steps_in_flight: int) -> None:
     """Even if they are many, in one step."""
     prompt = np.array([1, 2, 3], dtype=np.int32)
-    tired = [request(f"tired-{i}", prompt, 20, grammar=RowGrammar(Tiring(5), ENDS)) for i in range(7)]
+    tiring: Any = Tiring(5)
+    grammar = RowGrammar(TokenGrammar(tiring, tiring, end_bit=0, num_words=VOCABULARY // 32 + 1), ENDS)
+    tired = [request(f"tired-{i}", prompt, 20, grammar=grammar) for i in range(7)]
     other = request("other", prompt, 20)
     Engine(max_num_seqs=8, num_blocks=64, max_inflight_steps=steps_in_flight).run([*tired, other])
     assert {subject.finish_reason for subject in tired} == {FinishReason.ERROR}

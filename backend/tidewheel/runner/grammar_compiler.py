@@ -8,7 +8,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, TypeVar
 import tokenizers
 
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
-from tidewheel.grammar import Grammar, GrammarKind, check_bounds, read_plainly
+from tidewheel.grammar import Grammar, GrammarKind, TokenGrammar, check_bounds, read_plainly
 from tidewheel.regular_files import read_at_most
 from tidewheel.runner.gbnf import to_lark
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -61,21 +61,6 @@ _STRICT: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}  # prec
 T = TypeVar("T")
 
 
-class CompiledGrammar:
-    """`tidewheel.grammar.TokenGrammar` whose matchers are independent copies."""
-
-    def __init__(self, matcher: LLMatcher, pool: LLExecutor, end_bit: int, num_words: int) -> None:
-        self._matcher = matcher
-        self.pool = pool
-        self.end_bit = end_bit
-        self.num_words = num_words
-
-    def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
-        copy = self._matcher.deep_copy()
-        copy.consume_tokens(list(token_ids))
-        return copy
-
-
 class GrammarCompiler:
     """Thread-safe compiler. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
 
@@ -96,7 +81,7 @@ class GrammarCompiler:
                 raise
             raise ConfigError(f"{path} cannot be used for grammars: {_one_line(str(error))}") from None
 
-    def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> CompiledGrammar:
+    def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> TokenGrammar:
         """Return the grammar, its first mask computed. Raise `InvalidRequest` or `Unsupported`."""
         if len(source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest(f"{name} is too large: its rules take more than {MAX_SOURCE_BYTES} bytes")
@@ -105,7 +90,7 @@ class GrammarCompiler:
             problem = _one_line(matcher.get_error())
             cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
             raise cause(f"{name} cannot be followed: {_plain(problem)}")
-        return CompiledGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
+        return TokenGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
 
     def _started(self, source: str) -> LLMatcher:
         limits = self._library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)

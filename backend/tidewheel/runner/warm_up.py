@@ -16,7 +16,7 @@ import torch
 
 from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError
-from tidewheel.grammar import RowGrammar
+from tidewheel.grammar import RowGrammar, TokenGrammar
 from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize, largest_step
@@ -33,23 +33,18 @@ class BatchRunner(Protocol):
     def run(self, batch: ScheduledBatch) -> SampledTokens: ...
 
 
-class UnconstrainedGrammar:
-    end_bit = 0
+class UnconstrainedMatcher:
+    """Matcher and pool, as llguidance's, that allow every token."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.num_words = vocab_size // 32 + 1
-
-    def matcher(self, _token_ids: Sequence[int]) -> UnconstrainedGrammar:
+    def deep_copy(self) -> UnconstrainedMatcher:
         return self
 
-    @property
-    def pool(self) -> UnconstrainedGrammar:
-        return self
+    def consume_tokens(self, token_ids: list[int]) -> None: ...
 
-    def consume_token_par(self, tokens: list[tuple[UnconstrainedGrammar, int]], /) -> None: ...
+    def consume_token_par(self, tokens: list[tuple[UnconstrainedMatcher, int]], /) -> None: ...
 
     def unsafe_compute_mask_ptr(
-        self, _rows: list[tuple[UnconstrainedGrammar, int]], address: int, row_bytes: int, num_rows: int, /
+        self, _rows: list[tuple[UnconstrainedMatcher, int]], address: int, row_bytes: int, num_rows: int, /
     ) -> None:
         ctypes.memset(address, 0xFF, row_bytes * num_rows)
 
@@ -130,7 +125,9 @@ def _sampled(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [WarmUpRow(0, 1, SamplingParams(**way, **changes))]
     yield [WarmUpRow(0, 1, GREEDY, bad_words_ids=((0, 1),))]
-    yield [WarmUpRow(0, 1, GREEDY, grammar=RowGrammar(UnconstrainedGrammar(info.vocab_size), ()))]
+    allow: Any = UnconstrainedMatcher()
+    grammar = TokenGrammar(allow, allow, end_bit=0, num_words=info.vocab_size // 32 + 1)
+    yield [WarmUpRow(0, 1, GREEDY, grammar=RowGrammar(grammar, ()))]
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:

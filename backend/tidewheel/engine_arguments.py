@@ -7,25 +7,13 @@ import logging
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tidewheel.errors import ConfigError
-from tidewheel.sampling import MAX_LOGPROBS
 
 log = logging.getLogger(__name__)
 
 ENTRY_ARGUMENTS = frozenset({"REPORT_CUSTOM_METRICS", "otlp_traces_endpoint"})  # of an entry, not of its engine
-
-# Our value by vLLM's. None: as if absent.
-_VALUES: Mapping[str, Mapping[object, object]] = {
-    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
-    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
-    "scheduling_policy": {"fcfs": "fifo"},
-    "load_format": dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"),
-    "max_model_len": {-1: "auto"},
-    "max_logprobs": {-1: MAX_LOGPROBS},
-    "long_prefill_token_threshold": {0: None},
-}
 
 
 class NotOffered(NamedTuple):
@@ -34,11 +22,7 @@ class NotOffered(NamedTuple):
     allowed: tuple[object, ...]  # values that do not ask for it, beside nothing
 
 
-def _read() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("vllm_arguments.toml").read_text(encoding="utf-8"))
-
-
-_file = _read()
+_file = tomllib.loads(Path(__file__).with_name("vllm_arguments.toml").read_text(encoding="utf-8"))
 HONOURED: Mapping[str, str] = {name: name for name in _file["same_name"]} | _file["renamed"]  # our name by vLLM's
 WITHOUT_EFFECT: Mapping[str, str] = {  # reason by name
     name: group["reason"] for group in _file["without_effect"] for name in group["names"]
@@ -49,6 +33,7 @@ NOT_OFFERED: Mapping[str, NotOffered] = {
     for name, allowed in group["arguments"].items()
 }
 ARGUMENTS = frozenset((*HONOURED, *WITHOUT_EFFECT, *NOT_OFFERED))
+_VALUES: Mapping[str, Mapping[str, object]] = _file["values"]
 
 
 def plain(value: object) -> object:
@@ -109,5 +94,5 @@ def _translate_value(name: str, value: object) -> object:
         return int(number) >> 20
     if name == "served_model_name" and isinstance(value, list):
         return value[0] if value else None
-    values, known = _VALUES.get(name, {}), plain(value)
-    return values[known] if isinstance(known, str | int) and known in values else value
+    values, known = _VALUES.get(name, {}), str(plain(value))
+    return plain(values[known]) if known in values else value

@@ -16,7 +16,6 @@ class Metric(NamedTuple):
     name: str
     help: str
     source: str | Mapping[str, str] = ""  # field of the figures, or fields by value of `label`; empty: computed
-    unit: str = "requests"
     label: str = ""  # beside the model's labels; `class`: a series for each QoS class
 
 
@@ -34,59 +33,49 @@ _triton_counter = partial(Metric, "triton", "counter")
 # Gauges of the engine: fields of `stats.EngineStats`.
 RUNNING = _gauge("vllm:num_requests_running", "Requests in the running set", "num_running")
 WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled", "num_waiting")
-KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", "kv_usage", "share")
-OLD_KV_USAGE = _gauge("vllm:gpu_cache_usage_perc", "The same, by its older name", "kv_usage", "share")
-WAITING_TOKENS = _gauge(
-    "tidewheel_waiting_tokens", "Prompt tokens of waiting requests", "num_waiting_tokens", "tokens"
-)
+KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", "kv_usage")
+OLD_KV_USAGE = _gauge("vllm:gpu_cache_usage_perc", "The same, by its older name", "kv_usage")
+WAITING_TOKENS = _gauge("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", "num_waiting_tokens")
 WAITING_BY_CLASS = _gauge(
     "tidewheel_requests_waiting", "Waiting requests of one QoS class", "waiting_by_class", label="class"
 )
 LONGEST_WAIT = _gauge(
-    "tidewheel_wait_max_seconds", "Longest wait of a request that started", "max_wait_by_class", "seconds", "class"
+    "tidewheel_wait_max_seconds", "Longest wait of a request that started", "max_wait_by_class", label="class"
 )
 OLDEST_WAIT = _gauge(
-    "tidewheel_wait_oldest_seconds", "Age of the oldest waiting request", "oldest_wait_by_class", "seconds", "class"
+    "tidewheel_wait_oldest_seconds", "Age of the oldest waiting request", "oldest_wait_by_class", label="class"
 )
-BLOCKS_CACHED = _gauge(
-    "tidewheel_kv_blocks_cached", "Free blocks with content to reuse", "num_cached_blocks", "blocks"
-)
+BLOCKS_CACHED = _gauge("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", "num_cached_blocks")
 FRAGMENTATION = _gauge(
-    "tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", "kv_fragmentation", "share"
+    "tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", "kv_fragmentation"
 )
-SLOTS_WASTED = _gauge("tidewheel_kv_slots_wasted", "Slots after the last token of a row", "num_wasted_slots", "slots")
-HOST_BLOCKS = _gauge("tidewheel_kv_host_blocks", "Blocks of the host tier", "num_host_blocks", "blocks")
-HOST_BLOCKS_FREE = _gauge(
-    "tidewheel_kv_host_blocks_free", "Empty or evictable host blocks", "num_free_host_blocks", "blocks"
-)
-SESSIONS = _gauge("tidewheel_sessions", "Sessions that are kept", "num_sessions", "sessions")
-SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "Blocks that sessions alone hold", "num_session_blocks", "blocks")
-BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "busy_fraction", "share")
-TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget", "tokens")
+SLOTS_WASTED = _gauge("tidewheel_kv_slots_wasted", "Slots after the last token of a row", "num_wasted_slots")
+HOST_BLOCKS = _gauge("tidewheel_kv_host_blocks", "Blocks of the host tier", "num_host_blocks")
+HOST_BLOCKS_FREE = _gauge("tidewheel_kv_host_blocks_free", "Empty or evictable host blocks", "num_free_host_blocks")
+SESSIONS = _gauge("tidewheel_sessions", "Sessions that are kept", "num_sessions")
+SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "Blocks that sessions alone hold", "num_session_blocks")
+BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "busy_fraction")
+TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget")
 MAX_NUM_SEQS = _gauge("tidewheel_max_num_seqs", "Requests that may run now", "max_num_seqs")
-BREAKER = _gauge("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", "breaker_number", "state")
+BREAKER = _gauge("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", "breaker_number")
 PREDICTION_ERROR = _gauge(
-    "tidewheel_prediction_error_tokens", "Smoothed error of predicted lengths", "prediction_error", "tokens"
+    "tidewheel_prediction_error_tokens", "Smoothed error of predicted lengths", "prediction_error"
 )
 # Triton makes load headers of this one.
-CACHE_BLOCKS = _gauge(
-    "nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", unit="blocks", label="kv_cache_block_type"
-)
-CACHE_CONFIG = _gauge("vllm:cache_config_info", "1; its labels are the size of the KV cache", unit="")
-ENGINE_READY = _gauge("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not", unit="")
+CACHE_BLOCKS = _gauge("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks", label="kv_cache_block_type")
+CACHE_CONFIG = _gauge("vllm:cache_config_info", "1; its labels are the size of the KV cache")
+ENGINE_READY = _gauge("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not")
 
 # Counters of the engine.
-PREFIX_QUERIES = _counter(
-    "vllm:prefix_cache_queries_total", "Prompt tokens looked up", "num_prefix_queries", "tokens"
-)
-PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found", "num_prefix_hits", "tokens")
+PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up", "num_prefix_queries")
+PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Prompt tokens found", "num_prefix_hits")
 PREEMPTIONS = _counter("vllm:num_preemptions_total", "Preemptions", "num_preemptions")
 SWAP_PREEMPTIONS = _counter(
     "tidewheel_swap_preemptions_total", "Preemptions into the host tier", "num_swap_preemptions"
 )
-STEPS = _counter("tidewheel_steps_total", "Steps", "num_steps", "steps")
-STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds", "seconds")
-SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens", "tokens")
+STEPS = _counter("tidewheel_steps_total", "Steps", "num_steps")
+STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds")
+SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens")
 STARTED = _counter("tidewheel_requests_started_total", "Requests that started", "started_by_class", label="class")
 EVICTED = _counter(
     "tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class", label="class"
@@ -97,7 +86,7 @@ SHED = _counter(
 RATE_LIMITED = _counter("tidewheel_requests_rate_limited_total", "Requests over a tenant's rates", "num_rate_limited")
 EXPIRED = _counter("tidewheel_requests_expired_total", "Requests whose deadline passed", "num_expired")
 HOPELESS = _counter("tidewheel_requests_hopeless_total", "Requests whose deadline could not be met", "num_hopeless")
-AGED = _counter("tidewheel_requests_aged_total", "Lifts of waiting requests by one class", "num_aged", "lifts")
+AGED = _counter("tidewheel_requests_aged_total", "Lifts of waiting requests by one class", "num_aged")
 DOWNGRADED = _counter(
     "tidewheel_requests_downgraded_total",
     "Requests that dropped a class",
@@ -109,29 +98,20 @@ BLOCKS_SWAPPED = _counter(
     "tidewheel_kv_blocks_swapped_total",
     "Blocks copied between device and host tier",
     {"out": "num_swapped_out", "in": "num_swapped_in"},
-    "blocks",
-    "direction",
+    label="direction",
 )
 QUERIED_TOKENS = _counter(
-    "tidewheel_kv_queried_tokens_total",
-    "Tokens of requests that entered the running set",
-    "num_hit_queries",
-    "tokens",
+    "tidewheel_kv_queried_tokens_total", "Tokens of requests that entered the running set", "num_hit_queries"
 )
 HIT_TOKENS = _counter(
     "tidewheel_kv_hit_tokens_total",
     "Tokens of requests that entered the running set and were found in the cache",
     {"device": "num_device_hits", "host": "num_host_hits"},
-    "tokens",
-    "tier",
+    label="tier",
 )
-SESSION_HITS = _counter(
-    "tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits", "tokens"
-)
-ENGINE_RESTARTS = _counter(
-    "tidewheel_engine_restarts_total", "Engines that took the place of a lost one", unit="engines"
-)
-STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", unit="tokens")
+SESSION_HITS = _counter("tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits")
+ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
+STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step")
 
 # Counters of a tenant: fields of `stats.TenantFigures`.
 TENANT_REQUESTS = _tenant("tidewheel_tenant_requests_total", "Requests, refused ones included", "num_requests")
@@ -139,14 +119,12 @@ TENANT_REJECTED = _tenant(
     "tidewheel_tenant_requests_rejected_total", "Requests refused or late before start", "num_rejected"
 )
 TENANT_STARTED = _tenant("tidewheel_tenant_requests_started_total", "Requests that started", "num_started")
-TENANT_QUEUE_SECONDS = _tenant(
-    "tidewheel_tenant_queue_seconds_total", "Time from arrival to start", "queue_seconds", "seconds"
-)
+TENANT_QUEUE_SECONDS = _tenant("tidewheel_tenant_queue_seconds_total", "Time from arrival to start", "queue_seconds")
 TENANT_PROMPT_TOKENS = _tenant(
-    "tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens", "tokens"
+    "tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", "num_prompt_tokens"
 )
 TENANT_GENERATION_TOKENS = _tenant(
-    "tidewheel_tenant_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens", "tokens"
+    "tidewheel_tenant_generation_tokens_total", "Generated tokens of ended requests", "num_output_tokens"
 )
 
 # Requests as the front end sees them: fields of `frontend.request_figures.FrontendStats`.
@@ -162,31 +140,23 @@ ANSWERED = _requests(
 IN_TIME = _requests(
     "tidewheel_requests_in_time_total", "Of these, requests within the objective: goodput", "in_time", label="class"
 )
-PROMPT_TOKENS = _requests("vllm:prompt_tokens_total", "Prompt tokens", "num_prompt_tokens", "tokens")
-GENERATION_TOKENS = _requests("vllm:generation_tokens_total", "Generated tokens", "num_generation_tokens", "tokens")
-TIME_TO_FIRST_TOKEN = _histogram(
-    "vllm:time_to_first_token_seconds", "Arrival to first token", "time_to_first_token", "seconds"
-)
-E2E_LATENCY = _histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", "e2e_latency", "seconds")
-QUEUE_TIME = _histogram("vllm:request_queue_time_seconds", "Arrival to first step", "queue_time", "seconds")
-INFERENCE_TIME = _histogram(
-    "vllm:request_inference_time_seconds", "First step to last token", "inference_time", "seconds"
-)
-PREFILL_TIME = _histogram("vllm:request_prefill_time_seconds", "First step to first token", "prefill_time", "seconds")
-DECODE_TIME = _histogram("vllm:request_decode_time_seconds", "First to last token", "decode_time", "seconds")
-REQUEST_PROMPT_TOKENS = _histogram(
-    "vllm:request_prompt_tokens", "Prompt tokens of a request", "prompt_tokens", "tokens"
-)
+PROMPT_TOKENS = _requests("vllm:prompt_tokens_total", "Prompt tokens", "num_prompt_tokens")
+GENERATION_TOKENS = _requests("vllm:generation_tokens_total", "Generated tokens", "num_generation_tokens")
+TIME_TO_FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", "time_to_first_token")
+E2E_LATENCY = _histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", "e2e_latency")
+QUEUE_TIME = _histogram("vllm:request_queue_time_seconds", "Arrival to first step", "queue_time")
+INFERENCE_TIME = _histogram("vllm:request_inference_time_seconds", "First step to last token", "inference_time")
+PREFILL_TIME = _histogram("vllm:request_prefill_time_seconds", "First step to first token", "prefill_time")
+DECODE_TIME = _histogram("vllm:request_decode_time_seconds", "First to last token", "decode_time")
+REQUEST_PROMPT_TOKENS = _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", "prompt_tokens")
 REQUEST_GENERATION_TOKENS = _histogram(
-    "vllm:request_generation_tokens", "Generated tokens of a sequence", "output_tokens", "tokens"
+    "vllm:request_generation_tokens", "Generated tokens of a sequence", "output_tokens"
 )
-REQUEST_SEQUENCES = _histogram("vllm:request_params_n", "Sequences of a request", "num_sequences", "sequences")
-REFUSAL_TIME = _histogram("tidewheel_refusal_seconds", "Arrival to refusal", "refusal_time", "seconds")
-INTER_TOKEN_LATENCY = _histogram(
-    "vllm:inter_token_latency_seconds", "Token to token", "inter_token_latency", "seconds"
-)
+REQUEST_SEQUENCES = _histogram("vllm:request_params_n", "Sequences of a request", "num_sequences")
+REFUSAL_TIME = _histogram("tidewheel_refusal_seconds", "Arrival to refusal", "refusal_time")
+INTER_TOKEN_LATENCY = _histogram("vllm:inter_token_latency_seconds", "Token to token", "inter_token_latency")
 OLD_INTER_TOKEN_LATENCY = _histogram(
-    "vllm:time_per_output_token_seconds", "Token to token, older name", "inter_token_latency", "seconds"
+    "vllm:time_per_output_token_seconds", "Token to token, older name", "inter_token_latency"
 )
 
 # The gateway's own figures.
@@ -196,22 +166,22 @@ GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests witho
 GATEWAY_HANG_UPS = _gateway_counter("tidewheel_gateway_hang_ups_total", "requests whose client went away")
 GATEWAY_MOVED = _gateway_counter("tidewheel_gateway_moved_total", "requests that went on to another server")
 UPSTREAM_READY = _gateway_gauge(
-    "tidewheel_gateway_upstream_ready", "1 for a server that takes requests", unit="", label="upstream"
+    "tidewheel_gateway_upstream_ready", "1 for a server that takes requests", label="upstream"
 )
 UPSTREAM_OPEN = _gateway_gauge(
     "tidewheel_gateway_upstream_open_requests", "requests that a server works on", label="upstream"
 )
 
 # The port of /ready and /live.
-SERVER_READY = _health_gauge("tidewheel_ready", "1 if /ready says 200, else 0", unit="")
-SERVER_LIVE = _health_gauge("tidewheel_live", "1 if /live says 200, else 0", unit="")
+SERVER_READY = _health_gauge("tidewheel_ready", "1 if /ready says 200, else 0")
+SERVER_LIVE = _health_gauge("tidewheel_live", "1 if /live says 200, else 0")
 
 # Triton's own, as far as they are read here.
-TRITON_GPU_USE = _triton_gauge("nv_gpu_utilization", "Use of a GPU", unit="share")
-TRITON_CPU_USE = _triton_gauge("nv_cpu_utilization", "Use of the CPU", unit="share")
+TRITON_GPU_USE = _triton_gauge("nv_gpu_utilization", "Use of a GPU")
+TRITON_CPU_USE = _triton_gauge("nv_cpu_utilization", "Use of the CPU")
 TRITON_INFERENCES = _triton_counter("nv_inference_count", "Inferences")
-TRITON_EXECUTIONS = _triton_counter("nv_inference_exec_count", "Executed batches", unit="batches")
-TRITON_QUEUE_TIME = _triton_counter("nv_inference_queue_duration_us", "Time in Triton's queue", unit="microseconds")
+TRITON_EXECUTIONS = _triton_counter("nv_inference_exec_count", "Executed batches")
+TRITON_QUEUE_TIME = _triton_counter("nv_inference_queue_duration_us", "Time in Triton's queue")
 
 TABLE: tuple[Metric, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Metric))
 

@@ -151,10 +151,8 @@ def _errors() -> str:
 def _metrics() -> str:
     tables = []
     for owner in dict.fromkeys(metric.owner for metric in TABLE if metric.owner != "triton"):
-        rows = (
-            (f"`{one.name}{_labels(one.label)}`", one.kind, one.unit, one.help) for one in TABLE if one.owner == owner
-        )
-        tables.append(f"{owner.capitalize()}:\n\n{_table(('name', 'type', 'unit', 'meaning'), rows)}")
+        rows = ((f"`{one.name}{_labels(one.label)}`", one.kind, one.help) for one in TABLE if one.owner == owner)
+        tables.append(f"{owner.capitalize()}:\n\n{_table(('name', 'type', 'meaning'), rows)}")
     return "\n".join(tables)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidewheel.adapter.repository_entry import (
     BACKEND,
@@ -55,6 +55,7 @@ class CheckReport:
     findings: list[Finding] = field(default_factory=list)
     models: dict[str, str] = field(default_factory=dict)  # by name: architecture, and native or through transformers
     kv_cache: dict[str, str] = field(default_factory=dict)  # by name: memory of a token and of the longest request
+    needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = field(default_factory=dict)  # by name
 
     def add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -97,17 +98,18 @@ def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | N
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
         report.add(_without_config(target.repository))
-    needs: dict[str, tuple[EngineConfig, MemoryNeeds]] = {}
+    machine = Machine.here() if is_this_machine else None
     for name in target.names:
         entry = read[name]
         if isinstance(entry, UnreadableConfig):
             report.checked.append(name)
-            file = str(target.repository / name / CONFIG_NAME)
-            report.add([Finding("syntax", "error", file, entry.line, entry.column, "", entry.reason)])
+            report.add([Finding("syntax", "error", str(entry.path), entry.line, entry.column, "", entry.reason)])
         else:
-            machine = Machine.here() if is_this_machine else None
-            _check_entry(replace(entry, others=others, machine=machine), report, needs)
-    report.add(_together(target.repository, needs))
+            _check_entry(replace(entry, others=others, machine=machine), report)
+    if len(report.needs) > 1:
+        from tidewheel.entries.model_rules import together
+
+        report.add(_of_folder("together", "error", target.repository, text) for text in together(report.needs))
     if not report.checked and not report.count("warning"):
         message = f"nothing was checked: no entry has backend: {BACKEND!r}"
         report.add([_of_folder("backend", "warning", path, message)])
@@ -121,12 +123,12 @@ def _read(folder: Path) -> Entry | UnreadableConfig:
         return error
 
 
-def _check_entry(entry: Entry, report: CheckReport, needs: dict[str, tuple[EngineConfig, MemoryNeeds]]) -> None:
+def _check_entry(entry: Entry, report: CheckReport) -> None:
     before = report.count("error")
     of_files = sorted(_judge_files(entry), key=lambda found: (found.file, found.line or 0, found.column or 0))
     held_back = [found for found in of_files if (found.rule, found.severity) == ("transactions", "note")]
     report.add(found for found in of_files if found not in held_back)
-    report.add(_judge_model(entry, needs, report))
+    report.add(_judge_model(entry, report))
     has_errors = report.count("error") > before
     report.add([] if has_errors else held_back)
     is_passed_over = not entry.is_ours and not has_errors
@@ -134,12 +136,10 @@ def _check_entry(entry: Entry, report: CheckReport, needs: dict[str, tuple[Engin
 
 
 def _without_config(repository: Path) -> Iterator[Finding]:
+    message = f"there is no {CONFIG_NAME}, and Triton does not start: remove the folder or write {CONFIG_NAME}"
     for folder in sorted(repository.iterdir()):
         is_entry = not folder.is_dir() or (folder / CONFIG_NAME).is_file() or versions(folder)
         if not is_entry and not folder.name.startswith("."):
-            message = (
-                f"there is no {CONFIG_NAME}, and Triton does not start: remove the folder or write {CONFIG_NAME}"
-            )
             yield _of_folder("folder", "error", folder, message)
 
 
@@ -160,9 +160,7 @@ def _judge_files(entry: Entry) -> Iterator[Finding]:
     yield from located(entry, "settings", problems)
 
 
-def _judge_model(
-    entry: Entry, needs: dict[str, tuple[EngineConfig, MemoryNeeds]], report: CheckReport
-) -> Iterator[Finding]:
+def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
     settings = judge_settings(entry).settings if entry.is_ours else None
     if settings is None or settings.owner.name != entry.name:
         return
@@ -172,7 +170,7 @@ def _judge_model(
     judge = ModelJudge(settings.engine, is_this_machine=entry.machine is not None)
     yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
     if judge.needs is not None:
-        needs[entry.name] = (settings.engine, judge.needs)
+        report.needs[entry.name] = (settings.engine, judge.needs)
     if judge.implementation:
         report.models[entry.name] = judge.implementation
     if judge.cache_of_a_request:
@@ -207,15 +205,6 @@ def _renamed(text: str, found: Field) -> tuple[int, str]:
         start = found.value_start + 1
         return start, text[start : start + len(found.value)]
     return found.name_start, found.name
-
-
-def _together(repository: Path, needs: Mapping[str, Any]) -> Iterator[Finding]:
-    if len(needs) < 2:
-        return
-    from tidewheel.entries.model_rules import together
-
-    for message in together(needs):
-        yield _of_folder("together", "error", repository, message)
 
 
 class SettingsJudgement(NamedTuple):

@@ -19,6 +19,7 @@ from tidewheel.frontend.model_files import read_object, read_text
 from tidewheel.settings import nearest
 
 Rule = Callable[[Entry], Iterable[Problem]]
+MakeProblem = Callable[[str, str], Problem]  # `error` or `warning`
 
 MIGRATABLE = {"vllm": "vLLM", "tensorrtllm": "TensorRT-LLM"}
 _USUAL_WAITING = EngineConfig.__dataclass_fields__["max_waiting_requests"].default
@@ -33,6 +34,10 @@ _NOT_READ = {
     "default_model_filename": "the backend brings its model.py",
     "cc_model_filenames": "the backend brings its model.py",
     "model_operations": "there are no libraries to load",
+}
+_OTHER_SCHEDULERS = {
+    "sequence_batching": "a session is a request parameter here",
+    "ensemble_scheduling": "an ensemble is an entry of its own, with platform ensemble",
 }
 
 
@@ -150,18 +155,24 @@ def backend(entry: Entry) -> Iterator[Problem]:
         yield note(field, f"passed over: backend is {config.backend or config.platform!r}")
 
 
+def _value_problem(make: MakeProblem, message: Any, path: str, field: str, advice: str) -> Problem:
+    value = getattr(message, field)
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return make(f"{path}.{field}", f"{field} is {shown}{advice}")
+
+
 def instances(entry: Entry) -> Iterator[Problem]:
     for index, group in enumerate(entry.config.instance_group):
         path = f"instance_group.{index}"
         yield from _devices(group, path, entry.machine)
         if group.passive:
-            yield error(f"{path}.passive", "passive is true: no request reaches the instance; remove it")
+            yield _value_problem(error, group, path, "passive", ": no request reaches the instance; remove it")
         if entry.machine is not None and group.count > entry.machine.num_cores:
-            yield warning(
-                f"{path}.count",
-                f"count is {group.count}, and this machine has {entry.machine.num_cores} cores: each instance is a "
-                "process that prepares text; one is enough for most",
+            advice = (
+                f", and this machine has {entry.machine.num_cores} cores: each instance is a process that prepares "
+                "text; one is enough for most"
             )
+            yield _value_problem(warning, group, path, "count", advice)
 
 
 def _devices(group: Any, path: str, machine: Machine | None) -> Iterator[Problem]:
@@ -169,7 +180,7 @@ def _devices(group: Any, path: str, machine: Machine | None) -> Iterator[Problem
     last = max(gpus, default=0)
     if kind != "KIND_GPU" and not (kind == "KIND_AUTO" and gpus):
         if gpus:
-            yield error(f"{path}.gpus", f"gpus is {gpus} with {kind}, which Triton refuses: remove gpus")
+            yield _value_problem(error, group, path, "gpus", f" with {kind}, which Triton refuses: remove gpus")
     elif machine is not None and machine.num_gpus <= last:
         yield error(
             f"{path}.kind",
@@ -177,35 +188,31 @@ def _devices(group: Any, path: str, machine: Machine | None) -> Iterator[Problem
             "device is for the engine",
         )
     elif gpus not in ([], [0]):
-        yield warning(
-            f"{path}.gpus",
-            f"gpus is {gpus}, and the engine takes the first GPU that it sees: write KIND_CPU, and set "
-            "CUDA_VISIBLE_DEVICES for the server",
+        advice = (
+            ", and the engine takes the first GPU that it sees: write KIND_CPU, and set CUDA_VISIBLE_DEVICES for the "
+            "server"
         )
+        yield _value_problem(warning, group, path, "gpus", advice)
 
 
 def native_queue(entry: Entry) -> Iterator[Problem]:
     if not entry.config.HasField("dynamic_batching"):
         return
     queue, path = entry.config.dynamic_batching, "dynamic_batching"
-    sizes, largest = list(queue.preferred_batch_size), entry.config.max_batch_size
-    if sizes:
-        make = error if max(sizes) > largest else warning
-        yield make(
-            f"{path}.preferred_batch_size",
-            f"preferred_batch_size is {sizes}, and max_batch_size is {largest}: remove it, for the engine makes the "
-            "batches",
-        )
-    if delay := queue.max_queue_delay_microseconds:
-        yield warning(
-            f"{path}.max_queue_delay_microseconds",
-            f"max_queue_delay_microseconds is {delay}: it only delays, for the engine makes the batches; remove it",
-        )
+    if queue.preferred_batch_size:
+        largest = entry.config.max_batch_size
+        is_wrong = max(queue.preferred_batch_size) > largest
+        advice = f", and max_batch_size is {largest}: remove it, for the engine makes the batches"
+        yield _value_problem(error if is_wrong else warning, queue, path, "preferred_batch_size", advice)
+    if queue.max_queue_delay_microseconds:
+        advice = ": it only delays, for the engine makes the batches; remove it"
+        yield _value_problem(warning, queue, path, "max_queue_delay_microseconds", advice)
     if queue.preserve_ordering:
-        make, effect = warning, "each answer waits for all before it, which defeats continuous batching"
+        make: MakeProblem = warning
+        effect = "each answer waits for all before it, which defeats continuous batching"
         if queue.priority_levels > 1:
             make, effect = error, "Triton refuses it with priority_levels"
-        yield make(f"{path}.preserve_ordering", f"preserve_ordering is true: {effect}; remove it")
+        yield _value_problem(make, queue, path, "preserve_ordering", f": {effect}; remove it")
     yield from _priorities(entry, queue, path)
     yield from _timeouts(queue.default_queue_policy, f"{path}.default_queue_policy")
     for level, policy in queue.priority_queue_policy.items():
@@ -215,63 +222,49 @@ def native_queue(entry: Entry) -> Iterator[Problem]:
 def _priorities(entry: Entry, queue: Any, path: str) -> Iterator[Problem]:
     levels, default = queue.priority_levels, queue.default_priority_level
     if default and not levels:
-        yield warning(
-            f"{path}.default_priority_level",
-            f"default_priority_level is {default}, and priority_levels is not set: set both, or none",
-        )
+        advice = ", and priority_levels is not set: set both, or none"
+        yield _value_problem(warning, queue, path, "default_priority_level", advice)
+    allowed = f"with priority_levels {levels} it must be 1 to {levels}"
     if levels and not 1 <= default <= levels:
-        yield error(
-            f"{path}.default_priority_level" if default else f"{path}.priority_levels",
-            f"default_priority_level is {default}: with priority_levels {levels} it must be 1 to {levels}",
-        )
+        field = "default_priority_level" if default else "priority_levels"
+        yield error(f"{path}.{field}", f"default_priority_level is {default}: {allowed}")
     for level in queue.priority_queue_policy:
         if not 1 <= level <= levels:
-            yield error(
-                f"{path}.priority_queue_policy.{level}",
-                f"priority_queue_policy has key {level}: with priority_levels {levels} it must be 1 to {levels}",
-            )
+            yield error(f"{path}.priority_queue_policy.{level}", f"priority_queue_policy has key {level}: {allowed}")
     if levels > 1 and "max_waiting_requests" not in entry.settings:
-        yield warning(
-            f"{path}.priority_levels",
-            f"priority_levels is {levels}, and max_waiting_requests is not set: Triton's levels count only for what "
-            f"comes when {_USUAL_WAITING} requests wait in the engine; set it to what half a second can start",
+        advice = (
+            ", and max_waiting_requests is not set: Triton's levels count only for what comes when "
+            f"{_USUAL_WAITING} requests wait in the engine; set it to what half a second can start"
         )
+        yield _value_problem(warning, queue, path, "priority_levels", advice)
 
 
 def _timeouts(policy: Any, path: str) -> Iterator[Problem]:
     timeout = policy.default_timeout_microseconds
     if 0 < timeout < _LOOK_INTERVAL_US:
-        yield warning(
-            f"{path}.default_timeout_microseconds",
-            f"default_timeout_microseconds is {timeout} ({timeout / 1e6:g} s): Triton looks at its queue up to "
-            f"{_LOOK_INTERVAL_US / 1e6:g} s late, and ends requests that could have started; raise it",
+        advice = (
+            f" ({timeout / 1e6:g} s): Triton looks at its queue up to {_LOOK_INTERVAL_US / 1e6:g} s late, and ends "
+            "requests that could have started; raise it"
         )
+        yield _value_problem(warning, policy, path, "default_timeout_microseconds", advice)
     if policy.allow_timeout_override and not timeout:
-        yield warning(
-            f"{path}.allow_timeout_override",
-            "allow_timeout_override is true, and default_timeout_microseconds is not set, without which no request's "
-            "timeout counts: set it",
-        )
+        advice = ", and default_timeout_microseconds is not set, without which no request's timeout counts: set it"
+        yield _value_problem(warning, policy, path, "allow_timeout_override", advice)
     if timeout and policy.timeout_action == model_config_pb2.ModelQueuePolicy.DELAY:
         message = "timeout_action is DELAY: a late request goes on waiting, behind all; use REJECT"
         yield warning(f"{path}.timeout_action", message)
 
 
 def other_schedulers(entry: Entry) -> Iterator[Problem]:
-    for field, instead in (
-        ("sequence_batching", "a session is a request parameter here"),
-        ("ensemble_scheduling", "an ensemble is an entry of its own, with platform ensemble"),
-    ):
+    for field, instead in _OTHER_SCHEDULERS.items():
         if entry.config.HasField(field):
             yield error(field, f"{field} is set, and the engine schedules requests: remove it; {instead}")
-    if entry.config.response_cache.enable and entry.is_decoupled:
-        yield error("response_cache", "response_cache.enable is true: Triton refuses it for a model that streams")
-    elif entry.config.response_cache.enable:
-        yield warning(
-            "response_cache",
-            "response_cache.enable is true: an answer that was sampled is repeated; remove it, for prefix caching "
-            "saves the work",
-        )
+    if entry.config.response_cache.enable:
+        make: MakeProblem = warning
+        effect = "an answer that was sampled is repeated; remove it, for prefix caching saves the work"
+        if entry.is_decoupled:
+            make, effect = error, "Triton refuses it for a model that streams"
+        yield make("response_cache", f"response_cache.enable is true: {effect}")
 
 
 # Rule by name, in the order of findings.

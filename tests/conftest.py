@@ -19,8 +19,12 @@ try:
 except ModuleNotFoundError:  # on a machine with a GPU, whose tests need none
     pass
 else:
+    from support.long_runs import examples
+
     # No example fails because the machine is busy.
-    settings.register_profile("tidewheel", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "tidewheel", max_examples=examples(40, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("tidewheel")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import random
 import re
 import sys
@@ -30,13 +31,15 @@ class Passage(NamedTuple):
     text: str
 
 
-def docstrings(path: Path) -> Iterator[Passage]:
-    """Yield the docstrings of a Python file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield Passage(path, node.body[0].lineno, _title(node), text)
+@functools.cache
+def docstrings(path: Path) -> list[Passage]:
+    """Return the docstrings of a Python file."""
+    return [
+        Passage(path, node.body[0].lineno, _title(node), text)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+    ]
 
 
 def paragraphs(path: Path) -> Iterator[Passage]:

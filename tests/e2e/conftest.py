@@ -6,18 +6,52 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_ready
+from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
 
 CLEAR = 1e-3  # rounding in float32 moves a logit of the demo model by about 1e-5
+IDLE_LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shared() -> list[Server]:
+    """Return the server that all modules share, once it runs."""
+    return []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_as_found(shared: list[Server]) -> Iterator[None]:
+    yield
+    for running in shared:
+        wait_for(lambda running=running: _is_idle(running), IDLE_LIMIT_S, "no request and all blocks free")
+
+
+def _is_idle(server: Server) -> bool:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return not any(server.metric(name, model_name="demo") for name in names)
+
+
+@pytest.fixture(scope="session")
+def server(shared: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "serve.log"
     arguments = ("--model-repository", str(REPOSITORY), "--models", "demo,demo_infer")
     running = wait_ready(start_server(*arguments, log=log, with_gateway=True))
+    shared.append(running)
     yield running
     assert stop_server(running) == 0, log.read_text()
+
+
+@pytest.fixture(scope="session")
+def _second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("second") / "serve.log"
+    running = start_server("--model-repository", str(REPOSITORY), "--models", "demo", log=log)
+    yield running
+    stop_server(running)
+
+
+@pytest.fixture
+def other(_second_server: Server) -> Server:
+    """Return a second server of the demo model. A test may kill its processes, which come back."""
+    return wait_ready(_second_server)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Every native architecture, and three through transformers, behind one tritonserver: the tokens of transformers."""
+"""Two native architectures, and two through transformers, behind one tritonserver: the tokens of transformers.
+
+`tests/models/test_parity.py` has all of them in-process; in `make test-long`, so has this file.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from common.random_model import save_tokenizer
+from support.long_runs import IS_LONG
 from support.models import tiny_models
 from support.triton.serving import Server, grpc_inputs, grpc_stream, start_server, stop_server, token_ids, wait_ready
 
@@ -17,13 +21,12 @@ pytestmark = pytest.mark.e2e
 
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": partial(tiny_models.llama, rope_parameters=tiny_models.LLAMA3_ROPE),
-    "mistral": tiny_models.mistral,
-    "qwen2": tiny_models.qwen2,
     "qwen3": tiny_models.qwen3,
     "gemma2": tiny_models.gemma2,
     "gpt2": tiny_models.gpt2,
-    "gpt_neox": tiny_models.gpt_neox,
 }
+if IS_LONG:
+    MAKERS |= {"mistral": tiny_models.mistral, "qwen2": tiny_models.qwen2, "gpt_neox": tiny_models.gpt_neox}
 SETTINGS = {"model": "weights", "dtype": "float32", "num_blocks": "64", "max_num_batched_tokens": "48"}
 NUM_TOKENS = 8
 

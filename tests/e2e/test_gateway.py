@@ -23,14 +23,10 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from support.triton.serving import (
-    REPOSITORY,
     WEIGHTS,
     Server,
     free_ports,
-    start_server,
-    stop_server,
     wait_for,
-    wait_ready,
 )
 from tidewheel_client import Client, Completion
 from tidewheel_process.current_process import raise_descriptor_limit
@@ -352,10 +348,8 @@ def test_a_gateway_of_its_own(server: Server, tmp_path: Path) -> None:
         process.wait()
 
 
-def test_two_servers_and_what_they_have_cached(server: Server, tmp_path: Path) -> None:
+def test_two_servers_and_what_they_have_cached(server: Server, other: Server) -> None:
     """Prompts that share their beginning, and turns of a session, find it in the cache of one of two servers."""
-    arguments = ("--model-repository", str(REPOSITORY), "--models", "demo")
-    other = wait_ready(start_server(*arguments, log=tmp_path / "other.log"))
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", "--port", str(port)]
     command += ["--url", server.grpc, "--url", other.grpc]
@@ -392,7 +386,6 @@ def test_two_servers_and_what_they_have_cached(server: Server, tmp_path: Path) -
     finally:
         process.kill()
         process.wait()
-        assert stop_server(other) == 0
 
 
 def is_ok(url: str) -> bool:

@@ -1,15 +1,19 @@
-"""A model that cannot be served: the load fails in seconds, one line says what to change, nothing is ever ready."""
+"""A model that cannot be served: the load fails in seconds, and one line says what to change.
+
+A server that has no other model ends with it.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from support.triton.serving import WEIGHTS, Server, start_server, wait_for
+from support.triton.serving import WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.server import ServeError
 
 pytestmark = pytest.mark.e2e
 
@@ -46,8 +50,49 @@ def ask_for_remote_code(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('must never run')")
 
 
-def refused(arguments: list[str], log: Path) -> str:
-    """What the command printed; it must have ended by itself, not ready, with a failure."""
+def write_entry(entry: Path, **settings: str) -> None:
+    (entry / "1").mkdir(parents=True)
+    parameters = "".join(
+        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}\n' for key, text in settings.items()
+    )
+    (entry / "config.pbtxt").write_text(f'backend: "tidewheel"\n{parameters}')
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve a model without an engine, from a repository that takes more entries."""
+    repository = tmp_path_factory.mktemp("repository")
+    (repository / "plain" / "1").mkdir(parents=True)
+    (repository / "plain" / "config.pbtxt").write_text('backend: "python"\n')
+    (repository / "plain" / "1" / "model.py").write_text("class TritonPythonModel:\n    pass\n")
+    arguments = ("--model-repository", str(repository), "--model-control", "explicit", "--models", "plain")
+    running = wait_ready(start_server(*arguments, log=tmp_path_factory.mktemp("log") / "serve.log"))
+    yield running
+    assert stop_server(running) == 0, running.log.read_text()
+
+
+@pytest.fixture
+def entry(server: Server) -> Iterator[Path]:
+    """Return the folder of an entry to be made, for one load."""
+    command = server.process.args
+    assert isinstance(command, list)
+    folder = Path(command[command.index("--model-repository") + 1]) / "broken"
+    yield folder
+    shutil.rmtree(folder)
+
+
+def refused_load(server: Server, entry: Path) -> str:
+    """Return why the entry is not loaded; all else is as before."""
+    with pytest.raises(ServeError) as refused:
+        server.control("load", entry.name)
+    assert "Traceback" not in server.log.read_text()
+    index = server.session.post(f"{server.http}/v2/repository/index", timeout=60).json()
+    assert [model["name"] for model in index if model.get("state") == "READY"] == ["plain"]
+    return str(refused.value)
+
+
+def refused_start(arguments: list[str], log: Path) -> str:
+    """Return what the command printed. It must have ended by itself, not ready, with a failure."""
     server: Server = start_server(*arguments, log=log)
     try:
         wait_for(lambda: server.process.poll() is not None or server.is_ready(), LIMIT_S, "end of a failed load")
@@ -55,6 +100,7 @@ def refused(arguments: list[str], log: Path) -> str:
     finally:
         server.process.kill()
         server.process.wait()
+    assert "Traceback" not in log.read_text()
     return log.read_text()
 
 
@@ -69,14 +115,14 @@ def refused(arguments: list[str], log: Path) -> str:
         (ask_for_remote_code, "auto_map"),
     ],
 )
-def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], word: str) -> None:
+def test_damaged_model(
+    server: Server, entry: Path, tmp_path: Path, damage: Callable[[Path], None], word: str
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(WEIGHTS, folder)
     damage(folder)
-    output = refused(["--model", str(folder)], tmp_path / "serve.log")
-    lines = [line for line in output.splitlines() if word in line]
-    assert lines, output
-    assert "Traceback" not in output
+    write_entry(entry, model=str(folder))
+    assert word in refused_load(server, entry)
 
 
 @pytest.mark.parametrize(
@@ -89,28 +135,24 @@ def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], word: str
         ("enable_lora", "True", "LoRA is not offered"),
     ],
 )
-def test_bad_setting_in_the_entry(tmp_path: Path, parameter: str, value: str, word: str) -> None:
-    entry = tmp_path / "repository" / "broken"
-    (entry / "1").mkdir(parents=True)
-    settings = {"model": str(WEIGHTS), parameter: value}
-    parameters = "".join(
-        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}\n' for key, text in settings.items()
-    )
-    (entry / "config.pbtxt").write_text(f'backend: "tidewheel"\n{parameters}')
-    output = refused(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
-    assert [line for line in output.splitlines() if parameter in line and word in line], output
-    assert "Traceback" not in output
+def test_bad_setting_in_the_entry(server: Server, entry: Path, parameter: str, value: str, word: str) -> None:
+    write_entry(entry, model=str(WEIGHTS), **{parameter: value})
+    message = refused_load(server, entry)
+    assert parameter in message and word in message
+
+
+def test_a_start_with_a_damaged_model_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(WEIGHTS, folder)
+    truncate_weights(folder)
+    output = refused_start(["--model", str(folder)], tmp_path / "serve.log")
+    assert "model.safetensors" in output.splitlines()[-1]
 
 
 def test_every_mistake_of_an_entry_is_named(tmp_path: Path) -> None:
     entry = tmp_path / "repository" / "broken"
-    (entry / "1").mkdir(parents=True)
-    settings = {"model": str(WEIGHTS), "max_num_seq": "4", "block_size": "17"}
-    parameters = (
-        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}\n' for key, text in settings.items()
-    )
-    (entry / "config.pbtxt").write_text('backend: "tidewheel"\n' + "".join(parameters))
-    output = refused(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
+    write_entry(entry, model=str(WEIGHTS), max_num_seq="4", block_size="17")
+    output = refused_start(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
     assert f"tidewheel check {entry} finds:" in output
     assert "config.pbtxt:3:14: unknown setting 'max_num_seq'" in output
     assert "config.pbtxt:4:14: block_size is 17" in output
@@ -119,9 +161,6 @@ def test_every_mistake_of_an_entry_is_named(tmp_path: Path) -> None:
 
 def test_twin_without_its_model(tmp_path: Path) -> None:
     entry = tmp_path / "repository" / "lonely_infer"
-    (entry / "1").mkdir(parents=True)
-    (entry / "config.pbtxt").write_text(
-        'backend: "tidewheel"\nparameters { key: "engine_of" value: { string_value: "lonely" } }\n'
-    )
-    output = refused(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
+    write_entry(entry, engine_of="lonely")
+    output = refused_start(["--model-repository", str(entry.parent)], tmp_path / "serve.log")
     assert [line for line in output.splitlines() if "engine_of" in line and "lonely" in line], output

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import requests
 
-from support.triton.serving import REPOSITORY, Server, free_ports, start_server, stop_server, wait_for, wait_ready
+from support.triton.serving import Server, free_ports, wait_for
 from tidewheel.metrics import UPSTREAM_READY
 from tidewheel_client import Figures
 
@@ -56,17 +55,12 @@ def last_line(answer: requests.Response) -> str:
     return [line for line in answer.iter_lines(decode_unicode=True) if line][-1]
 
 
-def test_streams_of_a_killed_server_end_with_an_error(server: Server, tmp_path: Path) -> None:
-    arguments = ("--model-repository", str(REPOSITORY), "--models", "demo")
-    other = wait_ready(start_server(*arguments, log=tmp_path / "other.log"))
-    try:
-        with gateway_process(server, other) as url, ThreadPoolExecutor(NUM_STREAMS) as pool:
-            streams = [complete(url, n, max_tokens=800, stream=True, ignore_eos=True) for n in range(NUM_STREAMS)]
-            other.triton_process().kill()
-            ends = list(pool.map(last_line, streams))
-            lost = [end for end in ends if "TW-ENGINE-DEAD" in end]
-            assert 0 < len(lost) < NUM_STREAMS, ends
-            assert all(end == "data: [DONE]" for end in ends if end not in lost)
-            assert all(complete(url, number, max_tokens=4).ok for number in range(NUM_STREAMS))
-    finally:
-        stop_server(other)
+def test_streams_of_a_killed_server_end_with_an_error(server: Server, other: Server) -> None:
+    with gateway_process(server, other) as url, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = [complete(url, n, max_tokens=800, stream=True, ignore_eos=True) for n in range(NUM_STREAMS)]
+        other.triton_process().kill()
+        ends = list(pool.map(last_line, streams))
+        lost = [end for end in ends if "TW-ENGINE-DEAD" in end]
+        assert 0 < len(lost) < NUM_STREAMS, ends
+        assert all(end == "data: [DONE]" for end in ends if end not in lost)
+        assert all(complete(url, number, max_tokens=4).ok for number in range(NUM_STREAMS))

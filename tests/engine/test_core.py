@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from support.engine.core_harness import FIRST_STEP_S, CoreHarness, arrivals
 from support.engine.fake_runner import FakeRunner, PendingTokens
+from support.long_runs import examples
 from support.scheduler.scheduling import make_request
 from tidewheel.batch import RowError, SampledTokens, ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
@@ -126,7 +127,7 @@ def test_a_session_that_nobody_has_cannot_be_closed() -> None:
         CoreHarness().scheduler.close_session("tenant", "s")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     events=arrivals(),
     num_blocks=st.integers(10, 24),

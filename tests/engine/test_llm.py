@@ -52,6 +52,21 @@ def load(folder: Path, **settings: object) -> LLM:
     return LLM(folder, **{**defaults, **settings})
 
 
+@pytest.fixture(scope="module")
+def shared(reference: Reference) -> Iterator[LLM]:
+    with load(reference.folder) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """Return an engine with default settings that runs nothing, and expect it back so."""
+    yield shared
+    stats = shared.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_sessions) == (0, 0, 0)
+    assert stats.num_free_blocks == shared.info.num_blocks
+
+
 def generate(llm: LLM, given: list[Int32Array]) -> list[list[int]]:
     results = llm.generate([{"input_ids": ids} for ids in given], GREEDY, use_tqdm=False)
     assert {result.finish_reason for result in results} == {"length"}
@@ -106,7 +121,7 @@ def test_alone_and_again_the_tokens_are_the_same(reference: Reference) -> None:
         assert llm.stats().num_prefix_hits == result.num_cached_tokens
 
 
-def test_parameters_for_each_prompt(reference: Reference) -> None:
+def test_parameters_for_each_prompt(reference: Reference, llm: LLM) -> None:
     given = [{"input_ids": ids} for ids in reference.prompts[:3]]
     expected = reference.tokens[0]
     params = [
@@ -114,8 +129,7 @@ def test_parameters_for_each_prompt(reference: Reference) -> None:
         SamplingParams(temperature=0.0, max_tokens=2, logprobs=2),
         SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(reference.tokens[2][4],)),
     ]
-    with load(reference.folder) as llm:
-        first, second, third = llm.generate(given, params, use_tqdm=False)
+    first, second, third = llm.generate(given, params, use_tqdm=False)
     assert first.token_ids == expected[:3] and first.logprobs is None and first.cumulative_logprob is None
     assert second.logprobs is not None and [len(entry.top_ids) for entry in second.logprobs] == [2, 2]
     assert [entry.rank for entry in second.logprobs] == [1, 1]
@@ -124,29 +138,27 @@ def test_parameters_for_each_prompt(reference: Reference) -> None:
     assert (third.token_ids, third.finish_reason) == (reference.tokens[2][:cut], "stop")
 
 
-def test_biases_reach_the_model(reference: Reference) -> None:
+def test_biases_reach_the_model(reference: Reference, llm: LLM) -> None:
     prompt = {"input_ids": reference.prompts[0]}
     forced = replace(GREEDY, logit_bias={77: -100.0, 42: 100.0})
-    with load(reference.folder) as llm:
-        assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
+    assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
 
 
-def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference) -> None:
+def test_tokens_that_are_allowed_and_a_prompt_that_is_cut(reference: Reference, llm: LLM) -> None:
     ids = reference.prompts[0]
     allowed = replace(GREEDY, allowed_token_ids=(17, 42, 77))
-    with load(reference.folder) as llm:
-        few, whole, cut, last = llm.generate(
-            [{"input_ids": ids}] * 3 + [{"input_ids": ids[-3:]}],
-            [allowed, GREEDY, replace(GREEDY, truncate_prompt_tokens=3), GREEDY],
-            use_tqdm=False,
-        )
-        assert set(few.token_ids) <= {17, 42, 77}
-        assert not set(whole.token_ids) <= {17, 42, 77}
-        assert (cut.token_ids, cut.num_prompt_tokens) == (last.token_ids, 3)
-        room = llm.info.max_num_tokens - NUM_TOKENS
-        long = {"input_ids": np.tile(ids, 100)}
-        fitting = replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=NUM_TOKENS)
-        assert llm.generate(long, fitting, use_tqdm=False)[0].num_prompt_tokens == room
+    few, whole, cut, last = llm.generate(
+        [{"input_ids": ids}] * 3 + [{"input_ids": ids[-3:]}],
+        [allowed, GREEDY, replace(GREEDY, truncate_prompt_tokens=3), GREEDY],
+        use_tqdm=False,
+    )
+    assert set(few.token_ids) <= {17, 42, 77}
+    assert not set(whole.token_ids) <= {17, 42, 77}
+    assert (cut.token_ids, cut.num_prompt_tokens) == (last.token_ids, 3)
+    room = llm.info.max_num_tokens - NUM_TOKENS
+    long = {"input_ids": np.tile(ids, 100)}
+    fitting = replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=NUM_TOKENS)
+    assert llm.generate(long, fitting, use_tqdm=False)[0].num_prompt_tokens == room
 
 
 def test_log_probabilities_of_prompts(reference: Reference) -> None:
@@ -170,13 +182,12 @@ def test_log_probabilities_of_prompts(reference: Reference) -> None:
     assert after_prefixes[0].prompt_logprobs is None
 
 
-def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
+def test_seeds_repeat_whatever_else_runs(reference: Reference, llm: LLM) -> None:
     prompt = {"input_ids": reference.prompts[5]}
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
     free = SamplingParams(temperature=1.0, max_tokens=12)
-    with load(reference.folder) as llm:
-        alone = llm.generate(prompt, seeded, use_tqdm=False)[0]
-        among = llm.generate([prompt] * 4, [free, seeded, free, free], use_tqdm=False)
+    alone = llm.generate(prompt, seeded, use_tqdm=False)[0]
+    among = llm.generate([prompt] * 4, [free, seeded, free, free], use_tqdm=False)
     assert among[1].token_ids == alone.token_ids
     assert len({tuple(result.token_ids) for result in among}) == 4
 
@@ -205,9 +216,8 @@ def test_default_sampling(tmp_path: Path, settings: dict[str, object], temperatu
     assert len(result.token_ids) == 3
 
 
-def test_no_prompts_no_results(reference: Reference) -> None:
-    with load(reference.folder) as llm:
-        assert llm.generate([], GREEDY, use_tqdm=False) == []
+def test_no_prompts_no_results(llm: LLM) -> None:
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
 @pytest.mark.parametrize(
@@ -227,13 +237,13 @@ def test_no_prompts_no_results(reference: Reference) -> None:
     ],
 )
 def test_bad_prompts_are_refused_before_anything_runs(
-    reference: Reference, prompt: object, params: object, text: str
+    reference: Reference, llm: LLM, prompt: object, params: object, text: str
 ) -> None:
-    with load(reference.folder) as llm:
-        with pytest.raises(InvalidRequest, match=text):
-            llm.generate([prompt], params, use_tqdm=False)  # type: ignore[arg-type,list-item]
-        assert llm.stats().num_steps == 0
-        assert generate(llm, reference.prompts[:1]) == reference.tokens[:1]
+    num_steps = llm.stats().num_steps
+    with pytest.raises(InvalidRequest, match=text):
+        llm.generate([prompt], params, use_tqdm=False)  # type: ignore[arg-type,list-item]
+    assert llm.stats().num_steps == num_steps
+    assert generate(llm, reference.prompts[:1]) == reference.tokens[:1]
 
 
 def test_an_interrupted_run_leaves_the_engine_usable(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,20 +358,19 @@ def test_the_progress_bar_counts_prompts(byte_llm: LLM, capsys: pytest.CaptureFi
 # --- how requests are served --------------------------------------------------------------------------------------
 
 
-def test_sequences_of_one_prompt(reference: Reference) -> None:
+def test_sequences_of_one_prompt(reference: Reference, llm: LLM) -> None:
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
     given = [{"input_ids": ids} for ids in reference.prompts[3:5]]
-    with load(reference.folder) as llm:
-        alone = [
-            llm.generate(prompt, replace(seeded, seed=7 + index), use_tqdm=False)[0].token_ids
-            for prompt in given
-            for index in range(3)
-        ]
-        results = llm.generate(given, seeded, RequestOptions(n=3), use_tqdm=False)
-        assert [result.index for result in results] == [0, 1, 2, 0, 1, 2]
-        assert [result.token_ids for result in results] == alone
-        assert len({tuple(result.token_ids) for result in results[:3]}) == 3
-        assert llm.stats().num_free_blocks == llm.info.num_blocks
+    alone = [
+        llm.generate(prompt, replace(seeded, seed=7 + index), use_tqdm=False)[0].token_ids
+        for prompt in given
+        for index in range(3)
+    ]
+    results = llm.generate(given, seeded, RequestOptions(n=3), use_tqdm=False)
+    assert [result.index for result in results] == [0, 1, 2, 0, 1, 2]
+    assert [result.token_ids for result in results] == alone
+    assert len({tuple(result.token_ids) for result in results[:3]}) == 3
+    assert llm.stats().num_free_blocks == llm.info.num_blocks
 
 
 def test_options_for_each_prompt(reference: Reference) -> None:
@@ -374,11 +383,10 @@ def test_options_for_each_prompt(reference: Reference) -> None:
             llm.generate(given, GREEDY, options[:2], use_tqdm=False)
 
 
-def test_a_deadline_that_has_passed(reference: Reference) -> None:
+def test_a_deadline_that_has_passed(reference: Reference, llm: LLM) -> None:
     given = [{"input_ids": ids} for ids in reference.prompts[:2]]
     options = [RequestOptions(deadline_ms=1e-6), RequestOptions(deadline_ms=1e12)]
-    with load(reference.folder) as llm:
-        late, whole = llm.generate(given, GREEDY, options, use_tqdm=False)
+    late, whole = llm.generate(given, GREEDY, options, use_tqdm=False)
     assert (late.finish_reason, late.token_ids, type(late.error)) == ("error", [], DeadlineExceeded)
     assert (whole.finish_reason, whole.token_ids, whole.error) == ("length", reference.tokens[1], None)
 

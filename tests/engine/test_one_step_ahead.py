@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from support.engine.core_harness import CoreHarness, Event, arrivals
 from support.engine.late_runner import LateRunner
+from support.long_runs import examples
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import EngineDead, InternalError
 from tidewheel.request import FinishReason
@@ -28,7 +29,7 @@ def late_harness(**sizes: int) -> tuple[CoreHarness, LateRunner]:
     return harness, harness.runner
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(events=arrivals(), sizes=st.fixed_dictionaries(SIZES))
 def test_outputs_do_not_depend_on_when_the_device_is_done(events: list[Event], sizes: dict[str, int]) -> None:
     harness, runner = late_harness(**sizes)
@@ -38,7 +39,7 @@ def test_outputs_do_not_depend_on_when_the_device_is_done(events: list[Event], s
     assert FinishReason.ERROR not in harness.ended.values()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     events=arrivals(),
     sizes=st.fixed_dictionaries(SIZES),

@@ -57,8 +57,7 @@ class Run:
         """Return what holds one of the texts, but the folder of the queue and Triton's regions of shared memory."""
         shown = {**self.pages(), **pages} if self.server.process.poll() is None else pages
         own = (str(self.folder / "queue"), str(SHARED_MEMORY / self.prefix))
-        found = holders(secrets, [self.folder, SHARED_MEMORY], shown)
-        return [name for name in found if not name.startswith(own)]
+        return holders(secrets, [self.folder, SHARED_MEMORY], shown, own)
 
 
 @contextmanager

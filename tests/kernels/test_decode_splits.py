@@ -83,7 +83,7 @@ def test_one_long_sequence_among_many_short_ones_is_shared_first(device: str) ->
 def test_splits_of_many_are_merged(device: str) -> None:
     """Sequences that fill the device alone, with some long ones of which a program takes 1,024 keys."""
     lengths = [30] * 6 + [1100] * 2 + [0, 1, 17, 64]
-    batch = paged_batch([(1, length) for length in lengths], head_dim=8, block_size=64, device=device)
+    batch = paged_batch([(1, length) for length in lengths], num_kv_heads=1, head_dim=8, block_size=64, device=device)
     limits = decode_splits(len(lengths), 2, 1100, 8)
     assert limits == DecodeSplits(6, 1024)
     ours, expected = torch.empty_like(batch.q), torch.empty_like(batch.q)
@@ -119,7 +119,7 @@ def test_decodes_that_are_not_split_have_no_plan_and_no_merge(
 ) -> None:
     monkeypatch.setattr(triton_decode, "decode_splits", lambda *_: DecodeSplits(4, 128))
     lengths = [700] * 8 if known == "lengths" else [700] * 7 + [1700]
-    batch = paged_batch([(1, length) for length in lengths], head_dim=8, block_size=64, device=device)
+    batch = paged_batch([(1, length) for length in lengths], num_kv_heads=1, head_dim=8, block_size=64, device=device)
     host = np.array(lengths, dtype=np.int32) if known == "lengths" else None
     meta = replace(batch.meta, seq_lens_cpu=host, may_split=known != "no split wanted")
     ours, expected = torch.empty_like(batch.q), torch.empty_like(batch.q)

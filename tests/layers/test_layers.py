@@ -125,6 +125,7 @@ MODULES = {
 MODULES_AND_BENCHMARKS = MODULES | {module_name(path, BENCHMARKS): path for path in BENCHMARKS.rglob("*.py")}
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Return the absolute names that a module imports anywhere."""
     found: set[str] = set()

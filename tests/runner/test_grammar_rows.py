@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from support.long_runs import examples
 from support.runner.look_up_engine import BLOCK_SIZE, CONTEXT, LOGITS, VOCABULARY, Engine
 from support.runner.step_loop import request
 from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
@@ -96,7 +97,7 @@ def constrain(subject: Request, texts: set[str], compiler: GrammarCompiler) -> N
     subject.grammar = RowGrammar(compiler.compile(to_source(Grammar.choice(sorted(texts))), "choice"), ENDS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(cases=any_cases(), engine=ENGINES, fails_at=st.sets(st.integers(1, 40), max_size=2))
 def test_tokens_are_those_of_the_definition(
     compiler: GrammarCompiler,

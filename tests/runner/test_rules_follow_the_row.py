@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from support.long_runs import examples
 from support.runner.look_up_engine import BLOCK_SIZE, CONTEXT, HIDDEN, LOGITS, VOCABULARY, Engine
 from support.runner.step_loop import request
 from tidewheel.request import FinishReason, Request
@@ -119,7 +120,7 @@ def check_prompt_logprobs(subject: Request) -> None:
         assert (one.logprob, *one.top_logprobs) == pytest.approx((other.logprob, *other.top_logprobs), abs=1e-4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30, 150), deadline=None)
 @given(
     requests=any_requests(),
     engine=ENGINES,

@@ -57,6 +57,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from support.long_runs import examples
 from support.scheduler.scheduler_machine import SchedulerMachine, crowded_machine
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import DeadlineExceeded, InternalError
@@ -405,7 +406,7 @@ MACHINES = {
 
 @pytest.mark.parametrize("machine", dict.fromkeys([SchedulerMachine, *MACHINES.values()]))
 def test_without_a_bug_it_is_content(machine: type[SchedulerMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=20))
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=examples(5, 20)))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.long_runs import examples
 from support.simulate.simulation import make_trace, simulator
 from tidewheel.errors import InternalError
 from tidewheel.fleet.scaling import Decision, FleetState, ScalingSettings
@@ -60,7 +61,7 @@ def sent_at(run: Simulator) -> dict[int, list[float]]:
 
 @COARSE
 @pytest.mark.parametrize("router", ROUTERS)
-@settings(max_examples=10)
+@settings(max_examples=examples(3, 10))
 @given(numbers=st.lists(st.integers(0, 4), min_size=1, max_size=20), last=st.integers(1, 3))
 def test_each_request_is_answered_once_whatever_comes_and_goes(
     router: str, is_coarse: bool, numbers: list[int], last: int

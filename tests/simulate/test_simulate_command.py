@@ -206,13 +206,13 @@ def test_policies_that_cannot_differ_are_named(capsys: pytest.CaptureFixture[str
 
 
 def test_the_number_of_replicas_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--requests", "3000", "--rate", "500", "--find-replicas"]) == 0
+    assert main(["simulate", "--requests", "1000", "--rate", "500", "--find-replicas"]) == 0
     found = re.match(r"priority: (\d+) x h200-8b keep up with 500 requests/s", capsys.readouterr().out)
     assert found is not None
     count = int(found[1])
     assert count > 1
     for replicas, keeps_up in ((count, "it keeps up"), (count - 1, "it does not keep up")):
-        assert main(["simulate", "--requests", "3000", "--rate", "500", "--replicas", str(replicas)]) == 0
+        assert main(["simulate", "--requests", "1000", "--rate", "500", "--replicas", str(replicas)]) == 0
         assert keeps_up in capsys.readouterr().out
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from support.long_runs import slow
 from support.simulate.simulation import COST, make_trace, simulate, simulator
 from tidewheel.errors import InternalError
 from tidewheel.request import Priority
@@ -128,7 +129,7 @@ def single_server(load: float, output: str, mean: float, count: int) -> Server:
     return Server(offered, float(outcomes.latency.sum() / span))
 
 
-@pytest.mark.parametrize("load", [0.5, 0.7])
+@pytest.mark.parametrize("load", [*slow([0.5]), 0.7])
 def test_one_row_and_geometric_lengths_are_nearly_an_mm1_queue(load: float) -> None:
     """A geometric number of steps is the exponential of discrete time: squared coefficient of variation 1 - 1/mean.
     3,000 requests of a fixed seed come within 10 % of Pollaczek and Khinchine's formula, and 20 % of M/M/1."""

@@ -40,6 +40,7 @@ NUM_PROMPT, NUM_OUTPUT = 20, 24  # tokens
 NUM_LONG_PROMPT = 280  # of which the KV cache holds two
 NUM_STEPS = 20
 NUM_LATE = 8
+PAUSE_S = 1.0
 LIMIT_S = 60.0
 
 
@@ -127,11 +128,11 @@ class Load:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Send rounds inside the block."""
+        """Send rounds inside the block, with pauses that leave a processor to others."""
         is_over = threading.Event()
 
         def keep_on() -> None:
-            while not is_over.is_set():
+            while not is_over.wait(PAUSE_S):
                 self.overload()
                 self.fill_cache()
                 self.mishaps()

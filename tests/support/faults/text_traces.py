@@ -19,24 +19,30 @@ class SecretText:
         data, ids = text.encode(), list(token_ids)
         # Of base64, whatever was before: the characters that only depend on the text.
         inner = [base64.b64encode(b"\0" * shift + data)[4 if shift else 0 : -4] for shift in range(3)]
-        plain = [data, data.hex().encode(), data[::-1], *inner]
-        self._forms = [re.compile(re.escape(form), re.IGNORECASE) for form in plain]
-        if ids:
-            self._forms.append(re.compile(rb"\D{1,4}".join(str(one).encode() for one in ids)))
-            self._forms += [re.compile(re.escape(struct.pack(f"<{len(ids)}{kind}", *ids))) for kind in "iq"]
+        self._forms = [form.lower() for form in (data, data.hex().encode(), data[::-1], *inner)]
+        self._packed = [struct.pack(f"<{len(ids)}{kind}", *ids) for kind in "iq" if ids]
+        self._listed = re.compile(rb"\D{1,4}".join(str(one).encode() for one in ids)) if ids else None
 
     def is_in(self, data: bytes) -> bool:
-        return any(form.search(data) for form in self._forms)
+        lower = data.lower()
+        return (
+            any(form in lower for form in self._forms)
+            or any(form in data for form in self._packed)
+            or (self._listed is not None and self._listed.search(data) is not None)
+        )
 
 
-def holders(secrets: Iterable[SecretText], folders: Iterable[Path], pages: Mapping[str, bytes]) -> list[str]:
-    """Return the files below the folders, and the pages, that hold one of the texts."""
+def holders(
+    secrets: Iterable[SecretText], folders: Iterable[Path], pages: Mapping[str, bytes], besides: tuple[str, ...] = ()
+) -> list[str]:
+    """Return the files below the folders, and the pages, that hold one of the texts; not names that begin so."""
     secrets, found = list(secrets), []
     for path in (
         path for folder in folders for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
     ):
-        with contextlib.suppress(FileNotFoundError):  # of another server
-            found += [str(path)] if any(secret.is_in(path.read_bytes()) for secret in secrets) else []
+        if not str(path).startswith(besides):
+            with contextlib.suppress(FileNotFoundError):  # of another server
+                found += [str(path)] if any(secret.is_in(path.read_bytes()) for secret in secrets) else []
     return found + [name for name, data in pages.items() if any(secret.is_in(data) for secret in secrets)]
 
 

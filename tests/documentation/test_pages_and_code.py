@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import shlex
+import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,12 +72,25 @@ def test_the_walk_has_as_many_files_as_it_says(title: str) -> None:
     assert len({path for _, path in steps}) == len(steps)
 
 
-def test_make_runs_every_end_to_end_test() -> None:
-    runs = re.findall(r"pytest -q -m 'e2e and not slow' (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
-    marked = {
-        path.parent for path in (ROOT / "tests").rglob("test_*.py") if "mark.e2e" in path.read_text(encoding="utf-8")
-    }
-    assert {ROOT / folder for folders in runs for folder in folders.split()} == marked - {Path(__file__).parent}
+def test_make_runs_every_test_once() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    dry_run = subprocess.run(
+        ["make", "--dry-run", "test"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    parts = [shlex.split(line) for line in dry_run.stdout.splitlines() if "pytest -q -m " in line]
+    assert len(parts) > 8
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        is_e2e = re.search(r"pytest\.mark\.e2e", path.read_text(encoding="utf-8")) is not None
+        marks = "e2e and" if is_e2e else "not"
+        runs = [words for words in parts if words[words.index("-m") + 1].startswith(marks) and is_given(path, words)]
+        assert len(runs) == 1, path
+
+
+def is_given(path: Path, command: Sequence[str]) -> bool:
+    """Return whether a command of pytest names the file or a folder of it, and does not ignore them."""
+    places = {str(place.relative_to(ROOT)) for place in (path, *path.parents) if place.is_relative_to(ROOT)}
+    named = {word: before != "--ignore" for before, word in itertools.pairwise(command) if word in places}
+    return bool(named) and all(named.values())
 
 
 def test_the_layers_are_those_of_the_layer_test() -> None:

@@ -6,12 +6,11 @@ import contextlib
 import ctypes
 import os
 import resource
-import select
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -21,47 +20,24 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class StopSignals:
-    """Counter of SIGINT, SIGTERM, SIGHUP and SIGQUIT, which make `fileno` readable. Main thread only."""
+    """Counter of SIGINT, SIGTERM, SIGHUP and SIGQUIT, which interrupt no wait. Main thread only, except `stop`."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._reader, self._writer = socket.socketpair()
-        self._before: dict[signal.Signals, object] = {}
-        self._wakeup_before = -1
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(self._wakeup_before)
-        self._reader.close()
-        self._writer.close()
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
+            signal.signal(number, handler)
 
     def stop(self) -> None:
         """Count as the first signal, from any thread."""
-        if not self.count:
-            self.count = 1
-            with contextlib.suppress(OSError):  # full, or closed: it is stopping anyway
-                self._writer.send(b"\0")
-
-    def wait(self, limit_s: float) -> None:
-        select.select([self], [], [], limit_s)
-        self.clear()
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(64):
-                pass
+        self.count = self.count or 1
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1

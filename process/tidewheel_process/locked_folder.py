@@ -128,14 +128,11 @@ def new_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 def is_left_over(folder: Path) -> bool:
     """Return whether this user's folder outlived its process."""
-    try:
-        if not is_own(folder):
-            return False
-        if not (folder / LOCK).exists() and time.time() - folder.lstat().st_mtime < _YOUNG_S:
-            return False
-    except OSError:
-        return False
-    return is_free(folder / LOCK)
+    with contextlib.suppress(OSError):
+        is_young = time.time() - folder.lstat().st_mtime < _YOUNG_S
+        if is_own(folder) and ((folder / LOCK).exists() or not is_young):
+            return is_free(folder / LOCK)
+    return False
 
 
 def remove_left_over(base: Path, prefix: str) -> None:

@@ -78,12 +78,13 @@ def is_running(program: str) -> bool:
 
 def started_with(variable: str, folder: str) -> list[psutil.Process]:
     """Return this user's other processes started with the variable at or below the folder."""
-
-    def names_it(process: psutil.Process) -> bool:
-        value = _read(lambda: str(process.environ().get(variable, "")), "")
-        return value == folder or value.startswith(f"{folder}/")
-
-    return [process for process in psutil.process_iter() if process.pid != os.getpid() and names_it(process)]
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(*_GONE):
+            value = process.environ().get(variable, "")
+            if process.pid != os.getpid() and (value == folder or value.startswith(f"{folder}/")):
+                found.append(process)
+    return found
 
 
 def _read(read: Callable[[], T], otherwise: T) -> T:

@@ -100,7 +100,7 @@ def test_a_start_that_was_killed_is_in_the_way_of_no_other(run_dir: Path) -> Non
     """Its Ray may run for ever, with the lock and without an application."""
     run_dir.mkdir(mode=0o700)
     folder = ClusterFolder.here()
-    with folder.made() as lock, os.fdopen(os.dup(lock), "rb"):
+    with folder.made() as lock, os.fdopen(os.dup(lock.fileno()), "rb"):
         assert not folder.is_abandoned, "its command lives"
         (folder.root / "starting").unlink()
         assert folder.is_abandoned

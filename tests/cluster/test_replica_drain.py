@@ -10,6 +10,7 @@ import pytest
 
 from tidewheel.cluster import replica
 from tidewheel.cluster.replica import ServerChild
+from tidewheel.engine import control_calls
 from tidewheel.server.endpoints import Endpoints
 
 ONE, OTHER, DEAD = Path("one"), Path("other"), Path("dead")
@@ -23,7 +24,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ServerChild:
     monkeypatch.setattr(replica, "_DRAIN_LOOK_S", 0.0)
     monkeypatch.setattr(replica, "current_engines_of", {1234: [ONE, OTHER, DEAD]}.__getitem__)
     monkeypatch.setattr(
-        replica, "read_status", lambda engine: SimpleNamespace(state="ready", is_alive=engine != DEAD)
+        control_calls, "read_status", lambda engine: SimpleNamespace(state="ready", is_alive=engine != DEAD)
     )
     return server
 
@@ -39,7 +40,7 @@ def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
         count = left[engine].pop(0)
         return None if count is None else SimpleNamespace(num_running=count, num_waiting=0)
 
-    monkeypatch.setattr(replica, "drain", drain)
+    monkeypatch.setattr(control_calls, "drain", drain)
     server.drain(60.0)
     assert asked == [ONE, OTHER] * 5
 
@@ -47,7 +48,7 @@ def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
 def test_a_request_that_does_not_end_is_waited_for_no_longer_than_the_limit(
     server: ServerChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "drain", lambda *_: SimpleNamespace(num_running=0, num_waiting=1))
+    monkeypatch.setattr(control_calls, "drain", lambda *_: SimpleNamespace(num_running=0, num_waiting=1))
     begun = time.monotonic()
     server.drain(0.2)
     assert 0.2 <= time.monotonic() - begun < 20

@@ -23,7 +23,7 @@ from tidewheel.cluster.replica_upstreams import (
     RequestCount,
     feed_of,
 )
-from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.gateway_options import Address
 
 PATIENCE_S = 60.0
 SETTINGS = ClusterSettings(model="a/b", replicas=0, max_replicas=4, patience_s=PATIENCE_S)

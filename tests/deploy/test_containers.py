@@ -18,7 +18,7 @@ import yaml
 
 from support.triton.serving import ROOT
 from tidewheel.cli import gateway
-from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.gateway_options import Address
 from tidewheel_client.load import load_options as locust_options
 
 COMPOSE = ROOT / "docker-compose.yml"

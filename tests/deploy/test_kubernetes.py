@@ -20,7 +20,7 @@ import yaml
 
 from support.triton.serving import ROOT
 from tidewheel.cli import gateway, serve
-from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.gateway_options import Address
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 CUSTOM = json.loads((Path(__file__).parent / "schema" / "custom_resources.json").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, running
 from support.triton.serving import wait_for
 from tidewheel.gateway import upstream, upstreams
-from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.gateway_options import Address
 from tidewheel.health_endpoint import HealthEndpoint, Readiness
 
 

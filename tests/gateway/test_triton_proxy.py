@@ -11,7 +11,7 @@ import requests
 from support.gateway.running_gateway import entry, gateway_to, say
 from support.triton.grpc_triton import FakeTriton, running
 from support.triton.http_triton import Body, FakeHttpTriton, HttpError, error_body
-from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.gateway_options import Address
 
 LIMIT_S = 60
 

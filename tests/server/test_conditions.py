@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tidewheel.server import supervisor
+from tidewheel.engine import control_calls
 
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 
 from tidewheel.server import ServeError
+from tidewheel.server.console import Console
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.supervisor import Supervisor, SupervisorParts
@@ -40,7 +41,7 @@ def kill_server(supervisor):
 with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, guarded(work.root) as guard:
     parts = SupervisorParts(
         command=["/bin/sleep", "60"], environment=os.environ, signals=signals, log=ServerLog(), guard=guard,
-        work=work, note=print, on_line=print,
+        work=work, console=Console(verbose=False),
     )
     supervisor = Supervisor(parts)
     try:
@@ -76,17 +77,17 @@ def test_readiness_from_start_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engines", "idle"),
+    ("engines", "num_left"),
     [
         ({}, None),
         ({"dead": 0}, None),
-        ({"one": 0, "dead": 3}, True),
-        ({"one": 0, "two": 1}, False),
-        ({"one": 0, "silent": None}, False),
+        ({"one": 0, "dead": 3}, 0),
+        ({"one": 0, "two": 1}, 1),
+        ({"one": 0, "silent": None}, 1),
     ],
 )
 def test_an_engine_that_does_not_answer_is_not_idle(
-    monkeypatch: pytest.MonkeyPatch, engines: dict[str, int | None], idle: bool | None
+    monkeypatch: pytest.MonkeyPatch, engines: dict[str, int | None], num_left: int | None
 ) -> None:
     """Its step may take longer than the wait for an answer."""
 
@@ -97,6 +98,6 @@ def test_an_engine_that_does_not_answer_is_not_idle(
     def status(folder: Path) -> SimpleNamespace:
         return SimpleNamespace(state="ready", is_alive=folder.name != "dead")
 
-    monkeypatch.setattr(supervisor, "drain", drain)
-    monkeypatch.setattr(supervisor, "read_status", status)
-    assert supervisor._drain_engines([Path(name) for name in engines]) is idle
+    monkeypatch.setattr(control_calls, "drain", drain)
+    monkeypatch.setattr(control_calls, "read_status", status)
+    assert control_calls.drain_all([Path(name) for name in engines], 1.0) == num_left

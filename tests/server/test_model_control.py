@@ -71,7 +71,11 @@ class PollingTriton:
             (source / name / "config.pbtxt").touch()
         self.served = mirror(source, ["a"], folder / "models")
         self.control = ModelControl(
-            source, self.served, check=self.check, serves=lambda _: False, forget=self.forgotten.append
+            source=source,
+            target=self.served,
+            check=self.check,
+            serves=lambda _: False,
+            forget=self.forgotten.append,
         )
 
     def check(self) -> None:

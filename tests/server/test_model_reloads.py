@@ -32,10 +32,10 @@ def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypa
             raise OSError("no weights")
 
     Presence("other")
-    pending = Reload("demo", reload, 0.0)
+    notes: list[str] = []
+    pending = Reload("demo", reload, 0.0, notes.append, while_it_serves=False)
     wait_for(lambda: len(calls) == 2, 60, "another try")
-    assert pending.new_failure() == "model 'demo' cannot be loaded again, and is tried again: no weights"
-    assert pending.new_failure() == ""
+    assert notes == ["model 'demo' cannot be loaded again, and is tried again: no weights"]
     assert not pending.is_over
     Presence("demo")
     assert pending.is_over
@@ -55,8 +55,8 @@ def test_reloads_of_an_unloaded_model_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_pending_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
-    pending = Reload("demo", lambda _: pytest.fail("loaded"), 3600.0)
-    pending.cancel()
+    pending = Reload("demo", lambda _: pytest.fail("loaded"), 3600.0, pytest.fail, while_it_serves=False)
+    pending.cancelled.set()
     assert not pending.is_over
 
 

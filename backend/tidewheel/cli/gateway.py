@@ -77,9 +77,8 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.cli.usage import UsageError
-    from tidewheel.gateway.gateway_options import StandaloneOptions
+    from tidewheel.gateway.gateway_options import Address, StandaloneOptions
     from tidewheel.gateway.run_gateway import serve_gateway
-    from tidewheel.gateway.upstream import Address
 
     if not 0 <= args.port < 65536 or not 0 <= args.drain_s <= 86_400:
         raise UsageError("--port must be 0 to 65535, and --drain-s 0 to 86400")

@@ -11,13 +11,13 @@ import msgspec
 
 from tidewheel.cluster import ClusterError
 from tidewheel.entries.entry import UnreadableConfig, read_entry
-from tidewheel.errors import ConfigError
 from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_policies import check_scaling
+from tidewheel.fleet.scaling_policies import SCALING_POLICIES
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.server import repository
 
+APPLICATION, REPLICA, GATEWAY = "tidewheel", "replica", "gateway"  # names in Ray Serve
 MAX_REPLICAS = 1024
 DAY_S = 86_400
 # The cluster gives the bounds; limits by class are no numbers.
@@ -59,13 +59,14 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
     stream_limit_s: float = 600.0  # for requests of a removed replica
 
     def check(self) -> None:
-        """Raise `ClusterError`."""
+        """Raise `ClusterError`, or `ConfigError` for a setting of the scaling."""
         if bool(self.model) == bool(self.model_repository):
             raise ClusterError("give either model or model_repository: what the replicas serve")
         if self.model and self.models:
             raise ClusterError("models chooses entries of a model_repository: it does not go with model")
-        if self.router not in ROUTERS:
-            raise ClusterError(f"router is {self.router!r}: choose one of {', '.join(ROUTERS)}")
+        for name, known in (("router", ROUTERS), ("scaling", SCALING_POLICIES)):
+            if getattr(self, name) not in known:
+                raise ClusterError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(known)}")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise ClusterError(f"max_replicas is {self.max_replicas}: it must be replicas, {self.replicas}, or more")
         if not self.replicas and not self.max_replicas:
@@ -128,15 +129,12 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
                     f"scaling_settings has {name!r}: it may have {', '.join(_POLICY_SETTINGS)}; "
                     "replicas and max_replicas bound the number"
                 )
-        try:
-            check_scaling(self.scaling)
+        if self.scaling_settings:  # the bounds alone are right
             ScalingSettings(**self.policy_settings())
-        except ConfigError as error:
-            raise ClusterError(str(error)) from None
 
 
 def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
-    """Raise `ClusterError` for a wrong argument."""
+    """Raise `ClusterError` or `ConfigError` for a wrong argument."""
     try:
         settings = msgspec.convert(arguments, ClusterSettings)
     except msgspec.ValidationError as error:

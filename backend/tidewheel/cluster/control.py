@@ -10,19 +10,18 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from tidewheel.cluster import ClusterError, local_ray
-from tidewheel.cluster.cluster_settings import MAX_REPLICAS, ClusterSettings
+from tidewheel.cluster.cluster_settings import APPLICATION, GATEWAY, MAX_REPLICAS, REPLICA, ClusterSettings
 from tidewheel.cluster.local_ray import ClusterFolder, connected, first_line
-from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
 
 _POLL_S = 0.2
 _ASK_S = 10.0
-_REASON = re.compile(r"^(?:\w+\.)*(?:ClusterError|ConfigError): (.*)$", re.MULTILINE)
+_REASON = re.compile(r"^(?:\w+\.)*(?:ClusterError|ConfigError|ServeError): (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,10 @@ class ClusterStatus:
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Return the gateway's port. After `ClusterError`, nothing remains."""
+    """Return the gateway's port. After an error, nothing remains."""
     folder = _checked(settings)
     with folder.made() as lock:
-        try:
-            return _start(folder, lock, settings, note)
-        except BaseException:
-            folder.remove()
-            raise
+        return _start(folder, lock, settings, note)
 
 
 def status(folder: ClusterFolder) -> ClusterStatus:
@@ -73,7 +68,12 @@ def down(folder: ClusterFolder) -> None:
     with contextlib.suppress(ClusterError):  # without Ray, or without an application
         settings = folder.settings
         with connected(folder):
-            _delete(settings.drain_s)
+            from ray import serve
+
+            limit = time.monotonic() + settings.drain_s
+            serve.delete(APPLICATION, _blocking=False)
+            while APPLICATION in serve.status().applications and time.monotonic() < limit:
+                time.sleep(_POLL_S)
     folder.remove()
 
 
@@ -93,10 +93,7 @@ def _checked(settings: ClusterSettings) -> ClusterFolder:
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
     settings.check()
-    try:
-        check_keys(settings.host, settings.key_file)
-    except ServeError as error:
-        raise ClusterError(str(error)) from None
+    check_keys(settings.host, settings.api_keys)
     folder = ClusterFolder.here()
     folder.check_path()
     folder.check_free()
@@ -104,7 +101,7 @@ def _checked(settings: ClusterSettings) -> ClusterFolder:
     return folder
 
 
-def _start(folder: ClusterFolder, lock: int, settings: ClusterSettings, note: Callable[[str], None]) -> int:
+def _start(folder: ClusterFolder, lock: IO[bytes], settings: ClusterSettings, note: Callable[[str], None]) -> int:
     note("starting Ray")
     ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
     with connected(folder):
@@ -113,14 +110,13 @@ def _start(folder: ClusterFolder, lock: int, settings: ClusterSettings, note: Ca
         first = settings.first_replicas
         note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
         _deploy(folder, settings)
-        while not _is_ready(settings):
+        while (found := _status(settings, with_figures=False)).state != "RUNNING":
+            if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise ClusterError(f"the cluster cannot start: {found.message}")
             if ray.has_ended:
                 raise ClusterError(f"Ray ended at its start: {local_ray.last_line(folder.log)}")
             time.sleep(_POLL_S)
     return settings.port
-
-
-# --- calls of Ray, inside `connected` ---------------------------------------------------------------------------
 
 
 def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
@@ -128,7 +124,7 @@ def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
     import ray
     from ray import serve
 
-    from tidewheel.cluster.serve_app import APPLICATION, application, replica_gpus
+    from tidewheel.cluster.serve_app import application, replica_gpus
 
     have = ray.cluster_resources()
     for what, name, each, option in (
@@ -147,17 +143,8 @@ def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _is_ready(settings: ClusterSettings) -> bool:
-    found = _status(settings, with_figures=False)
-    if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
-        raise ClusterError(f"the cluster cannot start: {found.message}")
-    return found.state == "RUNNING"
-
-
 def _status(settings: ClusterSettings, *, with_figures: bool = True) -> ClusterStatus:
     from ray import serve
-
-    from tidewheel.cluster.serve_app import APPLICATION, REPLICA
 
     least, most = settings.replicas, settings.most_replicas
     wanted = f"{least} to {most}" if settings.is_scaled else str(least)
@@ -176,24 +163,11 @@ def _figures() -> dict[str, dict[str, float]]:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    from tidewheel.cluster.serve_app import APPLICATION, GATEWAY
-
     try:
         gateway: Any = serve.get_deployment_handle(GATEWAY, APPLICATION)
         return dict(gateway.figures.remote().result(timeout_s=_ASK_S))
     except (RayError, RayServeException, TimeoutError):
         return {}
-
-
-def _delete(drain_s: float) -> None:
-    from ray import serve
-
-    from tidewheel.cluster.serve_app import APPLICATION
-
-    limit = time.monotonic() + drain_s
-    serve.delete(APPLICATION, _blocking=False)
-    while APPLICATION in serve.status().applications and time.monotonic() < limit:
-        time.sleep(_POLL_S)
 
 
 def _reason(messages: list[str]) -> str:

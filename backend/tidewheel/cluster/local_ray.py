@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -15,20 +14,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
-import psutil
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.errors import ConfigError
 from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
 from tidewheel.server import workdir
 from tidewheel.server.workdir import CLUSTER
 from tidewheel_process.child import Child, StartError
-from tidewheel_process.locked_folder import LOCK, is_left_over, is_locked, try_lock
+from tidewheel_process.locked_folder import LOCK, LOOK_S, is_left_over, is_locked, try_lock
 from tidewheel_process.process_tree import arguments, signal_all, started_with
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; tokens and weights bypass it
@@ -65,31 +62,21 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterFolder:
     """Private folder, which the environment of every cluster process names."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ray = root / "r"  # short: sockets below it have long names
+        self.run = root / "run"
+        self.token = root / "token"
+        self.log = root / "log"
+        self._settings = root / "settings"
+        self._starting = root / "starting"
 
     @classmethod
     def here(cls) -> ClusterFolder:
         return cls(run_dir_path() / CLUSTER)
-
-    @property
-    def ray(self) -> Path:
-        return self.root / "r"  # short: sockets below it have long names
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def token(self) -> Path:
-        return self.root / "token"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log"
 
     @property
     def address(self) -> str:
@@ -111,7 +98,12 @@ class ClusterFolder:
     def settings(self) -> ClusterSettings:
         """Raise `ClusterError` without a cluster."""
         if not self.is_up:
-            raise ClusterError(f"no cluster of yours is up: {self._death or 'start one with tidewheel cluster up'}")
+            reason = f"Ray has ended: see {self.log}" if self.root.exists() else "start one with tidewheel cluster up"
+            for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):
+                if found := _DEATH.search(log.read_text(encoding="utf-8", errors="replace")):
+                    death = f"Ray's {found[1]} died ({found[2]}), and replicas and gateway ended with it"
+                    reason = f"{death}: see {self.ray}"
+            raise ClusterError(f"no cluster of yours is up: {reason}")
         try:
             return msgspec.json.decode(self._settings.read_bytes(), type=ClusterSettings)
         except FileNotFoundError:
@@ -135,57 +127,36 @@ class ClusterFolder:
             )
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[int]:
-        """Yield the lock's descriptor. Raise `ClusterError` if a cluster is up."""
-        try:
-            private_dir(self.root.parent)
-        except ConfigError as error:
-            raise ClusterError(str(error)) from None
+    def made(self) -> Iterator[IO[bytes]]:
+        """Yield the lock, and remove the folder after an error. Raise `ClusterError` if a cluster is up."""
+        private_dir(self.root.parent)
         self.check_free()
-        self.remove()
+        if self.root.exists():
+            self.remove()
         try:
             self.root.mkdir(mode=0o700)
         except FileExistsError:
             self.check_free()
             raise
-        starting = try_lock(self._starting)
-        try:
-            with (self.root / LOCK).open("wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(self._starting), _locked(self.root / LOCK) as lock:
+            try:
                 self.run.mkdir(mode=0o700)
                 self.token.touch(mode=0o600)
                 self.token.write_text(secrets.token_hex(32), encoding="utf-8")
-                yield lock.fileno()
-        finally:
-            if starting is not None:
-                starting.close()
+                yield lock
+            except BaseException:
+                self.remove()
+                raise
 
     def remove(self) -> None:
         """End the processes, `ray start` first, and remove the files."""
-        signal_all([one for one in self._processes() if " --block " in " ".join(arguments(one.pid))], signal.SIGTERM)
+        run = str(self.run)
+        ray = [one for one in started_with(RUN_DIR, run) if " --block " in " ".join(arguments(one.pid))]
+        signal_all(ray, signal.SIGTERM)
         end = time.monotonic() + _END_S
-        while self._processes() and time.monotonic() < end:
+        while started_with(RUN_DIR, run) and time.monotonic() < end:
             time.sleep(_POLL_S)
         workdir.remove(self.root)
-
-    def _processes(self) -> list[psutil.Process]:
-        return started_with(RUN_DIR, str(self.run))
-
-    @property
-    def _settings(self) -> Path:
-        return self.root / "settings"
-
-    @property
-    def _starting(self) -> Path:
-        return self.root / "starting"
-
-    @property
-    def _death(self) -> str:
-        """Report of Ray's process whose death ended the cluster, or empty."""
-        for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):
-            if found := _DEATH.search(log.read_text(encoding="utf-8", errors="replace")):
-                return f"Ray's {found[1]} died ({found[2]}), and replicas and gateway ended with it: see {self.ray}"
-        return f"Ray has ended: see {self.log}" if self.root.exists() else ""
 
     def environment(self) -> dict[str, str]:
         """Return Ray's variables, without another Ray's."""
@@ -193,18 +164,19 @@ class ClusterFolder:
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
 
-def start(folder: ClusterFolder, lock: int, num_cpus: int) -> Child:
+def _locked(path: Path) -> IO[bytes]:
+    if (lock := try_lock(path, LOOK_S)) is None:
+        raise ClusterError(f"{path} is locked by another process")
+    return lock
+
+
+def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:
     """Start Ray, whose first process holds the lock. Raise `ClusterError`."""
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *_OPTIONS]
     command += [f"--num-cpus={num_cpus}", f"--temp-dir={folder.ray}"]
     with folder.log.open("wb") as log:
-        child = Child(
-            command,
-            stdout=log,
-            stderr=log,
-            env={**folder.environment(), RUN_DIR: str(folder.run)},
-            pass_fds=(lock,),
-        )
+        environment = {**folder.environment(), RUN_DIR: str(folder.run)}
+        child = Child(command, stdout=log, stderr=log, env=environment, pass_fds=(lock.fileno(),))
     try:
         child.wait_ready(lambda: bool(folder.address), START_LIMIT_S)
     except StartError as error:
@@ -214,7 +186,7 @@ def start(folder: ClusterFolder, lock: int, num_cpus: int) -> Child:
 
 @contextlib.contextmanager
 def connected(folder: ClusterFolder) -> Iterator[None]:
-    """Raise `ClusterError` for Ray's errors and `ConfigError`."""
+    """Raise `ClusterError` for Ray's errors."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(folder.environment())
@@ -232,8 +204,6 @@ def connected(folder: ClusterFolder) -> Iterator[None]:
             _node_ip_address="127.0.0.1",
         )
         yield
-    except ConfigError as error:
-        raise ClusterError(str(error)) from None
     except (RayError, RayServeException, OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"Ray fails: {type(error).__name__}: {first_line(str(error))}") from None
     finally:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tidewheel.cluster.replica_upstreams import KnownReplica, feed_of
-from tidewheel.gateway.upstream import Address
-
 
 class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Router of Ray Serve that publishes replicas."""
 
+    # `cluster up` imports this module, which needs the gateway only in the gateway's actor.
     def initialize_state(self, deployment: str) -> None:
+        from tidewheel.cluster.replica_upstreams import feed_of
+
         self._feed = feed_of(deployment)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        from tidewheel.cluster.replica_upstreams import KnownReplica
+        from tidewheel.gateway.gateway_options import Address
+
         super().update_replicas(replicas)
         self._feed.publish(
             {

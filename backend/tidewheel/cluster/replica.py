@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,14 +16,13 @@ import msgspec
 import psutil
 
 from tidewheel.cluster import ClusterError
-from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
+from tidewheel.cluster.cluster_settings import read_settings
 from tidewheel.cluster.ray_scaling import figures_of
-from tidewheel.engine.control_calls import drain
-from tidewheel.engine.folder import read_status
+from tidewheel.engine.control_calls import drain_all
 from tidewheel.health_endpoint import Readiness
 from tidewheel.private_dir import private_dir, run_dir
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.workdir import current_engines_of, read_ports_file
+from tidewheel.server.workdir import current_engines_of, read_endpoints
 from tidewheel_process import process_tree
 from tidewheel_process.child import Child
 from tidewheel_process.handle import start_ticks
@@ -49,7 +47,12 @@ class Replica:
         settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
         self._stream_limit_s = settings.stream_limit_s
-        self._server = ServerChild(settings.serve_options, _address(settings))
+        host = "127.0.0.1"
+        if settings.replica_host == "node":
+            import ray.util
+
+            host = str(ray.util.get_node_ip_address())
+        self._server = ServerChild(settings.serve_options, host)
         self._figures: dict[str, float] = {}
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S))
         try:
@@ -78,21 +81,27 @@ class Replica:
         """Return the fields of `Address`."""
         endpoints = self._server.endpoints
         assert endpoints is not None
-        ports = {
-            "grpc": endpoints.grpc,
-            "metrics": endpoints.metrics,
-            "health": endpoints.health,
-            "http": endpoints.http,
-        }
-        return {name: endpoints.authority(port) for name, port in ports.items()}
+        return {name: endpoints.authority(getattr(endpoints, name)) for name in ("grpc", "metrics", "health", "http")}
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return figures for gateway and status."""
-        return await self._look()
+        """Return figures of `/metrics`, else the last, for gateway and status."""
+        endpoints = self._server.endpoints
+        assert endpoints is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.get(endpoints.metrics_url) as answer:
+                self._figures = figures_of(await answer.text())
+        await asyncio.to_thread(self._server.count_restarts)
+        if not self._figures:
+            return {}
+        try:
+            is_ready = (await self._readiness()).is_ready
+        except ClusterError:
+            is_ready = False
+        restarts = self._server.num_restarts + self._figures.get("engine_restarts", 0.0)
+        age_s = time.monotonic() - self._born
+        return {**self._figures, "is_ready": float(is_ready), "age_s": age_s, "restarts": restarts}
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return figures for scaling."""
-        return await self._look()
+    record_autoscaling_stats = record_routing_stats
 
     async def __del__(self) -> None:
         if hasattr(self, "_http"):
@@ -115,30 +124,16 @@ class Replica:
         if time.monotonic() - self._ready_at > START_LIMIT_S:
             raise ClusterError(f"the server is not ready for {START_LIMIT_S:g} s: {self._server.log}")
 
-    async def _look(self) -> dict[str, float]:
-        """Return figures of `/metrics`, else the last."""
-        endpoints = self._server.endpoints
-        assert endpoints is not None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._http.get(endpoints.metrics_url) as answer:
-                self._figures = figures_of(await answer.text())
-        await asyncio.to_thread(self._server.count_restarts)
-        if not self._figures:
-            return {}
-        try:
-            is_ready = (await self._readiness()).is_ready
-        except ClusterError:
-            is_ready = False
-        restarts = self._server.num_restarts + self._figures.get("engine_restarts", 0.0)
-        age_s = time.monotonic() - self._born
-        return {**self._figures, "is_ready": float(is_ready), "age_s": age_s, "restarts": restarts}
-
 
 class ServerChild:
     """`tidewheel serve`, which ends with its standard input, however this process ends."""
 
     def __init__(self, options: Sequence[str], host: str) -> None:
-        folder = _swept(private_dir(run_dir() / _FOLDER))
+        folder = private_dir(run_dir() / _FOLDER)
+        for path in folder.iterdir():  # of killed replicas
+            if path.stem.isdecimal() and start_ticks(int(path.stem)) is None:
+                with contextlib.suppress(OSError):
+                    path.unlink()
         self._ports = folder / f"{os.getpid()}.json"
         self.log = folder / f"{os.getpid()}.log"
         self.num_restarts = 0  # of tritonserver
@@ -153,14 +148,15 @@ class ServerChild:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=_environment(),
+                # Ray's token is not for servers.
+                env={key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "SERVE_"))},
             )
 
     @property
     def endpoints(self) -> Endpoints | None:
         """None until the server has chosen its ports."""
         if self._endpoints is None:
-            self._endpoints = read_ports_file(self._ports)
+            self._endpoints = read_endpoints(self._ports)
         return self._endpoints
 
     def check_alive(self) -> None:
@@ -183,7 +179,7 @@ class ServerChild:
         """Refuse requests, which the gateway resends, and wait for running ones."""
         engines = [] if self.endpoints is None else current_engines_of(self.endpoints.metrics)
         end = time.monotonic() + limit_s
-        while sum(map(_drain, engines)) and time.monotonic() < end:
+        while drain_all(engines, _ASK_S) and time.monotonic() < end:
             time.sleep(_DRAIN_LOOK_S)
 
     def stop(self) -> None:
@@ -191,34 +187,3 @@ class ServerChild:
         if not self._child.ends_within(_END_S):
             self._child.kill()  # its guard ends the rest
         self.log.unlink(missing_ok=True)
-
-
-def _drain(engine: Path) -> int:
-    """Return an engine's unfinished requests, or 1 without an answer."""
-    status = read_status(engine)
-    if status is None or status.state != "ready" or not status.is_alive:
-        return 0
-    stats = drain(engine, _ASK_S)
-    return 1 if stats is None else stats.num_running + stats.num_waiting
-
-
-def _address(settings: ClusterSettings) -> str:
-    if settings.replica_host == "loopback":
-        return "127.0.0.1"
-    import ray.util
-
-    return str(ray.util.get_node_ip_address())
-
-
-def _environment() -> dict[str, str]:
-    """Leave out Ray's variables: its token is not for servers."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "SERVE_"))}
-
-
-def _swept(folder: Path) -> Path:
-    """Remove the files of killed replicas."""
-    for path in folder.iterdir():
-        if path.stem.isdecimal() and start_ticks(int(path.stem)) is None:
-            with contextlib.suppress(OSError):
-                path.unlink()
-    return folder

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.fleet.router import ReplicaLoad
 from tidewheel.fleet.routers import make_router
-from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.upstream import Address
+from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstreams import Attempt, UpstreamLease, Upstreams
 from tidewheel_client.errors import Busy, RequestError
 
@@ -151,9 +150,11 @@ class ReplicaUpstreams(Upstreams):
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         call: Any = None
+        left_ms = attempt.request.left_ms
+        patience_s = self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
         self._num_held += 1
         try:
-            async with asyncio.timeout(self._patience(attempt.request)):
+            async with asyncio.timeout(patience_s):
                 while not self._has_fit(attempt):
                     if call is None and not self._members:
                         call = self._handle.wait_for_start.remote()
@@ -164,10 +165,6 @@ class ReplicaUpstreams(Upstreams):
             self._num_held -= 1
             if call is not None:
                 call.cancel()
-
-    def _patience(self, request: UpstreamRequest) -> float:
-        left_ms = request.left_ms
-        return self._patience_s if left_ms is None else min(self._patience_s, max(left_ms, 0.0) / 1000)
 
     def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
         """Allow a wait if replicas were lost, not if busy."""

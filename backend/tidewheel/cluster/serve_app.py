@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,21 +10,65 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from tidewheel.cluster.cluster_settings import ClusterSettings, read_settings
-from tidewheel.cluster.gateway_actor import GatewayActor
+from tidewheel.cluster import ClusterError
+from tidewheel.cluster.cluster_settings import GATEWAY, REPLICA, ClusterSettings, read_settings
 from tidewheel.cluster.replica import Replica
+from tidewheel.server import ServeError
+from tidewheel.server.endpoints import check_keys
 
-APPLICATION = "tidewheel"
-REPLICA, GATEWAY = "replica", "gateway"
 HEAD = "node:__internal_head__"  # the head node, where clients find the gateway
 LOOK_S = 1.0
 END_S = 20.0  # for a server to end
+_REBIND_S = 10.0  # until a dead gateway's port is free
+_PAUSE_S = 0.2
 _STARTS = 3  # failures before Ray gives up
 _VERSION = "1"  # constant, so that `scale` keeps running replicas
 
 
+class GatewayActor:
+    """Gateway, without Serve's proxies."""
+
+    async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        """`handle`: the replicas' deployment. Raise `ServeError` or `ConfigError`."""
+        from tidewheel.cluster.replica_upstreams import ReplicaUpstreams, feed_of  # only here: 0.5 s
+        from tidewheel.confidential import protect_texts
+        from tidewheel.gateway.api_keys import ApiKeys
+        from tidewheel.gateway.application import Gateway
+        from tidewheel.gateway.run_gateway import listen
+
+        settings = read_settings(arguments)
+        protect_texts()
+        check_keys(settings.host, settings.api_keys)
+        self._feed = feed_of(handle.deployment_name)
+        # `options` starts Ray's router, so that replicas are known before the first request.
+        upstreams = ReplicaUpstreams(handle.options(), self._feed, settings)
+        gateway = Gateway(upstreams, ApiKeys(settings.key_file), settings)
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + _REBIND_S
+        while True:
+            try:
+                self._listener = await listen(gateway, settings.host, settings.port, settings.drain_s)
+                return
+            except ServeError:
+                if loop.time() > limit:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+
+    async def check_health(self) -> None:
+        if not self._listener.addresses:
+            raise ClusterError("the gateway does not listen")
+
+    async def figures(self) -> dict[str, dict[str, float]]:
+        """Return each replica's last report by gRPC authority."""
+        return {one.address.grpc: dict(one.figures) for one in self._feed.replicas.values()}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_listener"):
+            await self._listener.cleanup()
+
+
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """Raise `ClusterError` for wrong arguments."""
+    """Raise `ClusterError` or `ConfigError` for wrong arguments."""
     return application(read_settings(arguments))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import zmq
 
 from tidewheel.engine.connection import Connection
-from tidewheel.engine.folder import read_status
+from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import CancelReply, CancelRequest, Drain, ListRequests, Message, RequestList, Stats
 from tidewheel.stats import EngineStats
 
@@ -20,6 +21,13 @@ def drain(engine_dir: Path, timeout_s: float = ANSWER_S) -> EngineStats | None:
     """Return the draining engine's figures, or None on timeout."""
     answer = _ask(engine_dir, Drain(), Stats, timeout_s)
     return None if answer is None else answer.stats
+
+
+def drain_all(engine_dirs: Sequence[Path], timeout_s: float) -> int | None:
+    """Drain the serving engines. Return their unfinished requests, 1 for each timeout; None without an engine."""
+    serving = [folder for folder in engine_dirs if _is_ready(read_status(folder))]
+    stats = [drain(folder, timeout_s) for folder in serving]
+    return sum(1 if one is None else one.num_running + one.num_waiting for one in stats) if serving else None
 
 
 def list_requests(engine_dir: Path, limit: int, timeout_s: float = ANSWER_S) -> RequestList | None:
@@ -35,7 +43,7 @@ def cancel_request(engine_dir: Path, pid: int, number: int, timeout_s: float = A
 
 def _ask(engine_dir: Path, message: Message, kind: type[T], timeout_s: float) -> T | None:
     status = read_status(engine_dir)
-    if status is None or status.state != "ready" or not status.is_alive:
+    if not _is_ready(status):
         return None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     connection = Connection(context, engine_dir, status)
@@ -46,3 +54,7 @@ def _ask(engine_dir: Path, message: Message, kind: type[T], timeout_s: float) ->
     finally:
         connection.close()
         context.term()
+
+
+def _is_ready(status: Status | None) -> TypeGuard[Status]:
+    return status is not None and status.state == "ready" and status.is_alive

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 _LEAST = 1e-3  # of factors and levels: keeps quiet nights finite
 
 
@@ -46,10 +48,6 @@ class ArrivalForecast:
         self._made: deque[float] = deque(maxlen=lead)
         self._errors: deque[tuple[float, float]] = deque(maxlen=settings.error_buckets)  # (error, arrivals)
 
-    def learn(self, counts: Iterable[float]) -> None:
-        for count in counts:
-            self._add(count)
-
     @property
     def is_ready(self) -> bool:
         return bool(self._season)
@@ -75,25 +73,25 @@ class ArrivalForecast:
         factor = self._season[(self._next + buckets - 1) % self._settings.num_buckets]
         return max(self._level + trend, 0.0) * factor
 
-    def _add(self, count: float) -> None:
-        if not self.is_ready:
-            self._first.append(count)
+    def learn(self, counts: Iterable[float]) -> None:
+        for count in counts:
+            if not self.is_ready:
+                self._begin(count)
+                continue
+            if len(self._made) == self._lead:
+                self._errors.append((abs(self._made[0] - count), count))
+            self._smooth(count)
             self._next += 1
-            if len(self._first) == self._settings.num_buckets:
-                self._begin()
-            return
-        if len(self._made) == self._lead:
-            self._errors.append((abs(self._made[0] - count), count))
-        self._smooth(count)
-        self._next += 1
-        self._made.append(self.ahead(self._lead))
+            self._made.append(self.ahead(self._lead))
 
-    def _begin(self) -> None:
-        first, count = self._first, len(self._first)
-        self._level = max(sum(first) / count, _LEAST)
-        means = [(first[index - 1] + first[index] + first[(index + 1) % count]) / 3 for index in range(count)]
-        self._season = [max(mean / self._level, _LEAST) for mean in means]
-        self._first = []
+    def _begin(self, count: float) -> None:
+        first = self._first
+        first.append(count)
+        self._next = num = len(first)
+        if num == self._settings.num_buckets:
+            self._level = max(sum(first) / num, _LEAST)
+            means = [(first[index - 1] + first[index] + first[(index + 1) % num]) / 3 for index in range(num)]
+            self._season = [max(mean / self._level, _LEAST) for mean in means]
 
     def _smooth(self, count: float) -> None:
         settings, index = self._settings, self._next % self._settings.num_buckets
@@ -138,7 +136,5 @@ def bucket_counts(arrivals: Sequence[float], settings: ForecastSettings) -> list
     if not len(arrivals):
         return []
     num_buckets = math.ceil((max(arrivals) + 1e-9) / settings.season_s) * settings.num_buckets
-    counts = [0.0] * num_buckets
-    for time in arrivals:
-        counts[int(time / settings.bucket_s)] += 1
-    return counts
+    buckets = (np.asarray(arrivals) / settings.bucket_s).astype(np.intp)
+    return [float(count) for count in np.bincount(buckets, minlength=num_buckets)]

@@ -41,15 +41,15 @@ class PrefixIndex:
             self._trim(other)
 
     def leave(self, slot: int) -> None:
-        for chunk in self._stamps.pop(slot):
-            self._drop_holder(chunk, slot)
+        for chunk in list(self._stamps[slot]):
+            self._drop(slot, chunk)
+        del self._stamps[slot]
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
         """Return stamps of the slot's leading chunks."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
-            stamp = stamps.get(chunk)
-            if stamp is None:
+            if (stamp := stamps.get(chunk)) is None:
                 break
             found.append(stamp)
         return tuple(found)
@@ -99,25 +99,19 @@ class PrefixIndex:
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:
-                del stamps[chunk]
-                self._drop_holder(chunk, slot)
+                self._drop(slot, chunk)
 
     def forget_until(self, slot: int, stamp: int) -> None:
         """Forget chunks last used until the stamp: an LRU cache that evicted one has too."""
         stamps = self._stamps[slot]
         while stamps and next(iter(stamps.values())) <= stamp:
-            self._drop_oldest(slot)
+            self._drop(slot, next(iter(stamps)))
 
     def _trim(self, slot: int) -> None:
         limit = min(MAX_KNOWN_OF_ONE, self._max_known // len(self._stamps))
-        while len(self._stamps[slot]) > limit:
-            self._drop_oldest(slot)
-
-    def _drop_oldest(self, slot: int) -> None:
         stamps = self._stamps[slot]
-        chunk = next(iter(stamps))
-        del stamps[chunk]
-        self._drop_holder(chunk, slot)
+        while len(stamps) > limit:
+            self._drop(slot, next(iter(stamps)))
 
     def check_invariants(self) -> None:
         pairs = {(chunk, slot) for slot, stamps in self._stamps.items() for chunk in stamps}
@@ -128,9 +122,9 @@ class PrefixIndex:
         for stamps in self._stamps.values():
             assert list(stamps.values()) == sorted(stamps.values())
 
-    def _drop_holder(self, chunk: int, slot: int) -> None:
-        left = self._holders[chunk] & ~(1 << slot)
-        if left:
+    def _drop(self, slot: int, chunk: int) -> None:
+        del self._stamps[slot][chunk]
+        if left := self._holders[chunk] & ~(1 << slot):
             self._holders[chunk] = left
         else:
             del self._holders[chunk]

@@ -208,7 +208,11 @@ class PrefixAware(SessionAffinity[T]):
         routed.stamp, routed.known = self.prefixes.touch(slot, request.chunks), known
         self._unstarted[slot].add(routed.stamp)
         if request.session:
-            self._remember(_session_key(request), replica)
+            key = _session_key(request)
+            self._homes.pop(key, None)
+            self._homes[key] = replica
+            if len(self._homes) > self._max_sessions:
+                del self._homes[next(iter(self._homes))]
         return routed
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
@@ -244,12 +248,6 @@ class PrefixAware(SessionAffinity[T]):
         stamp = routed.known[num_found]
         if stamp not in self._unstarted[slot]:
             self.prefixes.forget_until(slot, stamp)
-
-    def _remember(self, key: str, replica: T) -> None:
-        self._homes.pop(key, None)
-        self._homes[key] = replica
-        if len(self._homes) > self._max_sessions:
-            del self._homes[next(iter(self._homes))]
 
 
 ROUTERS: Mapping[str, Callable[[], Router[Any]]] = MappingProxyType(

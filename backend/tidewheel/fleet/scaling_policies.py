@@ -46,7 +46,14 @@ class ReactiveScaling:
 
 
 def current_need(settings: ScalingSettings, state: FleetState, work: Work) -> Need:
-    needs = [_queue_need(settings, state), _row_need(settings, state), _cache_need(settings, state)]
+    usage = sum(replica.cache_usage for replica in state.ready)
+    kept_usage = settings.cache_usage * settings.release_utilisation / settings.utilisation
+    by_rows = f"{state.num_unfinished} unfinished requests, a replica runs {settings.max_num_seqs}"
+    needs = [
+        _queue_need(settings, state),
+        _need_of(settings, state.num_unfinished / settings.max_num_seqs, by_rows),
+        Need(_ceil(usage / settings.cache_usage), _ceil(usage / kept_usage), f"{usage:.2f} caches are in use"),
+    ]
     if work.replica_tokens_per_s:
         by_work = work_need(settings, work.tokens_per_s, work.replica_tokens_per_s)
         # A rough capacity keeps replicas that a queue called for, and asks for no more.
@@ -60,19 +67,8 @@ def work_need(settings: ScalingSettings, tokens_per_s: float, replica_tokens_per
     return _need_of(settings, tokens_per_s / replica_tokens_per_s, reason)
 
 
-def _row_need(settings: ScalingSettings, state: FleetState) -> Need:
-    reason = f"{state.num_unfinished} unfinished requests, a replica runs {settings.max_num_seqs}"
-    return _need_of(settings, state.num_unfinished / settings.max_num_seqs, reason)
-
-
 def _need_of(settings: ScalingSettings, num_full: float, reason: str) -> Need:
     return Need(_ceil(num_full / settings.utilisation), _ceil(num_full / settings.release_utilisation), reason)
-
-
-def _cache_need(settings: ScalingSettings, state: FleetState) -> Need:
-    usage = sum(replica.cache_usage for replica in state.ready)
-    most = _ceil(usage / (settings.cache_usage * settings.release_utilisation / settings.utilisation))
-    return Need(_ceil(usage / settings.cache_usage), most, f"{usage:.2f} caches are in use")
 
 
 def _queue_need(settings: ScalingSettings, state: FleetState) -> Need:
@@ -103,36 +99,27 @@ class Hysteresis:
 
     def settle(self, state: FleetState, need: Need, hold_s: float) -> Decision:
         """Decide: fewer replicas once enough for `hold_s`, at most `scale_down_after_s`."""
+        settings, now = self._settings, state.now
         if self._target is None:
-            self._begin(state)
-        assert self._target is not None
-        floor = self._floor(state)
-        least = self._settings.clamp(max(need.least, floor))
-        most = self._settings.clamp(max(self._most.add(state.now, max(need.least, need.most), hold_s), floor))
-        if least > self._target:
-            return self._change(state.now, least, need.reason if need.least >= floor else "a request came")
-        is_calm = state.now - self._changed >= self._settings.cool_down_s
-        if most < self._target and is_calm and state.now - self._since >= hold_s:
-            return self._change(
-                state.now, most, f"{most} were enough for {hold_s:g} s" if most else "no request came"
-            )
-        return Decision(self._target, "enough")
-
-    def _begin(self, state: FleetState) -> None:
-        self._target, self._since = self._settings.clamp(state.num_replicas), state.now
+            self._target, self._since = settings.clamp(state.num_replicas), now
+            self._num_arrivals = state.num_arrivals
+            if state.num_replicas:
+                self._last_request = now  # keeps a fleet without requests for a while
+        if state.num_unfinished or state.num_arrivals > self._num_arrivals:
+            self._last_request = now
         self._num_arrivals = state.num_arrivals
-        if state.num_replicas:
-            self._last_request = state.now  # keeps a fleet without requests for a while
-
-    def _change(self, now: float, target: int, reason: str) -> Decision:
+        floor = 0 if now - self._last_request >= settings.idle_to_zero_s else 1
+        least = settings.clamp(max(need.least, floor))
+        most = settings.clamp(max(self._most.add(now, max(need.least, need.most), hold_s), floor))
+        is_calm = now - self._changed >= settings.cool_down_s and now - self._since >= hold_s
+        if least > self._target:
+            target, reason = least, need.reason if need.least >= floor else "a request came"
+        elif most < self._target and is_calm:
+            target, reason = most, f"{most} were enough for {hold_s:g} s" if most else "no request came"
+        else:
+            return Decision(self._target, "enough")
         self._target, self._changed = target, now
         return Decision(target, reason)
-
-    def _floor(self, state: FleetState) -> int:
-        if state.num_unfinished or state.num_arrivals > self._num_arrivals:
-            self._last_request = state.now
-        self._num_arrivals = state.num_arrivals
-        return 0 if state.now - self._last_request >= self._settings.idle_to_zero_s else 1
 
 
 class SlidingMaximum:
@@ -153,7 +140,7 @@ def _ceil(value: float) -> int:
     return math.ceil(value - _SLACK)
 
 
-class PredictiveScaling:
+class PredictiveScaling(ReactiveScaling):
     """Scale for the largest arrivals forecast within a replica's start, and for the current work.
 
     Decides as `ReactiveScaling` before a full season, while the recent error is large, or the capacity unknown.
@@ -165,12 +152,10 @@ class PredictiveScaling:
     ) -> None:
         """`history`: arrivals of earlier buckets; the last bucket ends with the first state."""
         forecast = forecast or ForecastSettings()
-        self._settings = settings
+        super().__init__(settings)
         self._bucket_s = forecast.bucket_s
         self._lead = math.ceil(settings.startup_s / forecast.bucket_s) + 1  # the current bucket, and the start
         self._buckets = ArrivalBuckets(forecast.bucket_s)
-        self._meter = WorkMeter(settings)
-        self._hysteresis = Hysteresis(settings)
         self.forecast = ArrivalForecast(forecast, lead=self._lead)
         self.forecast.learn(history)
 
@@ -180,17 +165,13 @@ class PredictiveScaling:
         need = current_need(self._settings, state, work)
         if not (self.forecast.is_reliable and work.is_firm and work.tokens_per_request):
             return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
-        ahead = self._need_ahead(work)
+        arrivals = max(self.forecast.ahead(buckets) for buckets in range(1, self._lead + 1)) / self._bucket_s
+        ahead = work_need(self._settings, arrivals * work.tokens_per_request, work.replica_tokens_per_s)
+        ahead = ahead._replace(reason=f"{arrivals:.3g} requests/s are forecast")
         least = max(ahead, need, key=lambda part: part.least)
         both = Need(least.least, max(ahead.least, need.most), least.reason)
         hold_s = min(max(self._settings.startup_s, self._bucket_s), self._settings.scale_down_after_s)
         return self._hysteresis.settle(state, both, hold_s)
-
-    def _need_ahead(self, work: Work) -> Need:
-        arrivals = max(self.forecast.ahead(buckets) for buckets in range(1, self._lead + 1))
-        tokens_per_s = arrivals / self._bucket_s * work.tokens_per_request
-        need = work_need(self._settings, tokens_per_s, work.replica_tokens_per_s)
-        return need._replace(reason=f"{arrivals / self._bucket_s:.3g} requests/s are forecast")
 
 
 class Constant:

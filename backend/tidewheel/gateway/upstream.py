@@ -3,50 +3,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import NamedTuple
 
 import aiohttp
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from tidewheel.gateway.gateway_options import Address
 from tidewheel_client.errors import RequestError
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
 LOOK_S = 0.5  # between looks
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
-DNS = "dns:"
-
-
-class Address(NamedTuple):
-    """Authorities (host:port) of a server; empty: unknown."""
-
-    grpc: str
-    metrics: str = ""
-    health: str = ""  # of `tidewheel serve`, or by `health_port`
-    http: str = ""  # of Triton, for proxied requests
-    is_name_of_many: bool = False  # each address of the host is a server
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """Parse `[dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]`. Raise ValueError."""
-        authority, *others = text.removeprefix(DNS).split(",")
-        host, _, port = authority.rpartition(":")
-        pairs = (other.partition("=") for other in others)
-        ports = {name: number for name, _, number in pairs}
-        is_number = all(one.isdecimal() and 0 < int(one) < 65536 for one in (port, *ports.values()))
-        if not host or not is_number or len(ports) < len(others) or ports.keys() - {"metrics", "health", "http"}:
-            raise ValueError(
-                f"{text!r} is no address: write [dns:]HOST:PORT[,metrics=PORT][,health=PORT][,http=PORT]"
-            )
-        authorities = {name: f"{host}:{port}" for name, port in ports.items()}
-        return cls(authority, **authorities, is_name_of_many=text.startswith(DNS))
-
-    def at(self, host: str) -> Address:
-        """Return the address of one resolved host."""
-        host = f"[{host}]" if ":" in host else host
-        grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
-        return Address(grpc, metrics, health, http)
 
 
 class HealthReply(msgspec.Struct):

@@ -15,7 +15,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAware
 from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.upstream import Address, Upstream
+from tidewheel.gateway.gateway_options import Address
+from tidewheel.gateway.upstream import Upstream
 from tidewheel.request import Priority
 from tidewheel_client import Chunk, codec
 from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable

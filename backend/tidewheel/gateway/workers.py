@@ -91,7 +91,7 @@ def serve_workers(options: StandaloneOptions) -> int:
             while not signals.count:
                 for child in children:
                     child.watch()
-                signals.wait(_LOOK_S)
+                time.sleep(_LOOK_S)
     return 0
 
 
@@ -121,7 +121,7 @@ def _running(
                 num_asked = signals.count
                 for restarted in children:
                     restarted.child.terminate()
-            signals.wait(_LOOK_S)
+            time.sleep(_LOOK_S)
     finally:
         for restarted in children:
             restarted.child.kill()
@@ -134,7 +134,7 @@ def _wait_listening(
     while not signals.count and not all(worker.is_listening() for worker in workers):
         if any(restarted.child.has_ended for restarted in children) or time.monotonic() > limit:
             raise ServeError("a worker of the gateway could not start: its error is above")
-        signals.wait(_LOOK_S)
+        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager

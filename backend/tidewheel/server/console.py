@@ -73,7 +73,13 @@ class WaitLine:
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
-                self._draw(f"  {what}, {seconds:.0f} s")
+                tqdm.monitor_interval = 0  # no thread beside one that forks
+                text = f"  {what}, {seconds:.0f} s"
+                if self._bar is None:
+                    self._bar = tqdm(
+                        desc=text, file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True
+                    )
+                self._bar.set_description_str(text)
             elif seconds >= self._next_s:
                 self._next_s = 2 * seconds
                 print(f"  {what}, {seconds:.0f} s so far", file=self._stream, flush=True)
@@ -83,12 +89,6 @@ class WaitLine:
             with contextlib.suppress(OSError, ValueError):
                 self._bar.close()
             self._bar = None
-
-    def _draw(self, text: str) -> None:
-        tqdm.monitor_interval = 0  # no thread beside one that forks
-        if self._bar is None:
-            self._bar = tqdm(desc=text, file=self._stream, bar_format="{desc}", leave=False, dynamic_ncols=True)
-        self._bar.set_description_str(text)
 
 
 @contextlib.contextmanager
@@ -124,18 +124,15 @@ class LoadProgress:
 
     def update(self) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
-            self._update()
-
-    def _update(self) -> None:
-        for name, folder in self._engines.items():
-            status = read_status(folder)
-            if status is not None and status.state in ("starting", "loading", "ready"):
-                self._show(name, status)
-        if self._bars:
-            self._wait.close()
-        else:
-            loading = [f"{name}: {stage}" for name, stage in self._stages.items() if stage != "ready"]
-            self._wait.update(", ".join(loading) or "tritonserver starts")
+            for name, folder in self._engines.items():
+                status = read_status(folder)
+                if status is not None and status.state in ("starting", "loading", "ready"):
+                    self._show(name, status)
+            if self._bars:
+                self._wait.close()
+            else:
+                loading = [f"{name}: {stage}" for name, stage in self._stages.items() if stage != "ready"]
+                self._wait.update(", ".join(loading) or "tritonserver starts")
 
     def close(self) -> None:
         self._wait.close()
@@ -144,23 +141,21 @@ class LoadProgress:
         self._bars.clear()
 
     def _show(self, name: str, status: Status) -> None:
-        stage = "ready" if status.state == "ready" else status.stage or "starting"
+        is_ready = status.state == "ready"
+        stage = "ready" if is_ready else status.stage or "starting"
         if self._on_terminal:
-            self._show_bar(name, stage, 1.0 if status.state == "ready" else status.fraction)
+            bar = self._bars.get(name) or self._add_bar(name, f"{name}: {stage:<10}")
+            bar.n = _STEPS if is_ready else round(_STEPS * min(max(status.fraction, 0.0), 1.0))
+            bar.set_description_str(f"{name}: {stage:<10}")
         elif self._stages.get(name) != stage:
             self._stages[name] = stage
             print(f"  {name}: {stage}", file=self._stream, flush=True)
 
-    def _show_bar(self, name: str, stage: str, fraction: float) -> None:
-        text = f"{name}: {stage:<10}"
-        bar = self._bars.get(name)
-        if bar is None:
-            bar = tqdm(
-                desc=text, total=_STEPS, file=self._stream, bar_format=_FORMAT, leave=False, position=len(self._bars)
-            )
-            self._bars[name] = bar
-        bar.n = round(_STEPS * min(max(fraction, 0.0), 1.0))
-        bar.set_description_str(text)
+    def _add_bar(self, name: str, text: str) -> tqdm:
+        place = len(self._bars)
+        bar = tqdm(desc=text, total=_STEPS, file=self._stream, bar_format=_FORMAT, leave=False, position=place)
+        self._bars[name] = bar
+        return bar
 
 
 def describe_models(
@@ -184,7 +179,16 @@ def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel], *,
         lines += [f"  a page    http://{endpoints.authority(endpoints.openai)}/playground"] if has_playground else []
     example = next((m.name for m in models if m.decoupled and m.backend == BACKEND), None)
     if example is not None:
-        lines += ["", "Try it:", *_examples(example, endpoints)]
+        url = "" if endpoints.grpc == _DEFAULT_GRPC_PORT else f" --url {endpoints.authority(endpoints.grpc)}"
+        name = shlex.quote(example)
+        body = f'{{"text_input": "{_PROMPT}", "stream": true, "max_tokens": 60}}'
+        lines += [
+            "",
+            "Try it:",
+            f'  tidewheel generate{url} --model {name} "{_PROMPT}"',
+            f"  tidewheel chat{url} --model {name}",
+            f"  curl -N http://{endpoints.authority(endpoints.http)}/v2/models/{name}/generate_stream -d '{body}'",
+        ]
     lines += ["", f"Watch it: {top_command(endpoints)}"]
     return "\n".join([*lines, "", "Ctrl-C ends the server."])
 
@@ -195,7 +199,9 @@ def top_command(endpoints: Endpoints) -> str:
 
 def version_warning(version: str, host: str) -> str | None:
     """Return the reason why this server must not face a network, or None."""
-    if is_loopback(host) or _number(version) >= OLDEST_FOR_PRODUCTION:
+    parts = version.split(".")[:2]
+    is_known = all(part.isdigit() for part in parts)
+    if is_loopback(host) or (is_known and tuple(map(int, parts)) >= OLDEST_FOR_PRODUCTION):
         return None
     return (
         f"Triton {version or 'of unknown version'} lacks security fixes and is not on loopback ({host}): serve with "
@@ -221,19 +227,3 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         f"{info.max_num_seqs} run at a time{', scheduled one step ahead' if info.async_scheduling else ''}",
         *([f"    {info.shortened}"] if info.shortened else []),
     ]
-
-
-def _examples(model: str, endpoints: Endpoints) -> list[str]:
-    url = "" if endpoints.grpc == _DEFAULT_GRPC_PORT else f" --url {endpoints.authority(endpoints.grpc)}"
-    name = shlex.quote(model)
-    body = f'{{"text_input": "{_PROMPT}", "stream": true, "max_tokens": 60}}'
-    return [
-        f'  tidewheel generate{url} --model {name} "{_PROMPT}"',
-        f"  tidewheel chat{url} --model {name}",
-        f"  curl -N http://{endpoints.authority(endpoints.http)}/v2/models/{name}/generate_stream -d '{body}'",
-    ]
-
-
-def _number(version: str) -> tuple[int, ...]:
-    parts = version.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()

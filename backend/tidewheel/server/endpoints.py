@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import http.client
+import http.client  # httpx2 takes four times as long to import, and each start waits for it
 import json
 import socket
 from dataclasses import asdict, dataclass, replace
@@ -50,17 +50,6 @@ class Endpoints:
     def ready_url(self) -> str:
         return f"http://{self.authority(self.health)}/ready"
 
-    def connect(self) -> socket.socket:
-        """Return a connection to the HTTP endpoint, unconnected if it does not answer."""
-        address = _ANY.get(self.host, self.host)
-        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        connection.settimeout(ANSWER_S)
-        with contextlib.suppress(OSError):
-            connection.connect((address, self.http))
-            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: tidewheel\r\n\r\n")
-            connection.recv(1)  # so that Triton counts it
-        return connection
-
     def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -69,18 +58,18 @@ class Endpoints:
         try:
             one.bind((self.host, port))
             one.listen(1)
-        except socket.gaierror:
-            raise ServeError(f"--host is {self.host!r}: no such address") from None
         except OSError as error:
-            raise ServeError(self._cannot_bind(port, name, error)) from None
+            option = f"--{name}-port"
+            if isinstance(error, socket.gaierror):
+                reason = f"--host is {self.host!r}: no such address"
+            elif error.errno == errno.EADDRINUSE:
+                reason = f"port {port} of {self.host} is in use: choose another with {option} (0 takes a free one)"
+            elif error.errno == errno.EADDRNOTAVAIL:
+                reason = f"--host is {self.host!r}: not an address of this machine"
+            else:
+                reason = f"cannot listen on {self.host} port {port} ({option}): {error.strerror}"
+            raise ServeError(reason) from None
         return int(one.getsockname()[1])
-
-    def _cannot_bind(self, port: int, name: str, error: OSError) -> str:
-        if error.errno == errno.EADDRINUSE:
-            return f"port {port} of {self.host} is in use: choose another with --{name}-port (0 takes a free one)"
-        if error.errno == errno.EADDRNOTAVAIL:
-            return f"--host is {self.host!r}: not an address of this machine"
-        return f"cannot listen on {self.host} port {port} (--{name}-port): {error.strerror}"
 
 
 class DeployedModel(NamedTuple):
@@ -97,31 +86,35 @@ class TritonHttp:
         self._authority = authority
 
     def is_ready(self) -> bool:
-        return self._holds("/v2/health/ready")
+        return self.holds("/v2/health/ready")
 
     def is_live(self) -> bool:
-        return self._holds("/v2/health/live")
+        return self.holds("/v2/health/live")
 
     def serves(self, model: str) -> bool:
-        return self._holds(f"/v2/models/{quote(model, safe='')}/ready")
+        return self.holds(f"/v2/models/{quote(model, safe='')}/ready")
+
+    def connect(self) -> http.client.HTTPConnection:
+        """Return a connection that Triton counts, unconnected if it does not answer."""
+        connection = http.client.HTTPConnection(self._authority, timeout=ANSWER_S)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse().read()
+        return connection
 
     def models(self) -> list[DeployedModel]:
         """Return the ready models. Raise OSError without an answer."""
         index = self._json("POST", "/v2/repository/index")
-        names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
-        return [self._model(name) for name in names]
+        models = []
+        for name in sorted({one["name"] for one in index if one.get("state") == "READY"}):
+            config = self._json("GET", f"/v2/models/{quote(name, safe='')}/config")
+            decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+            engine_of = config.get("parameters", {}).get("engine_of", {}).get("string_value", "")
+            models.append(DeployedModel(name, config.get("backend", ""), decoupled, engine_of))
+        return models
 
-    def _model(self, name: str) -> DeployedModel:
-        config = self._json("GET", f"/v2/models/{quote(name, safe='')}/config")
-        parameters = config.get("parameters", {})
-        return DeployedModel(
-            name=name,
-            backend=config.get("backend", ""),
-            decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-            engine_of=parameters.get("engine_of", {}).get("string_value", ""),
-        )
-
-    def _holds(self, path: str) -> bool:
+    def holds(self, path: str) -> bool:
+        """Return whether a GET is answered with 200."""
         try:
             return self._call("GET", path)[0] == 200
         except OSError:
@@ -134,20 +127,18 @@ class TritonHttp:
         return json.loads(body)
 
     def _call(self, method: str, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._authority, timeout=ANSWER_S)
-        try:
-            connection.request(method, path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except http.client.HTTPException as error:
-            raise OSError(str(error)) from error
-        finally:
-            connection.close()
+        with contextlib.closing(http.client.HTTPConnection(self._authority, timeout=ANSWER_S)) as connection:
+            try:
+                connection.request(method, path)
+                response = connection.getresponse()
+                return response.status, response.read()
+            except http.client.HTTPException as error:
+                raise OSError(str(error)) from error
 
 
-def check_keys(host: str, api_keys: Path | None) -> None:
+def check_keys(host: str, api_keys: Path | str | None) -> None:
     """Raise `ServeError` if other machines could use the gateway without a key."""
-    if api_keys is None and not is_loopback(host):
+    if not api_keys and not is_loopback(host):
         raise ServeError(
             f"--host is {host!r}, and there is no --api-keys: all that reach the gateway could use the models; "
             "give a file of keys, or leave the host at 127.0.0.1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import socketserver
 import threading
@@ -42,28 +41,23 @@ class _PendingLoad:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(kw_only=True)
 class ModelControl:
     """Loader and unloader of models, by changes of the private repository that Triton polls."""
 
-    def __init__(
-        self, source: Path, target: Path, *, check: Callable[[], None], serves: Callable[[str], bool],
-        forget: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        """`source`: the operator's repository; `target`: the private one; `serves` asks Triton.
+    source: Path  # the operator's repository
+    target: Path  # the private one
+    check: Callable[[], None]  # raises `ServeError` while nothing can be loaded
+    serves: Callable[[str], bool]  # asks Triton
+    forget: Callable[[str], None]  # takes an unloaded model
 
-        `check` raises `ServeError` while nothing can be loaded; `forget` takes an unloaded model.
-        """
-        self._source = source
-        self._target = target
-        self._check = check
-        self._serves = serves
-        self._forget = forget
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: _PendingLoad | None = None
 
     def handle(self, command: Command) -> None:
         """Do a command of `ask_server`. Raise `ServeError`. Not thread-safe."""
-        self._check()
+        self.check()
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         try:
             actions[command.do](command.model)
@@ -89,35 +83,31 @@ class ModelControl:
             self.note_load(pending.model, reason)
 
     def _load(self, model: str) -> None:
-        if model not in (names := repository.folder_names(self._source)):
-            raise ServeError(f"there is no model {model!r}; {self._source} has {', '.join(names) or 'none'}")
-        if model in repository.folder_names(self._target):
+        if model not in (names := repository.folder_names(self.source)):
+            raise ServeError(f"there is no model {model!r}; {self.source} has {', '.join(names) or 'none'}")
+        if model in repository.folder_names(self.target):
             raise ServeError(f"model {model!r} is loaded: tidewheel reload loads it again")
         self._wait(
             model,
-            functools.partial(repository.add_entry, self._source, model, self._target),
-            functools.partial(repository.remove_entry, self._target, model),
+            lambda: repository.add_entry(self.source, model, self.target),
+            lambda: repository.remove_entry(self.target, model),
         )
 
     def _reload(self, model: str) -> None:
         entry = self._loaded(model)
         repository.refresh_entry(entry)
-        self._wait(
-            model,
-            functools.partial(repository.load_again, entry),
-            functools.partial(repository.give_up_loading, entry),
-        )
+        self._wait(model, lambda: repository.load_again(entry), lambda: repository.give_up_loading(entry))
 
     def _unload(self, model: str) -> None:
         self._loaded(model)
-        repository.remove_entry(self._target, model)
-        self._forget(model)
-        wait_until(lambda: not self._serves(model), _TIMEOUT_S)
+        repository.remove_entry(self.target, model)
+        self.forget(model)
+        wait_until(lambda: not self.serves(model), _TIMEOUT_S)
 
     def _loaded(self, model: str) -> Path:
-        if model not in (names := repository.folder_names(self._target)):
+        if model not in (names := repository.folder_names(self.target)):
             raise ServeError(f"model {model!r} is not loaded; loaded models: {', '.join(names) or 'none'}")
-        return self._target / model
+        return self.target / model
 
     def _wait(self, model: str, load: Callable[[], None], undo: Callable[[], None]) -> None:
         pending = self._pending = _PendingLoad(model, undo)

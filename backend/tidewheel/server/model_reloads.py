@@ -28,42 +28,34 @@ class StubId(NamedTuple):
 class Reload:
     """Load of a model, tried on a thread until it succeeds, and over when a new front end serves."""
 
-    def __init__(self, model: str, load: Load, delay_s: float, *, while_it_serves: bool = False) -> None:
+    def __init__(
+        self, model: str, load: Load, delay_s: float, note: Callable[[str], None], *, while_it_serves: bool
+    ) -> None:
         self.model = model
         self.while_it_serves = while_it_serves
+        self.since = time.monotonic()
+        self.cancelled = threading.Event()
         self._load = load
         self._delay_s = delay_s
+        self._note = note
         self._before = front_ends(model)
-        self._since = time.monotonic()
-        self._failure = ""
-        self._cancelled = threading.Event()
         threading.Thread(target=self._run, name=f"reload of {model}", daemon=True).start()
 
     @property
     def is_over(self) -> bool:
         return not front_ends(self.model) <= self._before
 
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._since
-
-    def new_failure(self) -> str:
-        failure, self._failure = self._failure, ""
-        return failure
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-
     def _run(self) -> None:
         num_failures = 0
-        while not self._cancelled.wait(self._delay_s):
+        while not self.cancelled.wait(self._delay_s):
             try:
                 self._load(self.model)
                 return
             except OSError as error:
                 num_failures += 1
                 self._delay_s = RestartPolicy().delay_s(num_failures)
-                self._failure = f"model {self.model!r} cannot be loaded again, and is tried again: {error}"
+                if not self.cancelled.is_set():
+                    self._note(f"model {self.model!r} cannot be loaded again, and is tried again: {error}")
 
 
 class PendingReloads:
@@ -72,22 +64,19 @@ class PendingReloads:
         self._pending: list[Reload] = []
 
     def start(self, model: str, load: Load, delay_s: float = 0.0, *, while_it_serves: bool = False) -> None:
-        self._pending.append(Reload(model, load, delay_s, while_it_serves=while_it_serves))
+        self._pending.append(Reload(model, load, delay_s, self._note, while_it_serves=while_it_serves))
 
     def look(self) -> str:
-        """Note failures and successes. Return a model without a front end, or an empty string."""
-        for reload in self._pending:
-            if failure := reload.new_failure():
-                self._note(failure)
+        """Note successes. Return a model without a front end, or an empty string."""
         for reload in [reload for reload in self._pending if reload.is_over]:
             self._pending.remove(reload)
-            self._note(f"model {reload.model!r} is loaded again after {reload.age_s:.1f} s")
+            self._note(f"model {reload.model!r} is loaded again after {time.monotonic() - reload.since:.1f} s")
         return next((reload.model for reload in self._pending if not reload.while_it_serves), "")
 
     def cancel(self, model: str = "") -> None:
         """Cancel the reloads of `model`; empty: of all."""
         for reload in [reload for reload in self._pending if model in ("", reload.model)]:
-            reload.cancel()
+            reload.cancelled.set()
             self._pending.remove(reload)
 
 

@@ -185,12 +185,7 @@ def entry_text(parameters: Mapping[str, str], *, decoupled: bool, num_instances:
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
         f"instance_group [ {{ count: {num_instances} kind: KIND_CPU }} ]",  # front ends: the engine picks the device
     ]
-    lines += [
-        f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'
-        for key, value in parameters.items()
-    ]
+    for key, value in parameters.items():
+        text = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        lines.append(f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}')
     return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

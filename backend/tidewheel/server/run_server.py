@@ -7,12 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
@@ -20,7 +19,7 @@ from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.private_dir import unwritable
 from tidewheel.server import ServeError, model_control, repository, tritonserver, workdir
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
-from tidewheel.server.endpoints import DeployedModel, Endpoints, check_keys
+from tidewheel.server.endpoints import Endpoints, TritonHttp, check_keys
 from tidewheel.server.health import HealthMonitor
 from tidewheel.server.model_control import ControlSocket, ModelControl
 from tidewheel.server.model_reloads import Load
@@ -32,6 +31,7 @@ from tidewheel.server.tritonserver import (
     ClosedApi,
     ControlMode,
     TritonInstall,
+    control_flags,
     locate,
 )
 from tidewheel.server.workdir import WorkDir
@@ -91,18 +91,14 @@ class ServeOptions:
 
     @property
     def warnings(self) -> list[str]:
-        warnings = []
-        if "shared-memory" in self.open_apis:
-            warnings.append(
-                "--open-api shared-memory lets all that reach the ports, other users of the machine included, read "
-                "and change the requests of others (docs/proxy.md)"
-            )
-        if _MODELS_API in self.open_apis:
-            warnings.append(
-                f"--open-api {_MODELS_API} lets all that reach {self.endpoints.host} run code as this user: other "
-                "users of the machine, and every web page that a browser on it opens (docs/proxy.md)"
-            )
-        return warnings
+        dangers = {
+            "shared-memory": "all that reach the ports, other users of the machine included, read and change the "
+            "requests of others",
+            _MODELS_API: f"all that reach {self.endpoints.host} run code as this user: other users of the machine, "
+            "and every web page that a browser on it opens",
+        }
+        opened = (api for api in dangers if api in self.open_apis)
+        return [f"--open-api {api} lets {dangers[api]} (docs/proxy.md)" for api in opened]
 
     def source(self, work: WorkDir) -> Path:
         """Return the operator's repository, or the one that `--model` makes."""
@@ -122,7 +118,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         StopSignals() as signals,
         workdir.work_dir() as work,
         workdir.guarded(work.root) as guard,
-        _server_log(options.log_file) as log,
+        _log_file(options.log_file) as log_file,
     ):
         if options.end_with_stdin:
             call_at_end_of(_STDIN, signals.stop)
@@ -137,11 +133,10 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             command=plan.command,
             environment=plan.environment,
             signals=signals,
-            log=log,
+            log=ServerLog(log_file),
             guard=guard,
             work=work,
-            note=console.note,
-            on_line=console.server_line,
+            console=console,
         )
         with (
             workdir.ports_file(options.ports_file, plan.endpoints),
@@ -166,11 +161,11 @@ class _Plan(NamedTuple):
 
 def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
     try:
-        is_polled = _is_polled(options)
         models = _repository(options, work)
         names = repository.entries(models)
         endpoints = options.endpoints.chosen()
-        work.announce(endpoints)
+        workdir.write_endpoints(work.endpoints_file, endpoints)
+        control, load = _control(options, models, endpoints)
         tritonserver.assemble(install, work.backends)
         faults = {FAULTS_ALLOWED: "1"} if options.allow_faults else {}
         environment = tritonserver.environment(install, work) | faults
@@ -181,7 +176,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
             work,
             drain_s=options.drain_s,
             flags=tritonserver.known_flags(install, environment),
-            control=_control_flags(options, is_polled=is_polled),
+            control=control,
             opened=options.opened_apis,
             extra=options.triton_arguments,
         )
@@ -192,8 +187,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         if path is None or Path(path).is_relative_to(work.root):
             raise unwritable(work.root.parent, error) from None
         raise ServeError(f"{path} cannot be read: {error.strerror}") from None
-    load = _load(options, models, endpoints, is_polled=is_polled) if options.restart else None
-    return _Plan(install, command, environment, endpoints, engines, load)
+    return _Plan(install, command, environment, endpoints, engines, load if options.restart else None)
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
@@ -210,31 +204,21 @@ def _repository(options: ServeOptions, work: WorkDir) -> Path:
     return repository.select(source, options.models, work.repository) if options.models else source
 
 
-def _is_polled(options: ServeOptions) -> bool:
-    """Return whether Triton polls the private repository. Raise `ServeError` if it should and cannot."""
+def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple[list[str], Load | None]:
+    """Return Triton's flags, and how a model is loaded again. Raise `ServeError` if models cannot be controlled."""
+    if not options.is_closed:
+        flags = control_flags(options.model_control, options.models, options.repository_poll_s)
+        reload = partial(model_control.reload, endpoints.authority(endpoints.grpc))
+        return flags, reload if options.model_control == "explicit" else None
     # Without a free descriptor, a polling Triton unloads the models that it cannot see.
-    limit = raise_descriptor_limit()
-    if options.is_closed and options.model_control == "explicit" and limit < MANY_DESCRIPTORS:
+    if (limit := raise_descriptor_limit()) >= MANY_DESCRIPTORS:
+        return control_flags("poll", (), _POLL_S), lambda name: repository.load_again(models / name)
+    if options.model_control == "explicit":
         raise ServeError(
             f"--model-control explicit needs {MANY_DESCRIPTORS} open files, and {limit} are allowed: allow more "
             "(ulimit -Hn)"
         )
-    return options.is_closed and limit >= MANY_DESCRIPTORS
-
-
-def _control_flags(options: ServeOptions, *, is_polled: bool) -> list[str]:
-    if is_polled:
-        return tritonserver.control_flags("poll", (), _POLL_S)
-    mode = "none" if options.is_closed else options.model_control
-    return tritonserver.control_flags(mode, options.models, options.repository_poll_s)
-
-
-def _load(options: ServeOptions, models: Path, endpoints: Endpoints, *, is_polled: bool) -> Load | None:
-    if is_polled:
-        return lambda name: repository.load_again(models / name)
-    if options.model_control == "explicit":
-        return partial(model_control.reload, endpoints.authority(endpoints.grpc))
-    return None
+    return control_flags("none"), None
 
 
 def _model_control(
@@ -248,27 +232,23 @@ def _model_control(
         if supervisor.readiness.state in ("starting", "draining", "stopped"):
             raise ServeError(f"the server is {supervisor.readiness.state}: nothing can be loaded until it is ready")
 
-    work = parts.work
-    serves = plan.endpoints.triton.serves
     control = ModelControl(
-        options.source(work), work.repository, check=check, serves=serves, forget=supervisor.forget
+        source=options.source(parts.work),
+        target=parts.work.repository,
+        check=check,
+        serves=plan.endpoints.triton.serves,
+        forget=supervisor.forget,
     )
     parts.log.on_load = control.note_load
     supervisor.on_restart = control.note_restart
     return ControlSocket(parts.work.control, control.handle)
 
 
-@contextlib.contextmanager
-def _server_log(path: Path | None) -> Iterator[ServerLog]:
-    if path is None:
-        yield ServerLog()
-        return
+def _log_file(path: Path | None) -> contextlib.AbstractContextManager[IO[bytes] | None]:
     try:
-        copy = path.open("wb", buffering=0)
+        return contextlib.nullcontext() if path is None else path.open("wb", buffering=0)
     except OSError as error:
         raise ServeError(f"--log-file {str(path)!r} cannot be written: {error.strerror}") from None
-    with copy:
-        yield ServerLog(copy)
 
 
 @contextlib.contextmanager
@@ -355,23 +335,19 @@ class _Server:
         if self.gateway is None:
             return
         endpoints = self.plan.endpoints
-        url = f"http://{endpoints.authority(endpoints.openai or 0)}/health"
-
-        def is_ready() -> bool:
-            try:
-                with urllib.request.urlopen(url, timeout=1.0):
-                    return True
-            except OSError:
-                return False
-
+        http = TritonHttp(endpoints.authority(endpoints.openai or 0))
         try:
-            self.gateway.child.wait_ready(is_ready, _GATEWAY_START_S)
+            self.gateway.child.wait_ready(lambda: http.holds("/health"), _GATEWAY_START_S)
         except StartError as error:
             raise ServeError(f"the gateway {error}") from None
 
     def _describe(self, *, with_endpoints: bool) -> None:
         console, plan, version = self.console, self.plan, self.supervisor.version
-        models = self._models()
+        try:
+            models = plan.endpoints.triton.models()
+        except OSError as error:
+            models = []
+            console.note(f"warning: the server is ready and does not list its models: {error}")
         statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
         infos = {name: status.info for name, status in statuses.items() if status is not None and status.info}
         if warning := version_warning(version, plan.endpoints.host):
@@ -380,10 +356,3 @@ class _Server:
         if with_endpoints:
             has_playground = "--playground" in self.options.gateway_arguments
             console.report(describe_endpoints(plan.endpoints, models, has_playground=has_playground))
-
-    def _models(self) -> list[DeployedModel]:
-        try:
-            return self.plan.endpoints.triton.models()
-        except OSError as error:
-            self.console.note(f"warning: the server is ready and does not list its models: {error}")
-            return []

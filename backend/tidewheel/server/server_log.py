@@ -52,12 +52,16 @@ def parse(text: str) -> LogLine:
     match = _LINE.match(text)
     if match is None:
         return LogLine("", text)
-    return LogLine(match["level"], _unescape(match["message"]))
+    return LogLine(match["level"], match["message"].replace("\\n", "\n").replace('\\"', '"'))
 
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
     if match := _LOAD_FAILED.match(message) or _ENSEMBLE_FAILED.match(message):
-        return LoadFailure(match["model"], _advised(_one_line(match["reason"])))
+        reason = _one_line(match["reason"])
+        if other := _OTHER_BACKEND.search(reason):
+            advice = "and this server has none: tidewheel migrate makes such an entry ours"
+            return LoadFailure(match["model"], f"its backend is {other['backend']!r}, {advice}")
+        return LoadFailure(match["model"], reason)
     if match := _POLL_FAILED.match(message):
         detail = f": {syntax_error}" if syntax_error else ""
         return LoadFailure(match["model"], _one_line(match["reason"]) + detail)
@@ -77,8 +81,7 @@ class ServerLog:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._syntax_error = ""
-        self._kept: deque[LogLine] = deque(maxlen=_KEPT_LINES)
-        self._raw: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
         self.version = ""
         self.failure: LoadFailure | None = None
         self.on_load: Callable[[str, str], None] | None = None  # takes a model and its failure, empty if it serves
@@ -104,7 +107,7 @@ class ServerLog:
         return []
 
     def last_words(self) -> str:
-        lines = [line for line in self._kept if line.message.strip()]
+        lines = [line for line in map(parse, self._kept) if line.message.strip()]
         errors = [line for line in lines if line.level in ("E", "F") and line.is_problem]
         plain = [line for line in lines if line.level == "" and not line.message.startswith(("|", "+"))]
         best = (errors or plain or lines)[-1:]
@@ -112,7 +115,7 @@ class ServerLog:
 
     def quote(self) -> str:
         """Return the last lines, or the first lines of a stack trace."""
-        lines = [line for line in (*self._raw, self._rest) if line.strip()]
+        lines = [line for line in (*self._kept, self._rest) if line.strip()]
         traces = [index for index, line in enumerate(lines) if _SIGNAL.search(line)]
         start = traces[-1] if traces else max(len(lines) - _QUOTED_LINES, 0)
         quoted = lines[start : start + _QUOTED_LINES] or ["(nothing)"]
@@ -121,8 +124,7 @@ class ServerLog:
     def _note(self, text: str) -> LogLine:
         text = text.rstrip("\r")
         line = parse(text)
-        self._raw.append(text)
-        self._kept.append(line)
+        self._kept.append(text)
         if version := _VERSION.match(line.message):
             self.version = version[1]
         if syntax := _SYNTAX_ERROR.search(line.message):
@@ -139,19 +141,7 @@ class ServerLog:
             self.on_load(model, failure)
 
 
-def _advised(reason: str) -> str:
-    if not (other := _OTHER_BACKEND.search(reason)):
-        return reason
-    return (
-        f"its backend is {other['backend']!r}, and this server has none: tidewheel migrate makes such an entry ours"
-    )
-
-
 def _one_line(reason: str) -> str:
     text = without_places(reason)
     text = _EXCEPTION_NAME.sub("", text)
     return " ".join(text.split())
-
-
-def _unescape(message: str) -> str:
-    return message.replace("\\n", "\n").replace('\\"', '"') if "\\" in message else message

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import select
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from signal import SIGKILL, SIGTERM
-from types import TracebackType
 
 import psutil
 
 from tidewheel.adapter.stub_process import PresenceMark, read_mark
-from tidewheel.engine.control_calls import drain
+from tidewheel.engine.control_calls import drain_all
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import stop_engine
-from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
+from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.server import LoadError, ServeError
+from tidewheel.server.console import Console
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.model_reloads import Load, PendingReloads, SharedMemoryRelief, StubId
-from tidewheel.server.server_log import LogLine, ServerLog
+from tidewheel.server.server_log import ServerLog
 from tidewheel.server.tritonserver import BACKEND, STUB_NAME
 from tidewheel.server.workdir import WorkDir, remove_shared_memory, shared_bytes
 from tidewheel_process import process_tree
 from tidewheel_process.child import Child
 from tidewheel_process.current_process import StopSignals, adopt_orphans
 from tidewheel_process.guard import Guard
-from tidewheel_process.handle import ProcessHandle, start_ticks
+from tidewheel_process.handle import start_ticks
 from tidewheel_process.restarts import DeathCount
 
 POLL_S = 0.1
@@ -54,8 +53,7 @@ class SupervisorParts:
     log: ServerLog
     guard: Guard  # outlives the other processes
     work: WorkDir
-    note: Callable[[str], None]
-    on_line: Callable[[LogLine, State], None]
+    console: Console
 
 
 class Supervisor:
@@ -72,14 +70,12 @@ class Supervisor:
         self._log = parts.log
         self._deaths = DeathCount()
         self._served_since = 0.0
-        self._reloads = PendingReloads(parts.note)
-        self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, parts.work.shm_prefix), parts.note)
+        self._reloads = PendingReloads(parts.console.note)
+        self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, parts.work.shm_prefix), parts.console.note)
         self._unloaded: deque[str] = deque()  # models without reloads
         self._stubs = StubWatch()
         self._next_look = 0.0
         self._missed = ("", 0.0)  # death with waiting clients, and its end
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(parts.signals, selectors.EVENT_READ, parts.signals.clear)
         adopt_orphans()
         self._server = self._start()
 
@@ -138,7 +134,14 @@ class Supervisor:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
             if load is not None and may_give_back:
                 self._relief.look(self._stubs.serving, self._reloads, load)
-            self.readiness = self._judge()
+            while self._unloaded:
+                self._reloads.cancel(self._unloaded.popleft())
+            if model := self._reloads.look():
+                self.readiness = Readiness("reloading", f"{model}: its front end died")
+            elif self._stubs.paused:
+                self.readiness = Readiness("hung", f"{self._stubs.paused[0]}: its front end is paused")
+            else:
+                self.readiness = READY
             process_tree.reap(keep=[self._server.pid, *self.spared()])
 
     def restart(self, error: ServeError) -> None:
@@ -157,7 +160,6 @@ class Supervisor:
             self._pump(POLL_S)
         if not self.stop_requested:
             self._log.failure = None
-            self._stubs.close()
             self._stubs, self._missed = StubWatch(), ("", 0.0)
             self._server = self._start()
 
@@ -170,16 +172,16 @@ class Supervisor:
         self._begin_stop()
         folders = engine_dirs()
         end = time.monotonic() + limit_s
-        idle = _drain_engines(folders)
-        has_others = idle is None or _has_other_backends(endpoints)
+        num_left = drain_all(folders, DRAIN_ANSWER_S)  # a silent engine may be in a long step
+        has_others = num_left is None or _has_other_backends(endpoints)
         # An open connection keeps Triton from unloading models, which clients would then read as unknown.
-        with endpoints.connect() if idle is not None else contextlib.nullcontext():
+        with contextlib.nullcontext() if num_left is None else contextlib.closing(endpoints.triton.connect()):
             self._server.terminate()
-            while idle is False and time.monotonic() < end and not self.was_forced:
+            while num_left and time.monotonic() < end and not self.was_forced:
                 if self._wait_server(POLL_S):
                     return
-                idle = _drain_engines(folders)
-        if idle is False and not self.was_forced:
+                num_left = drain_all(folders, DRAIN_ANSWER_S)
+        if num_left and not self.was_forced:
             for folder in folders:
                 stop_engine(folder, FINAL_ANSWERS_S)
         if not self._wait_server(max(end - time.monotonic(), SETTLE_S) if has_others else SETTLE_S):
@@ -200,22 +202,17 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self.readiness = Readiness("stopped", str(error))
         self.end_all(0.0 if self.was_forced else DEATH_GRACE_S if error else ENGINE_GRACE_S)
         self._forget_server()
-        self._stubs.close()
-        self._selector.close()
 
     def _start(self) -> Child:
         parts = self._parts
         pipe, merged = subprocess.PIPE, subprocess.STDOUT
         server = Child(parts.command, env=dict(parts.environment), stdout=pipe, stderr=merged)
         os.set_blocking(server.stdout.fileno(), False)
-        self._selector.register(server.stdout, selectors.EVENT_READ, self._read_output)
         return server
 
     def _read_output(self) -> None:
@@ -223,19 +220,14 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while not output.closed and (data := os.read(output.fileno(), _READ_BYTES)):
                 for line in self._log.feed(data):
-                    self._parts.on_line(line, self.readiness.state)
-            self._close_output()
-
-    def _close_output(self) -> None:
-        if not self._server.stdout.closed:
-            self._selector.unregister(self._server.stdout)
-            self._server.stdout.close()
+                    self._parts.console.server_line(line, self.readiness.state)
+            output.close()
 
     def _forget_server(self) -> None:
         """Reap the server and read the rest of its output. May be called twice."""
         self._server.wait()
         self._read_output()
-        self._close_output()
+        self._server.stdout.close()
 
     def _descendants(self) -> list[psutil.Process]:
         guard = self._parts.guard.pid
@@ -272,17 +264,8 @@ class Supervisor:
         self._stubs.replaced.add(stub)
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
-        self._parts.note(f"{reason}; loading the model again")
+        self._parts.console.note(f"{reason}; loading the model again")
         self._reloads.start(mark.model, load, self._count_death(reason, was_serving=True))
-
-    def _judge(self) -> Readiness:
-        while self._unloaded:
-            self._reloads.cancel(self._unloaded.popleft())
-        if model := self._reloads.look():
-            return Readiness("reloading", f"{model}: its front end died")
-        if self._stubs.paused:
-            return Readiness("hung", f"{self._stubs.paused[0]}: its front end is paused")
-        return READY
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
         now = time.monotonic()
@@ -296,8 +279,10 @@ class Supervisor:
         self._reloads.cancel()
 
     def _pump(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
+        if self._server.stdout.closed:
+            time.sleep(timeout_s)
+        elif select.select([self._server.stdout], [], [], timeout_s)[0]:
+            self._read_output()
 
     def _wait_server(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s
@@ -315,38 +300,29 @@ class StubWatch:
         self.paused: list[str] = []  # models
         self.replaced: set[StubId] = set()  # ended stubs with a reload
         self._unreaped: dict[StubId, float] = {}  # ended stubs and the time of the first look
-        self._handles: dict[StubId, ProcessHandle] = {}  # of living stubs
+        self._living: list[StubId] = []
 
     @property
     def has_one_ended(self) -> bool:
-        return any(handle.has_ended for handle in self._handles.values())
+        return any(start_ticks(stub.pid) != stub.start_ticks for stub in self._living)
 
     def look(self, server_pid: int) -> tuple[StubId, PresenceMark | None] | None:
         """Return a dead stub, which Triton never starts again, and its mark if it served."""
         now = time.monotonic()
         statuses = _stubs(server_pid)
         marks = {stub: read_mark(*stub) for stub in statuses}
-        living = {stub: mark for stub, mark in marks.items() if mark and statuses[stub] != psutil.STATUS_ZOMBIE}
-        self.num_open = sum(mark.num_open for mark in living.values())
-        self.serving = {stub: mark.model for stub, mark in living.items()}
-        self.paused = [mark.model for stub, mark in living.items() if statuses[stub] == psutil.STATUS_STOPPED]
-        # A stub without a mark loaded, was unloaded or is of a foreign backend.
         ended = [stub for stub, status in statuses.items() if status == psutil.STATUS_ZOMBIE]
+        self._living = [stub for stub in statuses if stub not in ended]
+        # A stub without a mark loaded, was unloaded or is of a foreign backend.
+        serving = {stub: mark for stub in self._living if (mark := marks[stub]) is not None}
+        self.num_open = sum(mark.num_open for mark in serving.values())
+        self.serving = {stub: mark.model for stub, mark in serving.items()}
+        self.paused = [mark.model for stub, mark in serving.items() if statuses[stub] == psutil.STATUS_STOPPED]
         self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
-        self._keep_handles(set(statuses) - set(ended))
         for stub, since in self._unreaped.items():
             if stub not in self.replaced and (marks[stub] is not None or now - since >= REAP_GRACE_S):
                 return stub, marks[stub]
         return None
-
-    def close(self) -> None:
-        self._keep_handles(set())
-
-    def _keep_handles(self, living: set[StubId]) -> None:
-        for stub in self._handles.keys() - living:
-            self._handles.pop(stub).close()
-        for stub in living - self._handles.keys():
-            self._handles[stub] = ProcessHandle(*stub)
 
 
 def _stubs(server_pid: int) -> dict[StubId, str]:
@@ -366,16 +342,3 @@ def _has_other_backends(endpoints: Endpoints) -> bool:
     except OSError:
         return True
     return any(model.backend != BACKEND for model in models)
-
-
-def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
-    """Return whether no engine has a request left, or None without an engine."""
-    # A silent engine may be in a long step.
-    answers = [drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs if _serves(folder)]
-    idle = [answer is not None and answer.num_running + answer.num_waiting == 0 for answer in answers]
-    return all(idle) if idle else None
-
-
-def _serves(engine_dir: Path) -> bool:
-    status = read_status(engine_dir)
-    return status is not None and status.state == "ready" and status.is_alive

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ from tidewheel.server.workdir import WorkDir
 
 CONTAINER_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 STUB_NAME = "triton_python_backend_stub"
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _LINKED_PYTHON = re.compile(rb"libpython(3\.\d+)m?\.so")
 SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
@@ -46,7 +47,7 @@ BACKEND = "tidewheel"
 _PACKAGES = ("tidewheel", "tidewheel_kernels", "tidewheel_client", "tidewheel_process")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TritonInstall:
     binary: Path
     backends: Path  # holds `python/`, in a container others too
@@ -62,16 +63,20 @@ def locate(
 
     Raise `ServeError` if none fits.
     """
-    named = {"--tritonserver": explicit, "TRITONSERVER": environment.get("TRITONSERVER")}
-    for where, path in named.items():
-        if path:
-            return _named(where, path)
+    wheel = _wheel_folder()
+    for where, path in (("--tritonserver", explicit), ("TRITONSERVER", environment.get("TRITONSERVER"))):
+        if not path:
+            continue
+        binary = Path(path).expanduser().resolve()
+        if not (binary.is_file() and os.access(binary, os.X_OK)):
+            raise ServeError(f"{where} is {path!r}, no such program: name a tritonserver, or leave it out")
+        if wheel is not None and binary == _wheel_binary(wheel).resolve():
+            return _bundled(wheel)
+        return _installed(binary, f"named by {where}")
     if container.is_file():
         return _installed(container, "installed in this container")
-    on_path = shutil.which("tritonserver", path=environment.get("PATH"))
-    if on_path:
+    if on_path := shutil.which("tritonserver", path=environment.get("PATH")):
         return _installed(Path(on_path).resolve(), "from PATH")
-    wheel = _wheel_folder()
     if wheel is not None:
         return _bundled(wheel)
     raise ServeError(
@@ -80,48 +85,35 @@ def locate(
     )
 
 
-def _named(where: str, path: str) -> TritonInstall:
-    binary = Path(path).expanduser().resolve()
-    if not (binary.is_file() and os.access(binary, os.X_OK)):
-        raise ServeError(f"{where} is {path!r}, no such program: name a tritonserver, or leave it out")
-    wheel = _wheel_folder()
-    if wheel is not None and binary == _wheel_binary(wheel).resolve():
-        return _bundled(wheel)
-    return _installed(binary, f"named by {where}")
-
-
 def _installed(binary: Path, origin: str) -> TritonInstall:
     root = binary.parent.parent
-    backends = root / "backends"
-    stub = backends / "python" / STUB_NAME
-    _check_parts(binary, [backends / "python" / "libtriton_python.so", stub])
-    _check_stub(stub)
-    return TritonInstall(
-        binary=binary,
-        backends=backends,
-        stub=stub,
-        libraries=(root / "lib", *_python_library_folders()),
-        origin=origin,
-    )
+    stub = root / "backends" / "python" / STUB_NAME
+    _check_parts(binary, stub.with_name("libtriton_python.so"), stub)
+    with stub.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise ServeError(f"{stub} is empty: install the server again")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = _LINKED_PYTHON.search(content)
+            linked = found[1].decode() if found is not None else _PYTHON
+    if linked != _PYTHON:
+        raise ServeError(
+            f"{stub} is built for Python {linked}, this is Python {_PYTHON}: install tidewheel with Python {linked}"
+        )
+    libraries = (root / "lib", *_python_library_folders())
+    return TritonInstall(binary, root / "backends", stub, libraries, origin)
 
 
 def _bundled(package: Path) -> TritonInstall:
     root = package / "tritonserver"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = root / "python_backend_stubs" / version / STUB_NAME
+    stubs = root / "python_backend_stubs"
+    stub = stubs / _PYTHON / STUB_NAME
     if not stub.is_file():
-        offered = sorted(path.name for path in (root / "python_backend_stubs").glob("3.*"))
-        raise ServeError(
-            f"nvidia-pytriton has no stub for Python {version}, only for {', '.join(offered)}: use one of these"
-        )
-    _check_parts(_wheel_binary(package), [root / "backends" / "python" / "libtriton_python.so"])
-    return TritonInstall(
-        binary=_wheel_binary(package),
-        backends=root / "backends",
-        stub=stub,
-        libraries=(package.parent / "nvidia_pytriton.libs", *_python_library_folders()),
-        origin="from the nvidia-pytriton wheel",
-    )
+        offered = ", ".join(sorted(path.name for path in stubs.glob("3.*")))
+        raise ServeError(f"nvidia-pytriton has no stub for Python {_PYTHON}, only for {offered}: use one of these")
+    binary, backends = _wheel_binary(package), root / "backends"
+    _check_parts(binary, backends / "python" / "libtriton_python.so")
+    libraries = (package.parent / "nvidia_pytriton.libs", *_python_library_folders())
+    return TritonInstall(binary, backends, stub, libraries, "from the nvidia-pytriton wheel")
 
 
 def _wheel_folder() -> Path | None:
@@ -136,37 +128,22 @@ def _wheel_binary(package: Path) -> Path:
 
 def _python_library_folders() -> list[Path]:
     """Return the folder of the stub's libpython, unless the loader finds it. Raise `ServeError`."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    library = f"libpython{version}.so.1.0"
+    library = f"libpython{_PYTHON}.so.1.0"
     for folder in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix) / "lib"):
         if folder and (Path(folder) / library).is_file():
             return [Path(folder)]
-    if ctypes.util.find_library(f"python{version}") is None:
+    if ctypes.util.find_library(f"python{_PYTHON}") is None:
         raise ServeError(
             f"this Python has no {library}, which Triton's Python stub needs: use a Python built with "
-            f"--enable-shared, or install the system's libpython{version}"
+            f"--enable-shared, or install the system's libpython{_PYTHON}"
         )
     return []
 
 
-def _check_parts(binary: Path, parts: Iterable[Path]) -> None:
+def _check_parts(binary: Path, *parts: Path) -> None:
     for part in parts:
         if not part.is_file():
             raise ServeError(f"{binary} has no Python backend ({part} is missing): add it, or name another server")
-
-
-def _check_stub(stub: Path) -> None:
-    running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    with stub.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise ServeError(f"{stub} is empty: install the server again")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = _LINKED_PYTHON.search(content)
-            linked = found[1].decode() if found is not None else running
-    if linked != running:
-        raise ServeError(
-            f"{stub} is built for Python {linked}, this is Python {running}: install tidewheel with Python {linked}"
-        )
 
 
 def command(
@@ -185,12 +162,8 @@ def command(
         str(install.binary),
         f"--model-repository={repository}",
         f"--backend-directory={work.backends}",
-        f"--http-address={endpoints.host}",
-        f"--http-port={endpoints.http}",
-        f"--grpc-address={endpoints.host}",
-        f"--grpc-port={endpoints.grpc}",
-        f"--metrics-address={endpoints.host}",
-        f"--metrics-port={endpoints.metrics}",
+        *(f"--{name}-address={endpoints.host}" for name in ("http", "grpc", "metrics")),
+        *(f"--{name}-port={getattr(endpoints, name)}" for name in ("http", "grpc", "metrics")),
         f"--backend-config=python,shm-region-prefix-name={work.shm_prefix}",
         f"--backend-config=python,shm-default-byte-size={SHM_DEFAULT_BYTES}",
         f"--backend-config=python,shm-growth-byte-size={SHM_GROWTH_BYTES}",
@@ -201,7 +174,7 @@ def command(
     ]
 
 
-def control_flags(mode: ControlMode, models: Sequence[str], poll_s: int | None) -> list[str]:
+def control_flags(mode: ControlMode, models: Sequence[str] = (), poll_s: int | None = None) -> list[str]:
     """Return the flags of a mode. `explicit` loads `models`, or all, at its start."""
     flags = [f"--model-control-mode={mode}"]
     if mode == "explicit":

@@ -31,43 +31,18 @@ ENVIRONMENTS = Path("/tmp")  # noqa: S108 - where each Triton makes a folder `py
 _endpoints_decoder = msgspec.json.Decoder(Endpoints)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class WorkDir:
     root: Path
 
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def backends(self) -> Path:
-        return self.root / "backends"
-
-    @property
-    def repository(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def control(self) -> Path:
-        return self.root / "control"
-
-    @property
-    def written(self) -> Path:
-        """Repository of the entries that `--model` makes."""
-        return self.root / "written"
-
-    @property
-    def shm_prefix(self) -> str:
-        return f"{_SHM_PREFIX}{self.root.name.removeprefix(_PREFIX)}_"
-
-    @property
-    def endpoints(self) -> Endpoints | None:
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            return _endpoints_decoder.decode((self.root / ENDPOINTS).read_bytes())
-        return None
-
-    def announce(self, endpoints: Endpoints) -> None:
-        (self.root / ENDPOINTS).write_bytes(_encode(endpoints))
+    def __post_init__(self) -> None:
+        self.run = self.root / "run"
+        self.backends = self.root / "backends"
+        self.repository = self.root / "models"
+        self.written = self.root / "written"  # repository of the entries that `--model` makes
+        self.control = self.root / "control"
+        self.endpoints_file = self.root / ENDPOINTS
+        self.shm_prefix = f"{_SHM_PREFIX}{self.root.name.removeprefix(_PREFIX)}_"
 
 
 @contextlib.contextmanager
@@ -112,7 +87,7 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove what this user's killed servers left. Return the removed folders in `base`."""
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if is_free(marker):
-            _remove_shared_memory_and_marker(marker.name.removesuffix(_OWNER), shared_memory)
+            remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory, with_owner=True)
     return [root for root in base.glob(f"{_PREFIX}*") if is_left_over(root) and remove(root, shared_memory)]
 
 
@@ -120,23 +95,21 @@ def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
     """End a server's processes, remove its folder and shared memory, and return whether the folder is gone."""
     work = WorkDir(root)
     process_tree.end_all(lambda: process_tree.started_with(RUN_DIR, str(work.run)), _END_GRACE_S)
-    _remove_shared_memory_and_marker(work.shm_prefix, shared_memory)
+    remove_shared_memory(work.shm_prefix, shared_memory, with_owner=True)
     with contextlib.suppress(OSError):
         remove_environments(work.backends.stat().st_mtime)  # made right before Triton was started
     shutil.rmtree(root, ignore_errors=True)
     return not root.exists()
 
 
-def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove the shared memory of a tritonserver, except the owner's lock file."""
+def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY, *, with_owner: bool = False) -> None:
+    """Remove the shared memory of a tritonserver, and last its owner's lock file."""
+    owner = shared_memory / f"{prefix}{_OWNER}"
     for region in shared_memory.glob(f"{prefix}*"):
-        if region.name != f"{prefix}{_OWNER}":
+        if region != owner:
             _unlink(region)
-
-
-def _remove_shared_memory_and_marker(prefix: str, shared_memory: Path) -> None:
-    remove_shared_memory(prefix, shared_memory)
-    _unlink(shared_memory / f"{prefix}{_OWNER}")
+    if with_owner:
+        _unlink(owner)
 
 
 def _unlink(path: Path) -> None:
@@ -160,16 +133,13 @@ def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
                 folder.rmdir()
 
 
-def work_dirs(base: Path | None = None) -> list[WorkDir]:
-    """Return this user's running servers, in `base` or else in the run directory and the cluster's below it."""
+def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]:
+    """Return this user's servers, in `base` or else in the run directory and the cluster's below it."""
     own = run_dir_path()
     bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
     roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
-    return [WorkDir(root) for root in roots if is_own(root) and not is_left_over(root)]
-
-
-def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]:
-    return [(work, endpoints) for work in work_dirs(base) if (endpoints := work.endpoints) is not None]
+    running = [WorkDir(root) for root in roots if is_own(root) and not is_left_over(root)]
+    return [(work, ports) for work in running if (ports := read_endpoints(work.endpoints_file)) is not None]
 
 
 def current_engines_of(metrics_port: int) -> list[Path]:
@@ -208,12 +178,9 @@ def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
     if path is None:
         yield
         return
-    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        part.write_bytes(_encode(endpoints))
-        part.replace(path)
+        write_endpoints(path, endpoints)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ServeError(f"--ports-file {str(path)!r} cannot be written: {error.strerror}") from None
     try:
         yield
@@ -221,16 +188,21 @@ def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
         _unlink(path)
 
 
-def read_ports_file(path: Path) -> Endpoints | None:
-    """Return the endpoints in a `ports_file`, or None without one."""
+def write_endpoints(path: Path, endpoints: Endpoints) -> None:
+    """Write or replace the file at once. Raise OSError."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
+        part.write_bytes(msgspec.json.encode(endpoints))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_endpoints(path: Path) -> Endpoints | None:
+    """Return None without a readable file."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
         return _endpoints_decoder.decode(path.read_bytes())
-    except FileNotFoundError:
-        return None
-
-
-def _encode(endpoints: Endpoints) -> bytes:
-    return msgspec.json.encode(dataclasses.asdict(endpoints))
+    return None
 
 
 if __name__ == "__main__":

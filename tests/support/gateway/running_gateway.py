@@ -18,9 +18,8 @@ from support.triton.grpc_triton import Answer, Asked, response
 from support.triton.serving import wait_for
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
-from tidewheel.gateway.gateway_options import GatewayOptions
+from tidewheel.gateway.gateway_options import Address, GatewayOptions
 from tidewheel.gateway.run_gateway import listen
-from tidewheel.gateway.upstream import Address
 from tidewheel.gateway.upstreams import Upstreams
 
 

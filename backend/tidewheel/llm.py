@@ -28,9 +28,8 @@ from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
-from tidewheel.frontend.interface import Generation, OutputChunk
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import Outputs
+from tidewheel.frontend.output import Generation, OutputChunk, Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import TokenGrammar

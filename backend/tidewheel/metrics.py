@@ -111,7 +111,7 @@ HIT_TOKENS = _counter(
 )
 SESSION_HITS = _counter("tidewheel_session_hit_tokens_total", "Tokens found in a session", "num_session_hits")
 ENGINE_RESTARTS = _counter("tidewheel_engine_restarts_total", "Engines that took the place of a lost one")
-STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step")
+STEP_TOKENS = Metric("engine", "histogram", "vllm:iteration_tokens_total", "Tokens of a step", "step_tokens")
 
 # Counters of a tenant: fields of `stats.TenantFigures`.
 TENANT_REQUESTS = _tenant("tidewheel_tenant_requests_total", "Requests, refused ones included", "num_requests")
@@ -186,6 +186,6 @@ TRITON_QUEUE_TIME = _triton_counter("nv_inference_queue_duration_us", "Time in T
 TABLE: tuple[Metric, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Metric))
 
 
-def select(owner: Owner, kind: Kind) -> list[Metric]:
+def select(owner: Owner) -> list[Metric]:
     """Return the metrics of an owner that have a `source`."""
-    return [metric for metric in TABLE if metric.owner == owner and metric.kind == kind and metric.source]
+    return [metric for metric in TABLE if metric.owner == owner and metric.source]

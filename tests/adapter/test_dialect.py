@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from support.triton.fake_triton import InferenceRequest, InferenceResponseSender, ModelConfig, Tensor
-from tidewheel.adapter.request_tensors import read_request
-from tidewheel.adapter.responder import ResponseFormat, TritonSink, response_tensors
-from tidewheel.adapter.tensors import INPUTS, TRTLLM_OUTPUTS, complete
+from tidewheel.adapter.responder import TritonSink, response_tensors
+from tidewheel.adapter.tensors import INPUTS, TRTLLM_OUTPUTS, ResponseFormat, complete, read_request
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import ConfigError, InvalidRequest
-from tidewheel.frontend.interface import GenerateRequest, OutputChunk
+from tidewheel.frontend.output import OutputChunk
+from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.sampling import TopLogprobs
 
 DIALECT = {"parameters": {"io_dialect": {"string_value": "trtllm"}}}
@@ -46,7 +47,8 @@ def entry(**fields: Any) -> dict[str, Any]:
 
 def read(decoupled: bool = True, **arrays: Any) -> tuple[GenerateRequest, ResponseFormat]:
     request = InferenceRequest([Tensor(name, np.array(array)) for name, array in arrays.items()])
-    return read_request(request, decoupled=decoupled, max_prompt_bytes=99, arrival_ns=0, dialect="trtllm")
+    settings = FrontendSettings(io_dialect="trtllm")
+    return read_request(request, settings, decoupled=decoupled, max_prompt_bytes=99, arrival_ns=0)
 
 
 def types(tensors: list[dict[str, Any]]) -> dict[str, str]:

@@ -45,7 +45,8 @@ class FakeEngineFrontend:
             time.sleep(0.001)
             if must_stop():
                 raise Draining("closed")
-        self.target, self.has_failed, self.num_closed = target, False, 0
+        self.target, self.num_closed = target, 0
+        self.client = SimpleNamespace(has_failed=False)
         self.frontend = SimpleNamespace(is_idle=True)
         self.made.append(self)
 
@@ -117,7 +118,7 @@ def test_it_follows_to_another_engine(follower: Follower, target: EngineTarget) 
 
 
 def test_a_front_end_that_has_given_up_joins_the_engine_of_a_later_load(follower: Follower) -> None:
-    FakeEngineFrontend.made[0].has_failed = True
+    FakeEngineFrontend.made[0].client.has_failed = True
     wait_for(lambda: len(FakeEngineFrontend.made) == 2)
     assert follower.serving is FakeEngineFrontend.made[1]
 
@@ -131,7 +132,7 @@ def test_a_front_end_that_has_given_up_starts_its_engine_where_it_may(
     follower: Follower, target: EngineTarget, fields: dict[str, bool], starts: bool
 ) -> None:
     write(target, state="stopped", **fields)
-    FakeEngineFrontend.made[0].has_failed = True
+    FakeEngineFrontend.made[0].client.has_failed = True
     if starts:
         wait_for(lambda: len(FakeEngineFrontend.made) == 2)
         assert follower.serving.target.folder == target.folder
@@ -148,11 +149,11 @@ def test_an_engine_that_fails_while_it_is_looked_for_counts_as_failed(
     def fail_meanwhile(model_dir: Path) -> EngineTarget | None:
         found = find(model_dir)
         write(target, state="stopped", is_given_up=True)
-        FakeEngineFrontend.made[0].has_failed = True
+        FakeEngineFrontend.made[0].client.has_failed = True
         return found
 
     monkeypatch.setattr(module, "find_engine", fail_meanwhile)
-    wait_for(lambda: FakeEngineFrontend.made[0].has_failed)
+    wait_for(lambda: FakeEngineFrontend.made[0].client.has_failed)
     monkeypatch.setattr(module, "find_engine", find)
     let_turn(follower)
     assert len(FakeEngineFrontend.made) == 1
@@ -177,7 +178,7 @@ def test_no_error_ends_the_thread(follower: Follower, target: EngineTarget, erro
 
 def test_closing_waits_for_no_engine(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngineFrontend, "hangs", True)
-    FakeEngineFrontend.made[0].has_failed = True
+    FakeEngineFrontend.made[0].client.has_failed = True
     wait_for(lambda: FakeEngineFrontend.num_hanging)
     follower.close()
     FakeEngineFrontend.made[0].num_closed = 0  # the fixture closes again

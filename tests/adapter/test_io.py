@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from support.triton.fake_triton import InferenceRequest, Tensor
-from tidewheel.adapter.request_tensors import MAX_PARAMETER_BYTES, read_request
-from tidewheel.adapter.responder import ResponseFormat, response_tensors
-from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
+from tidewheel.adapter.responder import response_tensors
+from tidewheel.adapter.tensors import INPUTS, MAX_PARAMETER_BYTES, OUTPUTS, RETURN_FLAGS, ResponseFormat, read_request
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
-from tidewheel.frontend.interface import GenerateRequest, OutputChunk, Response
+from tidewheel.frontend.output import OutputChunk, Response
+from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.sampling import TopLogprobs
 
 _DTYPES = {
@@ -46,7 +47,7 @@ def read(
         json.dumps(parameters) if parameters else "",
         request_id="r7",
     )
-    return read_request(request, decoupled=decoupled, max_prompt_bytes=limit, arrival_ns=5)
+    return read_request(request, FrontendSettings(), decoupled=decoupled, max_prompt_bytes=limit, arrival_ns=5)
 
 
 def parameters_of(request: GenerateRequest) -> dict[str, dict[str, object]]:
@@ -75,9 +76,10 @@ def test_the_span_that_asks_is_triton_s_or_the_client_s(
     context: str | None, parameters: dict[str, Any], expected: str
 ) -> None:
     request = InferenceRequest([tensor("text_input", "x")], json.dumps(parameters), trace_context=context)
-    for traced in (True, False):
-        read_it, _ = read_request(request, decoupled=True, max_prompt_bytes=10, arrival_ns=5, traced=traced)
-        assert read_it.traceparent == (expected if traced else "")
+    for endpoint in ("http://127.0.0.1:4318", ""):
+        settings = FrontendSettings(otlp_traces_endpoint=endpoint)
+        read_it, _ = read_request(request, settings, decoupled=True, max_prompt_bytes=10, arrival_ns=5)
+        assert read_it.traceparent == (expected if endpoint else "")
         assert read_it.parameters == ()
 
 
@@ -88,7 +90,7 @@ def test_prompt_bytes_are_passed_on_unchecked() -> None:
 def test_input_ids_are_copied_out_of_tritons_memory() -> None:
     shared = np.array([3, 1, 2], dtype=np.int32)
     request = InferenceRequest([Tensor("input_ids", shared)])
-    generate, _ = read_request(request, decoupled=True, max_prompt_bytes=100, arrival_ns=0)
+    generate, _ = read_request(request, FrontendSettings(), decoupled=True, max_prompt_bytes=100, arrival_ns=0)
     shared[:] = 0
     assert generate.input_ids is not None
     assert generate.input_ids.tolist() == [3, 1, 2]
@@ -101,8 +103,9 @@ def test_input_ids_are_copied_out_of_tritons_memory() -> None:
 )
 def test_the_lower_time_limit_holds(timeout_us: int, max_request_s: float | None, expected: int) -> None:
     request = InferenceRequest([tensor("text_input", "Hi")], timeout_us=timeout_us)
-    limits: dict[str, Any] = {"max_prompt_bytes": 9, "max_request_s": max_request_s}
-    assert read_request(request, decoupled=True, arrival_ns=0, **limits)[0].timeout_us == expected
+    settings = FrontendSettings(max_request_s=max_request_s)
+    generate, _ = read_request(request, settings, decoupled=True, max_prompt_bytes=9, arrival_ns=0)
+    assert generate.timeout_us == expected
 
 
 def test_messages() -> None:
@@ -181,7 +184,7 @@ def test_a_parameter_that_triton_puts_together_from_two_is_refused() -> None:
     """From a body and its `parameters`, or from a name and the same one with a NUL: one may be that of a proxy."""
     given = InferenceRequest([tensor("text_input", "Hi")], '{"tenant": "acme", "tenant": "other"}', request_id="r")
     with pytest.raises(InvalidRequest, match="parameters has the key 'tenant' twice"):
-        read_request(given, decoupled=True, max_prompt_bytes=99, arrival_ns=5)
+        read_request(given, FrontendSettings(), decoupled=True, max_prompt_bytes=99, arrival_ns=5)
 
 
 def test_empty_sampling_parameters() -> None:
@@ -401,7 +404,10 @@ def test_figures_come_when_the_last_sequence_ends() -> None:
 
 def test_the_timeout_of_triton() -> None:
     request = InferenceRequest([tensor("text_input", "x")], timeout_us=1500)
-    assert read_request(request, decoupled=True, max_prompt_bytes=9, arrival_ns=0)[0].timeout_us == 1500
+    assert (
+        read_request(request, FrontendSettings(), decoupled=True, max_prompt_bytes=9, arrival_ns=0)[0].timeout_us
+        == 1500
+    )
 
 
 def test_text_that_is_no_unicode() -> None:

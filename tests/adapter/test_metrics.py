@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
-from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
+from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, request_metrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
-from tidewheel.errors import TAGS, Busy, EngineDead
-from tidewheel.frontend.request_figures import FinishedRequest, FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.errors import TAGS, Busy, EngineDead, InvalidRequest, Unsupported
+from tidewheel.frontend.output import OutputChunk
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.metrics import TABLE
 from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
@@ -179,6 +180,10 @@ def test_who_takes_over_goes_on_where_the_other_stopped() -> None:
     assert value("vllm:num_requests_running") == 3
 
 
+def last_chunk(reason: str, num_input_tokens: int, stats: RequestStats | None = None) -> OutputChunk:
+    return OutputChunk(text="", finish_reason=reason, num_input_tokens=num_input_tokens, stats=stats)
+
+
 def make_stats(recorder: StatsRecorder) -> StatsRecorder:
     """Two answered requests, one refused, one cancelled, one whose engine died."""
     for _ in range(5):
@@ -187,9 +192,9 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
     perf = RequestStats(
         arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=900_000_000, last_token_ns=2_900_000_000,
     )  # fmt: skip
-    recorder.finished(FinishedRequest("stop", 0.9, 7, [1, 3], perf))
-    recorder.finished(FinishedRequest("length", 7.0, 5, [4], perf))
-    recorder.finished(FinishedRequest("cancelled", 1.0, 0, [], None))
+    recorder.finished(last_chunk("stop", 7, perf), 0.9, [1, 3])
+    recorder.finished(last_chunk("length", 5, perf), 7.0, [4])
+    recorder.finished(last_chunk("cancelled", 0), 1.0, [])
     recorder.failed(Busy("full"), had_output=False)
     recorder.failed(EngineDead("gone"), had_output=True)
     return recorder
@@ -197,8 +202,11 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
 
 def test_request_figures() -> None:
     recorder = make_stats(StatsRecorder(128))
-    metrics = RequestMetrics(LABELS, recorder.snapshot())
-    metrics.publish(recorder.snapshot(), {"TW-INPUT": 2, "TW-UNSUPPORTED": 1})
+    metrics = request_metrics(LABELS, recorder.snapshot())
+    for error in (InvalidRequest("x"), InvalidRequest("y"), Unsupported("z")):
+        recorder.received()
+        recorder.failed(error, had_output=False)
+    metrics.publish(recorder.snapshot())
     assert value("tidewheel_requests_received_total", **LABELS) == 8
     for reason in ("stop", "length", "cancelled"):
         assert value("vllm:request_success_total", finished_reason=reason) == 1
@@ -211,7 +219,7 @@ def test_request_figures() -> None:
 
 def test_request_histograms() -> None:
     stats = make_stats(StatsRecorder(128)).snapshot()
-    RequestMetrics(LABELS, stats).publish(stats, {})
+    request_metrics(LABELS, stats).publish(stats)
     first, queue = "vllm:time_to_first_token_seconds", "vllm:request_queue_time_seconds"
     assert [value(f"{first}_bucket", le=edge) for edge in ("0.04", "0.06", "0.08", "2560", "+Inf")] == [0, 1, 2, 2, 2]
     assert value(f"{first}_sum", **LABELS) == pytest.approx(0.12)
@@ -240,9 +248,9 @@ def test_goodput_by_class() -> None:
         ("deadline", 0.1, [6], Priority.LOW),
         ("stop", 0.1, [], Priority.LOW),  # of the tokenizer
     ):
-        recorder.finished(FinishedRequest(reason, seconds, 7, num_tokens, None, priority))
-    metrics = RequestMetrics(LABELS, recorder.snapshot())
-    metrics.publish(recorder.snapshot(), {})
+        recorder.finished(last_chunk(reason, 7), seconds, num_tokens, priority)
+    metrics = request_metrics(LABELS, recorder.snapshot())
+    metrics.publish(recorder.snapshot())
     for name, expected in (("answered", [0, 2, 0, 1]), ("in_time", [0, 1, 0, 1])):
         classes = ("critical", "high", "normal", "low")
         assert [value(f"tidewheel_requests_{name}_total", **{"class": one}) for one in classes] == expected
@@ -250,7 +258,7 @@ def test_goodput_by_class() -> None:
 
 def test_every_series_with_a_tag_or_class_is_there_from_the_start() -> None:
     """Prometheus sees no increase in a series that begins above zero."""
-    RequestMetrics(LABELS, StatsRecorder(128).snapshot())
+    request_metrics(LABELS, StatsRecorder(128).snapshot())
     for tag in TAGS:
         assert value("tidewheel_requests_failed_total", tag=tag) == 0
     for priority in Priority:
@@ -276,13 +284,13 @@ def test_steps_are_a_histogram() -> None:
 
 def test_the_next_flush_adds_what_is_new() -> None:
     recorder = make_stats(StatsRecorder(128))
-    metrics = RequestMetrics(LABELS, recorder.snapshot())
-    metrics.publish(recorder.snapshot(), {})
+    metrics = request_metrics(LABELS, recorder.snapshot())
+    metrics.publish(recorder.snapshot())
     calls = MetricFamily.num_calls
-    metrics.publish(recorder.snapshot(), {})
+    metrics.publish(recorder.snapshot())
     assert MetricFamily.num_calls == calls
     recorder.tokens([TokenTiming(0.3, 1, 0)])
-    metrics.publish(recorder.snapshot(), {})
+    metrics.publish(recorder.snapshot())
     assert value("vllm:inter_token_latency_seconds_count") == 3
     assert value("vllm:generation_tokens_total") == 5
 

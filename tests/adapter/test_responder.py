@@ -10,8 +10,9 @@ import pytest
 from support.triton import fake_triton
 from support.triton.fake_triton import InferenceResponseSender, TritonError
 from tidewheel import errors
-from tidewheel.adapter.responder import ResponseFormat, TritonSink
-from tidewheel.frontend.interface import OutputChunk
+from tidewheel.adapter.responder import TritonSink
+from tidewheel.adapter.tensors import ResponseFormat
+from tidewheel.frontend.output import OutputChunk
 
 LAST = OutputChunk(text="c", finish_reason="stop")
 

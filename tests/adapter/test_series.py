@@ -7,73 +7,70 @@ import gc
 import pytest
 
 from support.triton.fake_triton import MetricFamily
-from tidewheel.adapter.metrics import (
-    MAX_OBSERVATIONS,
-    MAX_WAITING,
-    CounterSeries,
-    GaugeSeries,
-    HistogramSeries,
-    LabelledCounters,
-    make_family,
-)
+from tidewheel.adapter.metrics import MAX_OBSERVATIONS, MAX_WAITING, HistogramSeries, NumberSeries
 from tidewheel.metrics import Metric
 from tidewheel.stats import Histogram
 
 LABELS = {"model_name": "demo"}
-COUNTER = Metric("engine", "counter", "c", "d", label="tag")
+COUNTER = Metric("engine", "counter", "c", "d")
+LABELLED = Metric("engine", "counter", "t", "d", label="tag")
 GAUGE = Metric("engine", "gauge", "g", "d")
 HISTOGRAM = Metric("engine", "histogram", "h", "d")
 value = MetricFamily.value
 
 
+def counter() -> NumberSeries:
+    return NumberSeries(COUNTER, LABELS)
+
+
 def test_counter_sends_differences() -> None:
-    counter = CounterSeries(make_family(COUNTER), LABELS)
+    series = counter()
     for total in (3, 3, 5.5):
-        counter.advance(total)
+        series.advance({"": total})
     assert value("c") == 5.5
     assert MetricFamily.num_calls == 2  # nothing for what did not change
 
 
 def test_counter_survives_a_restart_of_what_it_follows() -> None:
-    counter = CounterSeries(make_family(COUNTER), LABELS)
+    series = counter()
     for total in (7, 2, 3):
-        counter.advance(total)
+        series.advance({"": total})
     assert value("c") == 10
 
 
 def test_counters_of_two_front_ends_add_up() -> None:
-    first, second = (CounterSeries(make_family(COUNTER), LABELS) for _ in range(2))
-    first.advance(4)
-    second.advance(5)
-    first.advance(6)
+    first, second = counter(), counter()
+    first.advance({"": 4})
+    second.advance({"": 5})
+    first.advance({"": 6})
     assert value("c") == 11
 
 
 def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
-    publisher, follower = (CounterSeries(make_family(COUNTER), LABELS) for _ in range(2))
-    publisher.advance(10)
-    follower.follow(10)
-    follower.advance(12)
+    publisher, follower = counter(), counter()
+    publisher.advance({"": 10})
+    follower.follow({"": 10})
+    follower.advance({"": 12})
     assert value("c") == 12
 
 
 def test_gauge_sends_changes() -> None:
-    gauge = GaugeSeries(make_family(GAUGE), LABELS)
+    gauge = NumberSeries(GAUGE, LABELS)
     for number in (0, 0, 2, 2):
-        gauge.set(number)
+        gauge.advance({"": number})
     assert value("g") == 2
     assert MetricFamily.num_calls == 2
-    gauge.forget()
-    gauge.set(2)
+    gauge.follow({"": 0})
+    gauge.advance({"": 2})
     assert MetricFamily.num_calls == 3
 
 
 def test_counters_by_label() -> None:
-    counters = LabelledCounters(COUNTER, LABELS, ["TW-BUSY"])
-    assert value("c", tag="TW-BUSY") == 0
+    counters = NumberSeries(LABELLED, LABELS, ["TW-BUSY"])
+    assert value("t", tag="TW-BUSY") == 0
     counters.advance({"TW-INPUT": 2})
     counters.advance({"TW-INPUT": 3, "TW-BUSY": 1})
-    assert (value("c", tag="TW-INPUT"), value("c", tag="TW-BUSY")) == (3, 1)
+    assert (value("t", tag="TW-INPUT"), value("t", tag="TW-BUSY")) == (3, 1)
 
 
 def observed(bounds: tuple[float, ...], *values: float) -> Histogram:
@@ -186,7 +183,7 @@ def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
 def test_families_live_as_long_as_their_series() -> None:
     histogram, counters = (
         HistogramSeries(HISTOGRAM, (1.0,), LABELS),
-        LabelledCounters(COUNTER, LABELS),
+        NumberSeries(LABELLED, LABELS),
     )
     gc.collect()
     histogram.advance(observed((1.0,), 1, 2))

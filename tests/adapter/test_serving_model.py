@@ -26,12 +26,15 @@ from tidewheel import model
 from tidewheel.adapter import follower
 from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo, Room
-from tidewheel.errors import Busy, ConfigError, Draining
-from tidewheel.frontend.admission_gate import HoldingGate, RefusingGate
-from tidewheel.frontend.frontend import EngineRelay
-from tidewheel.frontend.interface import GenerateRequest, OutputChunk, Sink
+from tidewheel.errors import Busy, ConfigError, Draining, TidewheelError
+from tidewheel.frontend.admission_gate import AdmissionGate
+from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.live_request import Sink
+from tidewheel.frontend.output import OutputChunk
 from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
+from tidewheel.frontend.request_parameters import GenerateRequest
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.stats import EngineStats, Objective
 
@@ -67,10 +70,20 @@ class FakeClient:
 class FakeFrontend:
     """Answers at once, unless the prompt says otherwise."""
 
-    def __init__(self, info: EngineInfo, reader: FakeReader, engine: FakeClient, **options: Any) -> None:
-        self.reader, self.engine, self.options = reader, engine, options
+    def __init__(self, settings: FrontendSettings, gate: AdmissionGate, **options: Any) -> None:
+        self.settings, self.gate, self.options = settings, gate, options
+        self.engine_stats: EngineStats | None = None
+        self.recorder = StatsRecorder(128)
         self.held: list[Sink] = []
         self.num_waits = 0
+
+    def start(self, info: EngineInfo, reader: FakeReader, engine: FakeClient) -> None:
+        self.reader, self.engine = reader, engine
+
+    def refuse(self, request_id: str, sink: Sink, arrival_ns: int, error: TidewheelError) -> None:
+        self.recorder.received()
+        self.recorder.failed(error, had_output=False)
+        sink.fail(error)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         match request.text:
@@ -90,14 +103,11 @@ class FakeFrontend:
     def wait_for_room(self) -> None:
         self.num_waits += 1
 
-    def on_room(self, room: Room) -> None:
-        pass
-
-    def on_drain(self) -> None:
-        pass
+    def on_stats(self, stats: EngineStats) -> None:
+        self.engine_stats = stats
 
     def stats(self) -> FrontendStats:
-        return StatsRecorder(128).snapshot()
+        return self.recorder.snapshot()
 
     def close(self) -> None:
         self.engine.events.append("front end closed")
@@ -117,8 +127,10 @@ class FakeWorkers:
 
 
 class FakeReader:
-    def __init__(self, info: EngineInfo, tokenizer: object, encoder: FakeWorkers, **options: Any) -> None:
-        self.model_dir, self.options = encoder.folder.path, options
+    def __init__(
+        self, info: EngineInfo, tokenizer: object, encoder: FakeWorkers, settings: FrontendSettings, **options: Any
+    ) -> None:
+        self.model_dir, self.settings, self.options = encoder.folder.path, settings, options
 
 
 class FakeTokenizer:
@@ -187,19 +199,6 @@ def test_requests_are_answered_each_for_itself(tmp_path: Path) -> None:
     started.finalize()
 
 
-def test_a_request_that_cannot_be_read_is_in_the_log(tmp_path: Path) -> None:
-    log = tmp_path / "requests.jsonl"
-    started, frontend = start(make_args(tmp_path, request_log=str(log), served_model_name="llama"))
-    unreadable = Tensor("sampling_parameters", np.array([b'{"a secret'], dtype=np.object_))
-    bad = InferenceRequest([unreadable], request_id="q")
-    started.execute([bad, ask("hello")])
-    assert frontend.options["on_ended"] == started._follower.events.put
-    started.finalize()
-    (line,) = map(json.loads, log.read_text().splitlines())
-    assert (line["model"], line["request_id"], line["tag"], line["responses"]) == ("llama", "q", "TW-INPUT", 0)
-    assert line["total_ms"] >= 0 and "secret" not in log.read_text()
-
-
 def test_without_log_and_traces_nothing_is_told(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path))
     assert frontend.options["on_ended"] is None
@@ -236,14 +235,12 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
             escape_special_tokens="false",
         )
     )  # fmt: skip
-    assert isinstance(frontend.options.pop("gate"), RefusingGate)
-    assert frontend.options.pop("objective") == Objective(ttft_s=0.5, tpot_s=0.1)
-    del frontend.options["on_idle"], frontend.options["on_ended"]
-    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
+    assert not frontend.gate.holds
+    assert frontend.settings == frontend.reader.settings
+    assert frontend.settings.objective == Objective(ttft_s=0.5, tpot_s=0.1)
+    assert (frontend.settings.num_sender_threads, frontend.settings.escape_special_tokens) == (2, False)
     assert frontend.reader.options.pop("defaults").sampling == {}
-    assert frontend.reader.options == {
-        "max_prompt_bytes": 9, "default_max_tokens": 16, "pooling": "last", "escape_special_tokens": False,
-    }  # fmt: skip
+    assert frontend.reader.options == {"max_prompt_bytes": 9}
     assert frontend.reader.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])
@@ -261,17 +258,18 @@ def test_room_is_waited_for_behind_every_request(tmp_path: Path) -> None:
 
 def test_a_native_queue_has_a_door_that_holds_back(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, config={"dynamic_batching": {}}))
-    assert isinstance(frontend.options["gate"], HoldingGate)
+    assert frontend.gate.holds
     started.finalize()
 
 
-def test_the_door_hears_what_the_engine_says_before_the_front_end_is_there() -> None:
-    gate = RefusingGate()
-    relay = EngineRelay(gate)
-    relay.on_room(room := Room(1, 2, 3, 4, 0, 250, None, []))
+def test_the_gate_hears_what_the_engine_says_before_the_front_end_starts() -> None:
+    gate = AdmissionGate()
+    frontend = Frontend(FrontendSettings(), gate)
+    frontend.on_room(room := Room(1, 2, 3, 4, 0, 250, None, []))
     assert gate._room == room
-    relay.on_lost([], Draining("gone"))
+    frontend.on_lost([], Draining("gone"))
     assert gate._room == Room(0, 2, 0, 4, 0, 250, None, [])
+    frontend.on_drain()
 
 
 def test_the_log_says_what_fits(tmp_path: Path) -> None:
@@ -394,7 +392,7 @@ def test_one_front_end_of_a_model_has_the_health_port(tmp_path: Path, monkeypatc
     second, _ = start(make_args(tmp_path, health_port=str(port)))
     assert get() == (200, "ready")
     first.finalize()
-    wait_for(lambda: second._follower._health._endpoint, 60, "the other one takes it over")
+    wait_for(lambda: second._follower._health, 60, "the other one takes it over")
     monkeypatch.setattr(FakeClient, "readiness", Readiness("given up", "no weights"))
     assert get() == (503, "given up")
     second.finalize()

@@ -77,15 +77,15 @@ def test_where_requests_are_told_of_is_checked(tmp_path: Path, setting: str, val
 def test_decoupled_is_read_from_the_config(tmp_path: Path) -> None:
     folder = write_entry(tmp_path, "demo", {})
     policy = {"decoupled": True}
-    assert load(folder, {"model": "m"}, model_transaction_policy=policy).decoupled
-    assert not load(folder, {"model": "m"}).decoupled
+    assert load(folder, {"model": "m"}, model_transaction_policy=policy).entry.decoupled
+    assert not load(folder, {"model": "m"}).entry.decoupled
 
 
 def test_a_block_for_dynamic_batching_makes_a_native_queue(tmp_path: Path) -> None:
     folder = write_entry(tmp_path, "demo", {})
-    assert load(folder, {"model": "m"}, dynamic_batching={"priority_levels": 3}).has_native_queue
-    assert load(folder, {"model": "m"}, dynamic_batching={}).has_native_queue
-    assert not load(folder, {"model": "m"}).has_native_queue
+    assert load(folder, {"model": "m"}, dynamic_batching={"priority_levels": 3}).entry.has_native_queue
+    assert load(folder, {"model": "m"}, dynamic_batching={}).entry.has_native_queue
+    assert not load(folder, {"model": "m"}).entry.has_native_queue
 
 
 def test_the_dialect_fits_what_triton_was_told(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.adapter.repository_entry import TRITON_PARAMETERS, FrontendSettings
+from tidewheel.adapter.repository_entry import TRITON_PARAMETERS
 from tidewheel.cli.reference_pages import PARTS, main, read_settings, render
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.errors import TAGS, ConfigError, TidewheelError, cause_and_remedy
+from tidewheel.frontend.settings import FrontendSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}

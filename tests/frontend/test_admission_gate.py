@@ -16,7 +16,7 @@ from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness, Submitted, error_info
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, ErrorInfo, Room
 from tidewheel.errors import EngineDead, KvCacheFull, WaitingSetFull
-from tidewheel.frontend.admission_gate import AdmissionGate, HoldingGate, RefusingGate, _Claim
+from tidewheel.frontend.admission_gate import AdmissionGate, _Claim
 from tidewheel.request import Priority
 from tidewheel.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams
@@ -47,13 +47,13 @@ def room(
 
 
 def test_until_the_engine_has_spoken_nothing_is_refused() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     for key in range(100):
         gate.claim(request(key))
 
 
 def test_what_was_sent_since_counts_until_the_engine_has_heard_of_it() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     gate.set_room(room(2, lowest=Priority.CRITICAL))
     gate.claim(request(1))
     gate.claim(request(2))
@@ -69,7 +69,7 @@ def test_what_was_sent_since_counts_until_the_engine_has_heard_of_it() -> None:
 
 
 def test_a_class_that_may_take_a_place_is_left_to_the_engine() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     gate.set_room(room(4, lowest=Priority.NORMAL))
     gate.claim(request(1, priority=Priority.HIGH))
     for priority in (Priority.NORMAL, Priority.LOW):
@@ -78,7 +78,7 @@ def test_a_class_that_may_take_a_place_is_left_to_the_engine() -> None:
 
 
 def test_a_better_class_may_take_the_place_of_what_was_sent_since() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     gate.set_room(room(3, lowest=Priority.CRITICAL))
     gate.claim(request(1, priority=Priority.LOW))
     gate.claim(request(2, priority=Priority.CRITICAL))
@@ -90,7 +90,7 @@ def test_a_better_class_may_take_the_place_of_what_was_sent_since() -> None:
 
 
 def test_sequences_and_tokens_are_counted() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     gate.set_room(room(2, tokens=90, lowest=Priority.CRITICAL))
     with pytest.raises(WaitingSetFull, match="2 of 4 requests"):
         gate.claim(request(1, n=3))
@@ -100,7 +100,7 @@ def test_sequences_and_tokens_are_counted() -> None:
 
 
 def test_a_refusal_names_the_cache_while_the_first_request_waits_for_its_blocks() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     gate.set_room(room(4, lowest=Priority.CRITICAL, shortage=BlockShortage(num_needed=9, num_free=2)))
     with pytest.raises(KvCacheFull, match=r"4 of 4 requests; .* 9 must be free, and 2 are") as caught:
         gate.claim(request(1))
@@ -114,7 +114,7 @@ def test_a_refusal_names_the_cache_while_the_first_request_waits_for_its_blocks(
 
 
 def test_a_new_engine_starts_empty_under_the_same_bound() -> None:
-    gate = RefusingGate()
+    gate = AdmissionGate()
     gate.set_room(room(4, lowest=Priority.CRITICAL))
     gate.set_room(None)
     gate.claim(request(1, n=2))
@@ -142,7 +142,7 @@ def test_a_claim_looks_at_no_earlier_one() -> None:
     """The number of looks at a request does not depend on how many are sent behind it."""
     looks = {}
     for num_sent in (1, 500):
-        gate = RefusingGate()
+        gate = AdmissionGate()
         gate.set_room(room(0, most=1000))
         requests: list[Any] = [CountingRequest(key) for key in range(num_sent)]
         for one in requests:
@@ -167,7 +167,7 @@ def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
         harness.close()
 
 
-class SlowDoor(RefusingGate):
+class SlowDoor(AdmissionGate):
     """Counts a request only after it was answered, and notes the requests that are forgotten."""
 
     def __init__(self) -> None:
@@ -237,8 +237,8 @@ def is_open(gate: AdmissionGate) -> bool:
         return all(found)
 
 
-def holding_gate(max_requests: int = 4, max_tokens: int = 100) -> HoldingGate:
-    gate = HoldingGate()
+def holding_gate(max_requests: int = 4, max_tokens: int = 100) -> AdmissionGate:
+    gate = AdmissionGate(holds=True)
     gate.set_room(Room(0, max_requests, 0, max_tokens, 0, 250, None, []))
     return gate
 
@@ -317,8 +317,8 @@ class DoorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = HoldingGate()
-        self.refusing = RefusingGate()
+        self.gate = AdmissionGate(holds=True)
+        self.refusing = AdmissionGate()
         self.unheard: dict[int, tuple[int, int, int]] = {}
         self.held: dict[int, tuple[int, int, int]] = {}
         self.room = (0, 0)

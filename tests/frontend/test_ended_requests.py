@@ -11,8 +11,8 @@ import pytest
 from support.frontend.front_ends import FrontendHarness, RecordingSink, error_info, stats
 from support.triton.serving import wait_for
 from tidewheel.engine.messages import RequestStats
-from tidewheel.errors import EngineDead
-from tidewheel.frontend.live_request import EndedRequest
+from tidewheel.errors import EngineDead, InvalidRequest
+from tidewheel.frontend.ended_requests import EndedRequest
 
 SECRET = "Hello there"
 
@@ -94,6 +94,17 @@ def test_refusals_are_told_by_their_tag(
     harness.refuse(**asked)
     one = the_one(ended)
     assert (one.tag, one.finish_reason, one.tenant, one.num_output_tokens) == (tag, "", tenant, 0)
+
+
+def test_a_request_that_cannot_be_read_is_refused_and_reported(
+    harness: FrontendHarness, ended: list[EndedRequest]
+) -> None:
+    sink = RecordingSink()
+    harness.frontend.refuse("q", sink, time.monotonic_ns(), InvalidRequest("sampling_parameters is not JSON"))
+    one = the_one(ended)
+    assert (one.request_id, one.tag, one.num_responses) == ("q", "TW-INPUT", 0)
+    assert str(sink.error) == "[TW-INPUT] sampling_parameters is not JSON"
+    assert harness.frontend.stats().rejected == {"TW-INPUT": 1}
 
 
 def test_an_engine_that_dies_is_told_with_the_tokens_until_then(

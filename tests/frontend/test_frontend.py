@@ -21,10 +21,10 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend import request_reader, threads
-from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.live_request import LiveRequest
+from tidewheel.frontend.output import Response
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import phrase_ids
-from tidewheel.request import Priority
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
 
@@ -530,7 +530,7 @@ def test_a_sink_that_raises(harness: FrontendHarness) -> None:
 
 def test_output_that_cannot_be_made_into_text(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     key, sink = harness.submit(stream=True)
-    monkeypatch.setattr(harness.frontend._live[key].outputs, "push", None)
+    monkeypatch.setattr(harness.frontend._live[key].prepared.outputs, "push", None)
     harness.deliver(key, [5])
     sink.wait_end()
     harness.engine.wait_cancelled(key)
@@ -564,7 +564,7 @@ def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
 def test_figures_that_cannot_be_published_do_not_keep_an_answer(
     harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness.frontend._senders, "_on_idle", None)
+    monkeypatch.setattr(harness.frontend, "_on_idle", None)
     key, sink = harness.submit()
     harness.deliver(key, harness.encode("x"), "length")
     sink.wait_end()
@@ -610,9 +610,7 @@ def test_a_drain_ends_what_the_engine_does_not_have(
 def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     published: list[tuple[int, int]] = []
-    harness.frontend._senders._on_idle = lambda: published.append(
-        (harness.frontend.stats().finished.total(), sink.num_ends)
-    )
+    harness.frontend._on_idle = lambda: published.append((harness.frontend.stats().finished.total(), sink.num_ends))
     harness.deliver(key, [5])
     sink.wait_chunks(1)
     harness.deliver(key, [6], "length")
@@ -622,7 +620,7 @@ def test_figures_are_published_before_the_last_response(harness: FrontendHarness
 
 def test_figures_are_published_with_the_last_request_in_flight(harness: FrontendHarness) -> None:
     published: list[int] = []
-    harness.frontend._senders._on_idle = lambda: published.append(harness.frontend.stats().finished.total())
+    harness.frontend._on_idle = lambda: published.append(harness.frontend.stats().finished.total())
     submitted = [harness.submit() for _ in range(3)]
     for one in submitted:
         harness.finish(one, "x")
@@ -639,7 +637,7 @@ def test_figures(harness: FrontendHarness) -> None:
     assert figures.finished == {"length": 1}
     assert figures.num_prompt_tokens == len(harness.encode("Hello"))
     assert figures.num_generation_tokens == 4
-    assert figures.answered == figures.in_time == {Priority.NORMAL: 1}
+    assert figures.answered == figures.in_time == {"normal": 1}
     assert sum(figures.time_to_first_token.counts) == 1
     assert sum(figures.inter_token_latency.counts) == 3
     assert sum(figures.e2e_latency.counts) == sum(figures.queue_time.counts) == 1

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.interface import ParameterSource
+from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.request_parameters import parse_parameters
 from tidewheel.grammar import MAX_GRAMMAR_BYTES, Grammar
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.coercion import parse_json
-from tidewheel.frontend.interface import ParameterSource
+from tidewheel.frontend.coercion import ParameterSource, parse_json
 from tidewheel.frontend.request_parameters import ABSENT, COERCIONS, SUGGESTED, ParsedParameters, parse_parameters
 from tidewheel.request import Priority
 from tidewheel.request_options import MAX_DEADLINE_MS, RequestOptions

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -20,11 +22,13 @@ from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLar
 from tidewheel.frontend import prompt_process
 from tidewheel.frontend.chat import Conversation
 from tidewheel.frontend.prompt_process import (
+    DecodeJob,
     EncodeJob,
     GrammarTrial,
     Job,
     LocalEncoder,
     PromptLimits,
+    RenderJob,
     TokenizeJob,
     TokenizerFolder,
     try_out,
@@ -76,22 +80,21 @@ def test_as_in_this_process(workers: PromptWorkers, folder: TokenizerFolder) -> 
             expected = local.encode(text, add_special_tokens=special)
             ids = workers.encode(text, add_special_tokens=special)
             assert (ids.tolist(), ids.dtype) == (expected.tolist(), expected.dtype)
-    assert workers.render(Conversation([{"role": "user", "content": "Grüße\n"}])).text == "<user>Grüße\n"
+    assert workers.run(RenderJob(Conversation([{"role": "user", "content": "Grüße\n"}]))).text == "<user>Grüße\n"
 
 
 @pytest.mark.parametrize("escapes", [True, False])
 def test_special_tokens_in_messages(workers: PromptWorkers, folder: TokenizerFolder, escapes: bool) -> None:
     (end,) = workers.encode("</s>", add_special_tokens=False).tolist()
     messages = [{"role": "user", "content": "a </s> b"}]
-    prompt = workers.render(Conversation(messages, escapes_special_tokens=escapes))
+    prompt = workers.run(RenderJob(Conversation(messages, escapes_special_tokens=escapes)))
     assert prompt.text == "<user>a </s> b"
     ids = workers.encode(prompt.text, add_special_tokens=False, plain=prompt.plain).tolist()
     assert (end in ids) == (not escapes)
-    assert workers.decode(np.array(ids, np.int32)) == prompt.text
-    told = workers.tokenize(
-        prompt.text, add_special_tokens=False, max_model_len=9, with_strings=False, plain=prompt.plain
-    )
-    assert json.loads(told)["tokens"] == ids
+    assert workers.run(DecodeJob(np.array(ids, "<i4").tobytes())).text == prompt.text
+    prompt_job = EncodeJob(prompt.text, False, prompt.plain)
+    answer = workers.run(TokenizeJob(prompt_job, max_model_len=9, with_strings=False))
+    assert json.loads(answer.text)["tokens"] == ids
 
 
 def test_no_request_waits_for_the_start_of_a_process(folder: TokenizerFolder) -> None:
@@ -103,13 +106,13 @@ def test_no_request_waits_for_the_start_of_a_process(folder: TokenizerFolder) ->
 
 def test_refusals_arrive_as_they_are(workers: PromptWorkers) -> None:
     with pytest.raises(PromptTooLarge, match="max_prompt_bytes"):
-        workers.render(Conversation([{"role": "user", "content": "x" * 5000}]))
+        workers.run(RenderJob(Conversation([{"role": "user", "content": "x" * 5000}])))
 
 
 def test_a_template_that_takes_all_memory_for_one_conversation(workers: PromptWorkers) -> None:
     with pytest.raises(InvalidRequest, match="memory"):
-        workers.render(Conversation([{"role": "user", "content": "memory"}]))
-    assert workers.render(Conversation([{"role": "user", "content": "x"}])).text == "<user>x"
+        workers.run(RenderJob(Conversation([{"role": "user", "content": "memory"}])))
+    assert workers.run(RenderJob(Conversation([{"role": "user", "content": "x"}]))).text == "<user>x"
 
 
 def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
@@ -123,8 +126,8 @@ def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
 def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers) -> None:
     assert LIMITS.of_job(EncodeJob("x" * (512 << 10), add_special_tokens=False)) == 2.0
     with pytest.raises(InvalidRequest, match=r"within 1 s of CPU time"):
-        workers.render(Conversation([{"role": "user", "content": "time"}]))
-    assert workers.render(Conversation([{"role": "user", "content": "x"}])).text == "<user>x"
+        workers.run(RenderJob(Conversation([{"role": "user", "content": "time"}])))
+    assert workers.run(RenderJob(Conversation([{"role": "user", "content": "x"}]))).text == "<user>x"
 
 
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
@@ -202,7 +205,7 @@ def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     ("job", "prepared"),
     [
         (EncodeJob("a </s> b", add_special_tokens=False, plain=[(2, 6)]), (False, True)),
-        (TokenizeJob("a </s> b", False, 9, with_strings=False, plain=[(2, 6)]), (False, True)),
+        (TokenizeJob(EncodeJob("a </s> b", False, [(2, 6)]), 9, with_strings=False), (False, True)),
         (EncodeJob("a </s> b", add_special_tokens=False), (False, False)),
         (GrammarTrial(Grammar.regex("a")), (True, False)),
     ],
@@ -218,21 +221,21 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
         at_limits.append((seconds, encoder._compiler is not None, encoder._controls._renamed is not None))
 
     monkeypatch.setattr(prompt_process, "_limit_cpu", limit_cpu)
-    requests, answers = io.BytesIO(), io.BytesIO()
-    stream = io.BufferedRWPair(requests, answers)
-    prompt_process.write(stream, job)
-    requests.write(answers.getvalue())
-    requests.seek(0)
-    prompt_process._serve(stream, encoder, LIMITS)
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        ours.send_bytes(msgspec.msgpack.encode(job))
+        thread = threading.Thread(target=prompt_process._serve, args=(theirs, encoder, LIMITS))
+        thread.start()
+        ours.recv_bytes()
+        ours.close()
+        thread.join()
     assert at_limits == [(LIMITS.of_job(job), *prepared), (0.0, *prepared)]
 
 
 def test_grammars_are_tried(workers: PromptWorkers) -> None:
     schema = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}, "guided_json")
-    source = workers.compilable(schema)
-    assert source == workers.compilable(schema) == to_source(schema)
-    assert workers.compilable.cache_info().hits == 1
-    assert workers.compilable(chain(20)) == to_source(chain(20))
+    assert workers.run(GrammarTrial(schema)).text == to_source(schema)
+    assert workers.run(GrammarTrial(chain(20))).text == to_source(chain(20))
 
 
 @pytest.mark.parametrize(
@@ -265,12 +268,12 @@ def test_grammars_that_cannot_be_followed(
     workers: PromptWorkers, grammar: Grammar, error: type[TidewheelError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        workers.compilable(grammar)
-    assert workers.compilable(Grammar.regex("after"))
+        workers.run(GrammarTrial(grammar))
+    assert workers.run(GrammarTrial(Grammar.regex("after")))
 
 
 def test_a_tokenizer_without_bytes_refuses_grammars(tmp_path: Path) -> None:
     BACKENDS["WordPiece"]().save(str(tmp_path / "tokenizer.json"))
     encoder = LocalEncoder(TokenizerFolder(tmp_path, 400, 4096))
     with pytest.raises(Unsupported, match="guided_regex is set, and this model offers no grammars"):
-        encoder.compilable(Grammar.regex("a", "guided_regex"))
+        encoder.run(GrammarTrial(Grammar.regex("a", "guided_regex")))

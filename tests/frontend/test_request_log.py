@@ -17,9 +17,8 @@ import pytest
 from support.frontend.ended_requests import MS, TRACE, ended
 from support.triton.serving import wait_for
 from tidewheel.errors import ConfigError
-from tidewheel.frontend import request_log
-from tidewheel.frontend.live_request import Stages
-from tidewheel.frontend.request_log import EventQueue, RequestLog, wall_offset_ns
+from tidewheel.frontend import ended_requests
+from tidewheel.frontend.ended_requests import EventQueue, RequestLog, Stages, wall_offset_ns
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -155,7 +154,7 @@ def test_a_slow_consumer_loses_events_and_holds_up_nobody(caplog: pytest.LogCapt
 def test_a_consumer_that_fails_is_told_of_seldom_and_asked_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_log, "_WARN_S", 1000.0)
+    monkeypatch.setattr(ended_requests, "_WARN_S", 1000.0)
     calls: list[list[int]] = []
 
     def consume(events: list[int]) -> None:

@@ -11,8 +11,7 @@ import pytest
 from support.frontend.ended_requests import MS, PARENT, TRACE, ended
 from support.triton.otlp_collector import attributes, collecting
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.live_request import Stages
-from tidewheel.frontend.request_log import wall_offset_ns
+from tidewheel.frontend.ended_requests import Stages, wall_offset_ns
 
 
 @pytest.fixture

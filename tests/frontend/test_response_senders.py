@@ -10,12 +10,12 @@ import pytest
 
 from support.frontend.front_ends import FrontendHarness, RecordingSink, Submitted
 
-FOREVER_S = 1e6  # no test waits for it
+FOREVER_MS = 10_000.0
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[FrontendHarness]:
-    harness = FrontendHarness(tmp_path, num_senders=1, stream_interval_s=FOREVER_S)
+    harness = FrontendHarness(tmp_path, num_senders=1, stream_interval_ms=FOREVER_MS)
     yield harness
     harness.close()
 

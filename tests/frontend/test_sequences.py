@@ -256,7 +256,7 @@ def test_closing_takes_no_prompt(harness: FrontendHarness) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts what is built for the output of requests, by class."""
     counts: Counter[str] = Counter()
-    for module, name in ((request_reader, "StopStrings"), (request_reader, "OutputStream"), (output, "Detokenizer")):
+    for module, name in ((request_reader, "OutputStream"), (output, "Detokenizer")):
         real = getattr(module, name)
 
         def count(*arguments: object, real: type = real, **options: object) -> object:
@@ -270,14 +270,14 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 LARGEST = {"n": 16, "stop": ["a" * 255 + chr(ord("b") + index) for index in range(16)]}
 
 
-def test_stop_strings_are_prepared_once_for_all_sequences(harness: FrontendHarness, built: Counter[str]) -> None:
+def test_outputs_are_built_with_the_first_output(harness: FrontendHarness, built: Counter[str]) -> None:
     key, sink = harness.submit(stream=True, parameters=LARGEST)
     assert not built  # the engine may still refuse it
     for index in range(16):
         harness.deliver(key, harness.encode("xy"), "length", index=index)
     sink.wait_end()
     assert sink.texts() == ["xy"] * 16
-    assert built == {"StopStrings": 1, "OutputStream": 16, "Detokenizer": 16}
+    assert built == {"OutputStream": 16, "Detokenizer": 16}
 
 
 @pytest.mark.parametrize("n", [1, 16])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.frontend.output import StopChecker, StopStrings
+from tidewheel.frontend.output import StopChecker
 
 letters = st.text(alphabet="ab🎉", max_size=40)
 stop_lists = st.lists(st.text(alphabet="ab🎉", min_size=1, max_size=5), max_size=5)
@@ -24,7 +24,7 @@ def naive(text: str, stops: list[str], *, include: bool, first: int = 0) -> tupl
 
 
 def run(text: str, stops: list[str], cuts: list[int], *, include: bool, first: int = 0) -> tuple[list[str], bool]:
-    checker = StopChecker(StopStrings(stops), include_in_output=include)
+    checker = StopChecker(stops, include_in_output=include)
     edges = sorted({0, first, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [checker.push(text[a:b], may_stop=a >= first) for a, b in pairwise(edges)]
     return [*pieces, checker.flush()], checker.is_hit
@@ -51,7 +51,7 @@ def test_what_ends_before_the_minimum_does_not_count(text: str, stops: list[str]
 
 @given(text=letters, stops=stop_lists)
 def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
-    checker, sent = StopChecker(StopStrings(stops)), ""
+    checker, sent = StopChecker(stops), ""
     for end, char in enumerate(text, start=1):
         sent += checker.push(char)
         if checker.is_hit:
@@ -62,7 +62,7 @@ def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
 
 
 def test_cut_inside_a_piece() -> None:
-    checker = StopChecker(StopStrings(["END"]))
+    checker = StopChecker(["END"])
     assert checker.push("one E") == "one "
     assert checker.push("ND two END") == ""
     assert checker.is_hit
@@ -71,19 +71,19 @@ def test_cut_inside_a_piece() -> None:
 
 
 def test_the_longest_of_those_that_end_together() -> None:
-    checker = StopChecker(StopStrings(["b", "aab"]))
+    checker = StopChecker(["b", "aab"])
     assert checker.push("xaab") == "x"
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "x"), (True, "xEND")])
 def test_include(include: bool, expected: str) -> None:
-    checker = StopChecker(StopStrings(["END"]), include_in_output=include)
+    checker = StopChecker(["END"], include_in_output=include)
     assert checker.push("xEN") + checker.push("Dy") == expected
 
 
 def test_many_long_strings() -> None:
     stops = [f"{'a' * 255}{chr(ord('b') + i)}" for i in range(16)]
-    checker = StopChecker(StopStrings(stops))
+    checker = StopChecker(stops)
     assert len(checker.push("a" * 1000)) == 1000 - 255
     assert checker.push("q") == ""
     assert checker.is_hit

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.interface import ParameterSource
+from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.request_parameters import parse_parameters, with_token_biases
 
 

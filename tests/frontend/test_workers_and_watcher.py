@@ -13,9 +13,9 @@ import pytest
 
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import delta
-from tidewheel.frontend.interface import GenerateRequest
 from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.request_figures import TTFT_BOUNDS, StatsRecorder, TokenTiming, token_bounds
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.threads import Watcher, Workers
 from tidewheel.stats import Histogram
 

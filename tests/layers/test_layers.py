@@ -258,7 +258,7 @@ def test_durations_are_monotonic() -> None:
         "tidewheel.server.repository",
         "tidewheel_process.locked_folder",
         "tidewheel.frontend.chat",
-        "tidewheel.frontend.request_log",
+        "tidewheel.frontend.ended_requests",
         "tidewheel.gateway.answers",
         "tidewheel.gateway.application",
         "tidewheel.bench.environment",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.grammar_parameters import with_grammar
-from tidewheel.frontend.interface import ParameterSource
+from tidewheel.frontend.coercion import ParameterSource
+from tidewheel.frontend.grammar_parameters import find_grammar
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
 
@@ -110,8 +110,7 @@ DEEP = '{"a":' * 30 + "{}" + "}" * 30
 def test_between_tokens_of_json_there_is_one_space_at_most(
     compiler: GrammarCompiler, parameters: dict[str, object]
 ) -> None:
-    (source,) = with_grammar((ParameterSource(origin="request", values=parameters),))[1:]
-    grammar = source.values["grammar"]
+    grammar = find_grammar([ParameterSource(origin="request", values=parameters)])
     assert isinstance(grammar, Grammar)
     for spaced in (DEEP, DEEP.replace(":", ": "), DEEP.replace("{", "{ ").replace("}", " }").replace("{  }", "{ }")):
         assert allows(compiler, grammar, spaced)
@@ -132,7 +131,7 @@ def test_a_request_names_another_limit_of_whitespace(
 ) -> None:
     members = {"json_object": True, **whitespace}
     given = ParameterSource(origin="request", values={"structured_outputs": members})
-    grammar = with_grammar((given,))[1].values["grammar"]
+    grammar = find_grammar([given])
     assert isinstance(grammar, Grammar)
     assert [text for text in allowed + others if allows(compiler, grammar, text)] == allowed
 

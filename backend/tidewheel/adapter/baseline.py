@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.responder import error_response
 from tidewheel.adapter.stub_process import Presence
+from tidewheel.adapter.tensors import scalar
 from tidewheel.baseline import Generator, Row, RowOutput
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError
@@ -55,18 +56,21 @@ class TritonPythonModel:
         unknown = sorted(parameters.keys() - {"id"})  # of `/generate`
         if unknown:
             raise InvalidRequest(f"{unknown[0]} is unknown to a baseline: it takes max_tokens and ignore_eos")
-        inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
+        inputs = {tensor.name(): tensor for tensor in request.inputs()}
+        for name, tensor in inputs.items():
+            if (num_rows := tensor.as_numpy().shape[0]) != 1:
+                raise InvalidRequest(f"{name} has {num_rows} rows: send a request for each prompt")
         prompts = inputs.keys() & {"text_input", "input_ids"}
         if len(prompts) != 1:
             raise InvalidRequest("the prompt must be just one of text_input and input_ids")
         if "input_ids" in prompts:
-            token_ids = inputs["input_ids"].tolist()
+            token_ids = inputs["input_ids"].as_numpy()[0].tolist()
         else:
-            token_ids = self._generator.encode(to_text("text_input", _scalar(inputs, "text_input")))
+            token_ids = self._generator.encode(to_text("text_input", scalar(inputs["text_input"])))
         return Row(
             token_ids=token_ids,
-            max_tokens=_scalar(inputs, "max_tokens"),
-            ignore_eos=_scalar(inputs, "ignore_eos") if "ignore_eos" in inputs else False,
+            max_tokens=int(scalar(inputs["max_tokens"])),
+            ignore_eos="ignore_eos" in inputs and bool(scalar(inputs["ignore_eos"])),
         )
 
     def _generate(self, rows: list[Row]) -> Sequence[RowOutput | TidewheelError]:
@@ -85,21 +89,6 @@ def _settings(args: Mapping[str, str]) -> EngineConfig:
     if unknown:
         raise ConfigError(f"{unknown[0]} is no setting of a baseline: use {', '.join(SETTINGS)}")
     return EngineConfig.from_settings(settings, base_dir=Path(args["model_repository"]) / args["model_version"])
-
-
-def _only_row(tensor: Any) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = tensor.as_numpy()
-    if array.shape[0] != 1:
-        raise InvalidRequest(f"{tensor.name()} has {array.shape[0]} rows: send a request for each prompt")
-    row: np.ndarray[Any, Any] = array[0]
-    return row
-
-
-def _scalar(inputs: Mapping[str, np.ndarray[Any, Any]], name: str) -> Any:
-    array = inputs[name]
-    if array.size != 1:
-        raise InvalidRequest(f"{name} has {array.size} elements: it must have one")
-    return array.reshape(-1)[0] if array.dtype == np.object_ else array.item()
 
 
 def _response(output: RowOutput | TidewheelError) -> Any:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tidewheel import metrics
+from tidewheel.batch import Float64Array
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import TAGS
 from tidewheel.frontend.request_figures import REJECTION_TAGS, FrontendStats
 from tidewheel.metrics import Metric
 from tidewheel.request import FinishReason, Priority
-from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram
+from tidewheel.stats import EngineStats, Histogram
 
 Labels = Mapping[str, str]
 
@@ -34,64 +34,58 @@ MAX_WAITING = 1024  # values of a histogram, for later flushes
 MAX_RESTING = 1 << 16  # more, for a time without live requests
 CLASSES = tuple(priority.name.lower() for priority in Priority)
 _ROUNDING = 1e-6  # of sums of shares
+_NO_BLOCKS = {"max": 0, "used": 0, "tokens_per": 0}
+_LABEL_VALUES: Mapping[str, Sequence[str]] = {
+    metrics.FINISHED.name: [reason for reason in FinishReason if reason != "error"],
+    metrics.REJECTED.name: sorted(REJECTION_TAGS),
+    metrics.FAILED.name: sorted(TAGS),
+}
 
 
-class GaugeSeries:
-    def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = _keep(family.Metric(labels=dict(labels)))
-        self._value: float | None = None
+class NumberSeries:
+    """Gauge or counter, with a series for each value of its label. Numbers are by this value; empty: no label.
 
-    def set(self, value: float) -> None:
-        if value != self._value:
-            self._metric.set(value)
-            self._value = value
+    A smaller total of a counter comes from a restarted process.
+    """
 
-    def forget(self) -> None:
-        """Send the next value in any case."""
-        self._value = None
-
-
-class CounterSeries:
-    """Growing total. A smaller total comes from a restarted process."""
-
-    def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = _keep(family.Metric(labels=dict(labels)))
-        self._total = 0.0
-
-    def advance(self, total: float) -> None:
-        difference = total - self._total if total >= self._total else total
-        if difference > 0:
-            self._metric.increment(difference)
-        self._total = total
-
-    def follow(self, total: float) -> None:
-        """Skip what another front end has published."""
-        self._total = total
-
-
-class LabelledCounters:
-    """Counters that differ in one label."""
-
-    def __init__(self, metric: Metric, labels: Labels, values: Sequence[str] = ()) -> None:
+    def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
+        self.is_gauge = metric.kind == "gauge"
         self._family = make_family(metric)
         self._label = metric.label
         self._labels = labels
-        self._counters: dict[str, CounterSeries] = {}
+        self._series: dict[str, Any] = {}
+        self._last: dict[str, float] = {}
+        self._num_advances = 0
         for value in values:
-            self._counter(value)
+            self._open(value)
 
-    def advance(self, totals: Mapping[str, float]) -> None:
-        for value, total in totals.items():
-            self._counter(value).advance(total)
+    def advance(self, numbers: Mapping[str, float]) -> None:
+        self._num_advances += 1
+        is_renewal = self._num_advances % RENEWAL == 0
+        for value, number in numbers.items():
+            series, last = self._open(value), self._last.get(value)
+            if not self.is_gauge:
+                growth = number if last is None or number < last else number - last
+                if growth > 0:
+                    series.increment(growth)
+            elif number != last or is_renewal:
+                series.set(number)
+            self._last[value] = number
 
-    def follow(self, totals: Mapping[str, float]) -> None:
-        for value, total in totals.items():
-            self._counter(value).follow(total)
+    def follow(self, numbers: Mapping[str, float]) -> None:
+        """Skip a counter's growth that another front end has published. Send the next value of a gauge anyway."""
+        for value, number in numbers.items():
+            self._open(value)
+            if self.is_gauge:
+                self._last.pop(value, None)
+            else:
+                self._last[value] = number
 
-    def _counter(self, value: str) -> CounterSeries:
-        if value not in self._counters:
-            self._counters[value] = CounterSeries(self._family, {**self._labels, self._label: value})
-        return self._counters[value]
+    def _open(self, value: str) -> Any:
+        if value not in self._series:
+            labels = {**self._labels, self._label: value} if self._label else dict(self._labels)
+            self._series[value] = _keep(self._family.Metric(labels=labels))
+        return self._series[value]
 
 
 class HistogramSeries:
@@ -110,8 +104,8 @@ class HistogramSeries:
         """Return whether values are left. `has_time`: no request is live."""
         self._take(now)
         if has_time:
-            self._wake()
-        num_waiting = self._num_waiting
+            self._resting = self._admit(self._resting)
+        num_waiting = float(self._waiting[0].sum())
         if num_waiting < 1.0 - _ROUNDING:
             return False
         share = min(1.0, MAX_OBSERVATIONS / num_waiting)
@@ -130,27 +124,16 @@ class HistogramSeries:
         if sum(now.counts) <= sum(seen.counts):  # of a restarted process
             seen = Histogram(now.bounds)
         self.follow(now)
-        new = np.array([now.counts, now.sums]) - [seen.counts, seen.sums]
-        share = min(1.0, self._room / max(new[0].sum(), 1.0))
-        self._waiting += share * new
-        if share < 1.0:
-            self._resting += (1.0 - share) * new
-            self._resting *= min(1.0, MAX_RESTING / self._resting[0].sum())
+        self._resting += self._admit(np.array([now.counts, now.sums]) - np.array([seen.counts, seen.sums]))
+        self._resting *= min(1.0, MAX_RESTING / max(self._resting[0].sum(), 1.0))
 
-    def _wake(self) -> None:
-        num_resting = float(self._resting[0].sum())
-        if num_resting:
-            share = min(1.0, self._room / num_resting)
-            self._waiting += share * self._resting
-            self._resting *= 1.0 - share
-
-    @property
-    def _num_waiting(self) -> float:
-        return float(self._waiting[0].sum())
-
-    @property
-    def _room(self) -> float:
-        return max(MAX_WAITING - self._num_waiting, 0.0)
+    def _admit(self, values: Float64Array) -> Float64Array:
+        """Let an equal share of each bucket wait, as far as there is room. Return the rest. [2, num_buckets]"""
+        room = max(MAX_WAITING - self._waiting[0].sum(), 0.0)
+        share = min(1.0, room / max(values[0].sum(), _ROUNDING))
+        self._waiting += share * values
+        rest: Float64Array = (1.0 - share) * values
+        return rest
 
     def _observe(self, bucket: int, num_values: int) -> None:
         if not num_values:
@@ -167,116 +150,87 @@ class HistogramSeries:
             self._metric.observe(mean)
 
 
+class SeriesTable:
+    """Series of metrics that have a `source`."""
+
+    def __init__(self, table: Iterable[Metric], labels: Labels, figures: Any) -> None:
+        """Read the bounds of histograms from `figures`."""
+        self._numbers: list[tuple[Metric, NumberSeries]] = []
+        self._histograms: list[tuple[str, HistogramSeries]] = []
+        for metric in table:
+            if metric.kind == "histogram":
+                source = str(metric.source)
+                self._histograms.append((source, HistogramSeries(metric, getattr(figures, source).bounds, labels)))
+            else:
+                self._numbers.append((metric, NumberSeries(metric, labels, _label_values(metric))))
+
+    def publish(self, figures: Any, *, has_time: bool = False) -> bool:
+        """Return whether values are left. `has_time`: no request is live."""
+        are_left = [series.advance(getattr(figures, name), has_time=has_time) for name, series in self._histograms]
+        for metric, series in self._numbers:
+            series.advance(_read(metric, figures))
+        return any(are_left)
+
+    def follow(self, figures: Any) -> None:
+        for metric, series in self._numbers:
+            series.follow(_read(metric, figures))
+        for name, histogram in self._histograms:
+            histogram.follow(getattr(figures, name))
+
+    def set_gauges(self, figures: Any) -> None:
+        for metric, series in self._numbers:
+            if series.is_gauge:
+                series.advance(_read(metric, figures))
+
+
 class EngineMetrics:
     """Metrics of an engine, published by its owner."""
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
+        table = (*metrics.select("engine"), *metrics.select("tenant"))
+        self._table = SeriesTable(table, labels, EngineStats())
         self._block_size = info.block_size
-        self._gauges = [
-            (read, GaugeSeries(family, {**labels, **more}))
-            for read, family, more in _series(metrics.select("engine", "gauge"))
-        ]
-        self._counters = [
-            (read, CounterSeries(family, {**labels, **more}))
-            for read, family, more in _series(metrics.select("engine", "counter"))
-        ]
-        self._by_tenant = [
-            (attrgetter(str(metric.source)), LabelledCounters(metric, labels))
-            for metric in metrics.select("tenant", "counter")
-        ]
-        blocks, model = make_family(metrics.CACHE_BLOCKS), {name: labels[name] for name in ("model", "version")}
-        self._max, self._used, self._tokens_per = (
-            GaugeSeries(blocks, {metrics.CACHE_BLOCKS.label: kind, **model}) for kind in ("max", "used", "tokens_per")
-        )
+        self._blocks = NumberSeries(metrics.CACHE_BLOCKS, {name: labels[name] for name in ("model", "version")})
         sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}  # on a CPU, too
-        self._config = GaugeSeries(make_family(metrics.CACHE_CONFIG), {**labels, **sizes})
-        self._ready = GaugeSeries(make_family(metrics.ENGINE_READY), labels)
-        self._restarts = CounterSeries(make_family(metrics.ENGINE_RESTARTS), labels)
-        self._step_tokens = HistogramSeries(metrics.STEP_TOKENS, STEP_BOUNDS, labels)
-        self._num_published = 0
+        self._config = NumberSeries(metrics.CACHE_CONFIG, {**labels, **sizes})
+        self._ready = NumberSeries(metrics.ENGINE_READY, labels)
+        self._restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
 
     def publish_ready(self, is_ready: bool | None) -> None:
         """Publish readiness; None: another front end does."""
         if is_ready is None:
-            self._ready.forget()
+            self._ready.follow({"": 0.0})
         else:
-            self._ready.set(float(is_ready))
+            self._ready.advance({"": float(is_ready)})
 
     def publish_restarts(self, count: int, *, is_owner: bool) -> None:
         """Publish the count, or skip what the owner publishes."""
-        (self._restarts.advance if is_owner else self._restarts.follow)(count)
+        (self._restarts.advance if is_owner else self._restarts.follow)({"": count})
 
     def publish(self, stats: EngineStats, *, has_time: bool = False) -> bool:
         """Return whether values are left. `has_time`: no request is live."""
-        self._num_published += 1
-        if self._num_published % RENEWAL == 0:
-            self._forget()
-        for read, gauge in self._gauges:
-            gauge.set(read(stats))
-        for read, counter in self._counters:
-            counter.advance(read(stats))
-        for read, by_tenant in self._by_tenant:
-            by_tenant.advance({tenant: read(figures) for tenant, figures in stats.tenants.items()})
-        self._max.set(stats.num_blocks)
-        self._used.set(stats.num_used_blocks)
-        self._tokens_per.set(self._block_size)
-        self._config.set(1.0)
-        return self._step_tokens.advance(stats.step_tokens, has_time=has_time)
+        self._blocks.advance({"max": stats.num_blocks, "used": stats.num_used_blocks, "tokens_per": self._block_size})
+        self._config.advance({"": 1.0})
+        return self._table.publish(stats, has_time=has_time)
 
     def follow(self, stats: EngineStats) -> None:
         """Skip what the owner publishes, for a takeover."""
-        for read, counter in self._counters:
-            counter.follow(read(stats))
-        for read, by_tenant in self._by_tenant:
-            by_tenant.follow({tenant: read(figures) for tenant, figures in stats.tenants.items()})
-        self._step_tokens.follow(stats.step_tokens)
-        self._forget()
+        self._table.follow(stats)
+        self._blocks.follow(_NO_BLOCKS)
+        for series in (self._config, self._ready):
+            series.follow({"": 0.0})
 
     def clear(self) -> None:
         """Show an idle engine: the last values would stay."""
-        idle = EngineStats()
-        for read, gauge in self._gauges:
-            gauge.set(read(idle))
-        for gauge in self._others():
-            gauge.set(0.0)
-
-    def _forget(self) -> None:
-        for gauge in (*(gauge for _, gauge in self._gauges), *self._others()):
-            gauge.forget()
-
-    def _others(self) -> tuple[GaugeSeries, ...]:
-        return self._max, self._used, self._tokens_per, self._config, self._ready
+        self._table.set_gauges(EngineStats())
+        self._blocks.advance(_NO_BLOCKS)
+        for series in (self._config, self._ready):
+            series.advance({"": 0.0})
 
 
-class RequestMetrics:
-    def __init__(self, labels: Labels, stats: FrontendStats) -> None:
-        """Publish what grows beyond `stats`."""
-        reasons = [reason for reason in FinishReason if reason != "error"]
-        self._received, self._prompt, self._generation = (
-            CounterSeries(make_family(metric), labels)
-            for metric in (metrics.RECEIVED, metrics.PROMPT_TOKENS, metrics.GENERATION_TOKENS)
-        )
-        self._finished = LabelledCounters(metrics.FINISHED, labels, reasons)
-        self._rejected = LabelledCounters(metrics.REJECTED, labels, sorted(REJECTION_TAGS))
-        self._failed = LabelledCounters(metrics.FAILED, labels, sorted(TAGS))
-        self._answered = LabelledCounters(metrics.ANSWERED, labels, CLASSES)
-        self._in_time = LabelledCounters(metrics.IN_TIME, labels, CLASSES)
-        reads = [(attrgetter(str(metric.source)), metric) for metric in metrics.select("requests", "histogram")]
-        self._histograms = [(read, HistogramSeries(metric, read(stats).bounds, labels)) for read, metric in reads]
-
-    def publish(self, stats: FrontendStats, refused: Mapping[str, int], *, has_time: bool = False) -> bool:
-        """Return whether values are left. `refused`: requests by tag that never reached the front end."""
-        self._received.advance(stats.num_received + sum(refused.values()))
-        self._finished.advance(stats.finished)
-        self._failed.advance(stats.failed)
-        self._prompt.advance(stats.num_prompt_tokens)
-        self._generation.advance(stats.num_generation_tokens)
-        are_left = [histogram.advance(read(stats), has_time=has_time) for read, histogram in self._histograms]
-        self._answered.advance({priority.name.lower(): count for priority, count in stats.answered.items()})
-        self._in_time.advance({priority.name.lower(): count for priority, count in stats.in_time.items()})
-        # Last, so that a visible refusal implies the others.
-        self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
-        return any(are_left)
+def request_metrics(labels: Labels, stats: FrontendStats) -> SeriesTable:
+    """Return the series of requests, refusals last: a visible refusal implies the others."""
+    return SeriesTable(sorted(metrics.select("requests"), key=lambda row: row is metrics.REJECTED), labels, stats)
 
 
 class MetricsPublisher:
@@ -313,24 +267,23 @@ class MetricsPublisher:
             is_behind = self.flush()
 
 
-Series = tuple[Callable[[Any], float], Any, Labels]
+def _label_values(metric: Metric) -> Iterable[str]:
+    """Return the values that have a series from the start: Prometheus sees no increase in one that begins above 0."""
+    if not metric.label or metric.label == "class":
+        return CLASSES if metric.label else ("",)
+    return metric.source if isinstance(metric.source, Mapping) else _LABEL_VALUES.get(metric.name, ())
 
 
-def _series(table: Sequence[Metric]) -> list[Series]:
-    found: list[Series] = []
-    for metric in table:
-        family, source = make_family(metric), metric.source
-        if isinstance(source, Mapping):
-            found += [(attrgetter(field), family, {metric.label: value}) for value, field in source.items()]
-        elif metric.label:
-            found += [(_element(source, index), family, {metric.label: name}) for index, name in enumerate(CLASSES)]
-        else:
-            found.append((attrgetter(source), family, {}))
-    return found
-
-
-def _element(field: str, index: int) -> Callable[[Any], float]:
-    return lambda stats: float(getattr(stats, field)[index])
+def _read(metric: Metric, figures: Any) -> Mapping[str, float]:
+    source = metric.source
+    if isinstance(source, Mapping):
+        return {value: getattr(figures, field) for value, field in source.items()}
+    if metric.owner == "tenant":
+        return {tenant: getattr(sums, source) for tenant, sums in figures.tenants.items()}
+    found = getattr(figures, source)
+    if isinstance(found, list):
+        return dict(zip(CLASSES, found, strict=True))
+    return found if isinstance(found, Mapping) else {"": found}
 
 
 def make_family(metric: Metric) -> Any:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
-from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_overrides
-from tidewheel.frontend.request_log import STDERR
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.settings import coerce_setting, unknown_setting
-from tidewheel.stats import DEFAULT_TPOT_S, DEFAULT_TTFT_S, Objective
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
@@ -27,62 +23,6 @@ ORIGIN = "tidewheel_origin"  # file in an entry of links: path of the entry that
 
 # Read by Triton's Python backend.
 TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
-_MAX_SENDER_THREADS = 64
-_MAX_STREAM_INTERVAL_MS = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendSettings:
-    num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
-    stream_interval_ms: float = 20.0  # between responses of a stream, at most, while one a token is too much work
-    REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
-    default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
-    max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
-    objective_ttft_ms: float = 1e3 * DEFAULT_TTFT_S  # goodput on /metrics: time to the first token of a good answer
-    objective_tpot_ms: float = 1e3 * DEFAULT_TPOT_S  # and for each later one
-    health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
-    health_host: str = "127.0.0.1"  # address of that port
-    request_log: str = ""  # file, with its whole path, of a JSON line for each ended request; stderr; empty: none
-    otlp_traces_endpoint: str = ""  # URL of a collector of OpenTelemetry, as http://127.0.0.1:4318/v1/traces
-    pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
-    escape_special_tokens: bool = True  # those that texts of messages spell are plain text; false: control tokens
-    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
-
-    def __post_init__(self) -> None:
-        if self.default_max_tokens != "context" and self.default_max_tokens < 1:
-            raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
-        if self.max_request_s is not None and not 0.0 < self.max_request_s < math.inf:
-            raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
-        if self.health_port is not None and not 1 <= self.health_port <= 65535:
-            raise ConfigError(f"health_port is {self.health_port}: use 1 to 65535")
-        for name in ("objective_ttft_ms", "objective_tpot_ms"):
-            if not 0.0 < (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"{name} is {value:g}: it must be above 0, in milliseconds")
-        if self.request_log not in ("", STDERR) and not Path(self.request_log).is_absolute():
-            raise ConfigError(f"request_log is {self.request_log!r}: use a path that begins with /, or {STDERR}")
-        if self.otlp_traces_endpoint and not _is_http_url(self.otlp_traces_endpoint):
-            raise ConfigError(
-                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}: use a URL of OTLP over HTTP, such as "
-                "http://127.0.0.1:4318/v1/traces"
-            )
-        if not 0 <= self.stream_interval_ms <= _MAX_STREAM_INTERVAL_MS:
-            raise ConfigError(
-                f"stream_interval_ms is {self.stream_interval_ms:g}: use 0 to {_MAX_STREAM_INTERVAL_MS}"
-            )
-        if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
-            raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
-
-    @property
-    def objective(self) -> Objective:
-        return Objective(1e-3 * self.objective_ttft_ms, 1e-3 * self.objective_tpot_ms)
-
-
-def _is_http_url(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +32,9 @@ class ModelEntry:
     version: str
     parameters: Mapping[str, str]  # of config.pbtxt
     model_json: Mapping[str, object]
+    decoupled: bool = True
+    has_native_queue: bool = False  # Triton's queue sets the order
+    max_batch_size: int = 0
     model_label: str = ""  # of metrics; empty: name
 
     @property
@@ -116,8 +59,6 @@ class ModelEntry:
 class ModelSettings:
     engine: EngineConfig
     frontend: FrontendSettings
-    decoupled: bool
-    has_native_queue: bool  # Triton's queue sets the order
     entry: ModelEntry
     owner: ModelEntry  # of the engine
 
@@ -142,22 +83,22 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
         version=version,
         parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
         model_json=read_object(folder / version / MODEL_JSON),
-    )
-    return resolve_settings(
-        entry,
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         has_native_queue="dynamic_batching" in config,
         max_batch_size=int(config.get("max_batch_size", 0)),
     )
+    return resolve_settings(entry)
 
 
-def resolve_settings(
-    entry: ModelEntry, *, decoupled: bool, has_native_queue: bool, max_batch_size: int
-) -> ModelSettings:
+def resolve_settings(entry: ModelEntry) -> ModelSettings:
     """Raise `ConfigError`."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
-    _check_dialect(frontend.io_dialect, max_batch_size)
+    if (frontend.io_dialect == "trtllm") != (entry.max_batch_size > 0):
+        raise ConfigError(
+            f"io_dialect is {frontend.io_dialect} and max_batch_size {entry.max_batch_size}: set io_dialect in "
+            "config.pbtxt, which Triton reads before model.json, and leave max_batch_size out"
+        )
     engine_of = settings.pop("engine_of", None)
     owner = entry
     if engine_of is not None:
@@ -171,19 +112,9 @@ def resolve_settings(
     return ModelSettings(
         engine=engine,
         frontend=frontend,
-        decoupled=decoupled,
-        has_native_queue=has_native_queue,
         entry=replace(entry, model_label=engine.served_model_name),
         owner=replace(owner, model_label=engine.served_model_name),
     )
-
-
-def _check_dialect(dialect: IoDialect, max_batch_size: int) -> None:
-    if (dialect == "trtllm") != (max_batch_size > 0):
-        raise ConfigError(
-            f"io_dialect is {dialect} and max_batch_size {max_batch_size}: set io_dialect in config.pbtxt, "
-            "which Triton reads before model.json, and leave max_batch_size out"
-        )
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:
@@ -219,7 +150,7 @@ def _known(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def known_settings() -> set[str]:
-    return {*setting_names(), *_frontend_hints(), "engine_of"}
+    return {*setting_names(), *(field.name for field in fields(FrontendSettings)), "engine_of"}
 
 
 def _same(text: object, value: object) -> bool:
@@ -230,12 +161,8 @@ def _same(text: object, value: object) -> bool:
         return left.lower() == right.lower() if isinstance(value, bool) else left == right
 
 
-def _frontend_hints() -> dict[str, object]:
-    return typing.get_type_hints(FrontendSettings)
-
-
 def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
-    hints = _frontend_hints()
+    hints = typing.get_type_hints(FrontendSettings)
     values: dict[str, Any] = {
         key: coerce_setting(key, settings.pop(key), hints[key]) for key in hints.keys() & settings
     }

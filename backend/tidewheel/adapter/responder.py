@@ -4,37 +4,19 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
+from tidewheel.adapter.tensors import ResponseFormat
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError, printable
-from tidewheel.frontend.interface import OutputChunk, Response, is_last
+from tidewheel.frontend.output import OutputChunk, Response, is_last
 from tidewheel.sampling import TopLogprobs
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseFormat:
-    """Tensors beside `text_output`."""
-
-    finish_reason: bool = False
-    cumulative_logprob: bool = False
-    logprobs: bool = False
-    is_logprobs_null: bool = False  # answer null, as vLLM's backend does if only `return_logprobs` asks
-    log_probs: bool = False  # cum_log_probs and output_log_probs
-    num_input_tokens: bool = False
-    num_output_tokens: bool = False
-    token_ids: bool = False
-    perf_metrics: bool = False
-    accumulate: bool = False  # each response holds all text so far
-    is_trtllm: bool = False  # batch dimension, INT32 counts
-    one_by_one: bool = False  # a response for each sequence, with its `sequence_index`
 
 
 class TritonSink:

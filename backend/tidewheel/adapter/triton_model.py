@@ -12,15 +12,13 @@ import tidewheel
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.repository_entry import ModelSettings, load_settings
-from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.stub_process import Presence, close_inherited_connections, is_stub
-from tidewheel.adapter.tensors import complete
+from tidewheel.adapter.tensors import complete, read_request
 from tidewheel.confidential import protect_texts
 from tidewheel.engine.folder import EngineTarget, engine_dir
 from tidewheel.engine.placement import choose_engine, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
-from tidewheel.frontend.live_request import EndedRequest
 from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Return whether requests are taken. Servers since python_backend's pull request 430 ask."""
-        return self._follower.serving.readiness.is_ready
+        return self._follower.serving.client.readiness.is_ready
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Submit requests, and return when there is room for another."""
@@ -74,29 +72,23 @@ class TritonPythonModel:
         request_id = request.request_id()  # Triton may free the request with its answer
         self._presence.open_request()
         sink = TritonSink(request.get_response_sender(), self._presence.close_request)
+        serving = self._follower.serving
         try:
             generate, sink.format = read_request(
                 request,
-                decoupled=self._settings.decoupled,
-                max_prompt_bytes=self._follower.serving.target.config.max_prompt_bytes,
-                max_request_s=self._settings.frontend.max_request_s,
+                self._settings.frontend,
+                decoupled=self._settings.entry.decoupled,
+                max_prompt_bytes=serving.target.config.max_prompt_bytes,
                 arrival_ns=arrival_ns,
-                dialect=self._settings.frontend.io_dialect,
-                traced=self._follower.events.has_spans,
             )
             with self._follower.lock:
                 self._follower.serving.frontend.submit(generate, sink)
         except TidewheelError as error:
-            self._refuse(sink, request_id, arrival_ns, error)
+            serving.frontend.refuse(request_id, sink, arrival_ns, error)
         except Exception:
             log.exception("a request could not be submitted")
             unknown = InternalError("the request could not be submitted; the server's log says why")
-            self._refuse(sink, request_id, arrival_ns, unknown)
-
-    def _refuse(self, sink: TritonSink, request_id: str, arrival_ns: int, error: TidewheelError) -> None:
-        self._follower.serving.refused[error.tag] += 1
-        sink.fail(error)
-        self._follower.events.put(EndedRequest.refused(request_id, arrival_ns, time.monotonic_ns(), error))
+            serving.frontend.refuse(request_id, sink, arrival_ns, unknown)
 
 
 def _follow(model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> Follower:

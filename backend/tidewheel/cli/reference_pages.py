@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import LIVE, SIZED, EngineConfig
 from tidewheel.engine_arguments import HONOURED
 from tidewheel.errors import BY_TAG, ConfigError, cause_and_remedy
 from tidewheel.frontend.request_parameters import FIELDS
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.metrics import TABLE
 from tidewheel.parameters import ParameterField
 from tidewheel.settings import JSON_SETTINGS

@@ -223,14 +223,10 @@ def judge_settings(entry: Entry) -> SettingsJudgement:
             version=served_version(entry.folder, entry.config),
             parameters=parameters,
             model_json=from_json,
+            max_batch_size=int(entry.parameters.get("io_dialect") == "trtllm"),  # as completed
         )
         try:
-            settings = resolve_settings(
-                model,
-                decoupled=entry.is_decoupled,
-                has_native_queue=entry.config.HasField("dynamic_batching"),
-                max_batch_size=int(entry.parameters.get("io_dialect") == "trtllm"),  # as completed
-            )
+            settings = resolve_settings(model)
             is_known = settings.engine.model != _NO_MODEL
             return SettingsJudgement([*problems, *_without_effect(entry)], settings if is_known else None)
         except ConfigError as refusal:

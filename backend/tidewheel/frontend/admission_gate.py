@@ -29,9 +29,14 @@ _NOTHING = _Claim(0, 0)
 
 
 class AdmissionGate:
-    """Counter of claims on the waiting set. Thread-safe, O(1) per request."""
+    """Counter of claims on the waiting set. Thread-safe, O(1) per request.
 
-    def __init__(self) -> None:
+    While the waiting set is full, the gate refuses requests or, if it `holds`, blocks the server's queue instead.
+    Then requests count from submission, and no more enter while one that the engine refused is held.
+    """
+
+    def __init__(self, *, holds: bool = False) -> None:
+        self.holds = holds
         self._changed = threading.Condition()
         self._room: Room | None = None  # last report
         self._unheard: dict[int, _Claim] = {}  # claims not in that report, by key
@@ -39,21 +44,28 @@ class AdmissionGate:
         self._num_tokens = 0
         self._num_by_class = [0] * (max(Priority) + 1)  # index 0: unknown
         self._held: dict[int, _Claim] = {}  # refused by the engine, in order
+        self._is_closed = False
 
     def enter(self, key: int) -> None:
         """Note a submitted request."""
+        if self.holds:
+            with self._changed:
+                self._count(key, _Claim(1, 0))
 
     def claim(self, message: AddRequest) -> None:
         """Count a request to be sent. Raise `WaitingSetFull`."""
         claim = _Claim.of(message)
         with self._changed:
-            if self._room is not None:
+            if self._room is not None and not self.holds:
                 self._check(self._room, claim)
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
         """Return whether a refused request waits for `release`."""
-        return message.key in self._held
+        with self._changed:
+            if self.holds:
+                self._held[message.key] = _Claim.of(message)
+        return self.holds
 
     def release(self) -> list[int]:
         """Return held requests that now have room, counted as sent."""
@@ -67,6 +79,9 @@ class AdmissionGate:
 
     def wait(self) -> None:
         """Block until a request may be submitted."""
+        if self.holds:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (not self._held and self._fits(_Claim(1, 1))))
 
     def set_room(self, room: Room | None) -> None:
         """Take the engine's report. None: another engine, whose waiting set is empty."""
@@ -87,9 +102,21 @@ class AdmissionGate:
 
     def close(self) -> None:
         """Let `wait` return from now on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def _check(self, room: Room, claim: _Claim) -> None:
         """Raise `WaitingSetFull` without room."""
+        lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
+        if claim.priority < lowest or self._fits(claim):
+            return  # may displace a lower class
+        num_waiting = room.num_requests + self._num_requests
+        full = f"{num_waiting} of {room.max_requests} requests"
+        if num_waiting + claim.num_requests <= room.max_requests:
+            num_tokens = room.num_tokens + self._num_tokens
+            full = f"{num_tokens} of {room.max_tokens} tokens, and this prompt has {claim.num_tokens}"
+        raise room.refusal(full)
 
     def _count(self, key: int, claim: _Claim | None) -> None:
         """Replace the claim of a key."""
@@ -107,45 +134,3 @@ class AdmissionGate:
             room.num_requests + self._num_requests + claim.num_requests <= room.max_requests
             and room.num_tokens + self._num_tokens + claim.num_tokens <= room.max_tokens
         )
-
-
-class RefusingGate(AdmissionGate):
-    """Gate that refuses requests while the waiting set is full."""
-
-    def _check(self, room: Room, claim: _Claim) -> None:
-        lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
-        if claim.priority < lowest or self._fits(claim):
-            return  # may displace a lower class
-        num_waiting = room.num_requests + self._num_requests
-        full = f"{num_waiting} of {room.max_requests} requests"
-        if num_waiting + claim.num_requests <= room.max_requests:
-            num_tokens = room.num_tokens + self._num_tokens
-            full = f"{num_tokens} of {room.max_tokens} tokens, and this prompt has {claim.num_tokens}"
-        raise room.refusal(full)
-
-
-class HoldingGate(AdmissionGate):
-    """Gate that refuses nothing and holds back the server's queue while the waiting set is full.
-
-    Requests count from submission. No more enter while one that the engine refused is held.
-    """
-
-    _is_closed = False
-
-    def enter(self, key: int) -> None:
-        with self._changed:
-            self._count(key, _Claim(1, 0))
-
-    def hold(self, message: AddRequest) -> bool:
-        with self._changed:
-            self._held[message.key] = _Claim.of(message)
-        return super().hold(message)
-
-    def wait(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or (not self._held and self._fits(_Claim(1, 1))))
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()

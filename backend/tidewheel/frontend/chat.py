@@ -79,9 +79,7 @@ def parse_conversation(data: str | bytes) -> Conversation:
     return conversation
 
 
-def _list(
-    name: str, value: object, limit: int, read: Callable[[str, dict[str, Any]], dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _list(name: str, value: object, limit: int, read: _EntryReader) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Values of JSON or tensors to parameter types. Clients send numbers as strings.
+"""Carriers of parameters, and their values of JSON or tensors to parameter types. Clients send numbers as strings.
 
 A wrong type raises `InvalidRequest` with the parameter's name. Ranges are checked later.
 """
@@ -10,10 +10,12 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 
 Coercion = Callable[[str, object], object]
+INPUT_TENSOR = "input tensor"  # origin of parameters
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # longest in use: 2**64 - 1
 _INTEGER_LIMIT = 10**20
@@ -24,6 +26,12 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 80
 _shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSource:
+    origin: str  # for errors: "sampling_parameters", "request parameter", `INPUT_TENSOR`
+    values: Mapping[str, object]
 
 
 def show(value: object) -> str:

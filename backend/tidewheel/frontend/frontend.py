@@ -10,6 +10,7 @@ Every submitted request ends its sink exactly once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,18 +19,18 @@ from collections.abc import Callable, Iterator
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
-from tidewheel.errors import DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
+from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.admission_gate import AdmissionGate
-from tidewheel.frontend.interface import GenerateRequest, Sink
-from tidewheel.frontend.live_request import EndedRequest, Ending, LiveRequest
+from tidewheel.frontend.ended_requests import EndedRequest
+from tidewheel.frontend.live_request import Ending, LiveRequest, Sink, TokenColumns
+from tidewheel.frontend.output import OutputChunk, Response, is_last
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
-from tidewheel.frontend.request_parameters import read_urgency
+from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import RequestReader
-from tidewheel.frontend.response_senders import ResponseSenders
-from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
-from tidewheel.frontend.token_columns import TokenColumns
+from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.frontend.threads import PromptQueue, ResponseSenders, Watcher, Workers
 from tidewheel.request import FinishReason
-from tidewheel.stats import EngineStats, Objective
+from tidewheel.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -40,50 +41,39 @@ NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """One thread calls `on_tokens`, `on_deltas`, `on_lost`, `on_room` and `on_drain`, which never block."""
+    """Listener of an engine, whose one thread calls `on_tokens`, `on_deltas` and so on, which never block."""
 
     def __init__(
         self,
-        info: EngineInfo,
-        reader: RequestReader,
-        engine: EngineClient,
-        *,
-        max_prompt_bytes: int,
+        settings: FrontendSettings,
         gate: AdmissionGate,
-        num_senders: int = 4,
-        stream_interval_s: float = 0.02,
+        *,
         on_idle: Callable[[], None] = lambda: None,
-        objective: Objective | None = None,
         on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Call `on_idle` before the last response of the last live request, `on_ended` after each request's last.
-
-        `close` closes the reader, too.
-        """
-        self._reader = reader
-        self._tenants = info.tenants
-        self._engine = engine
+        """Call `on_idle` before the last response of the last live request, `on_ended` after each request's last."""
+        self._settings = settings
         self._gate = gate
-        self._recorder = StatsRecorder(info.max_model_len, objective)
+        self._on_idle = on_idle
+        self._on_ended = on_ended
+        self._poll_interval_s = poll_interval_s
+        self.engine_stats: EngineStats | None = None  # last report
         self._columns = TokenColumns()
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
         self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
-        self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
-        self._senders = ResponseSenders(
-            num_senders,
-            stream_interval_s,
-            self._live,
-            self._columns,
-            engine,
-            self._recorder,
-            self._forget,
-            on_idle,
-            on_ended,
-        )
-        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
+
+    def start(self, info: EngineInfo, reader: RequestReader, engine: EngineClient) -> None:
+        """Serve from an engine that is ready. `close` closes the reader, too."""
+        self._reader = reader
+        self._tenants = info.tenants
+        self._engine = engine
+        self._recorder = StatsRecorder(info.max_model_len, self._settings.objective)
+        self._prompts = PromptQueue(reader.max_prompt_bytes, NUM_TOKENIZERS)
+        self._senders = ResponseSenders(self._settings, self._live, self._columns, self._answer)
+        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=self._poll_interval_s)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     @property
@@ -108,7 +98,15 @@ class Frontend:
                     self._watcher.set_deadline(live, live.urgency.deadline_ns)
                 self._prompts.put(live)
         if refusal is not None:
-            self._senders.fail(live, refusal)
+            self._fail(live, refusal)
+
+    def refuse(self, request_id: str, sink: Sink, arrival_ns: int, error: TidewheelError) -> None:
+        """End a request that could not be read or submitted."""
+        self._recorder.received()
+        self._recorder.failed(error, had_output=False)
+        sink.fail(error)
+        if self._on_ended is not None:
+            self._on_ended(EndedRequest.refused(request_id, arrival_ns, time.monotonic_ns(), error))
 
     def wait_for_room(self) -> None:
         self._gate.wait()
@@ -147,7 +145,7 @@ class Frontend:
             self._prompts.done(request)
 
     def _send_to_engine(self, request: LiveRequest) -> None:
-        message = request.message
+        message = request.prepared.message
         if message is None or request.is_over:
             return
         try:
@@ -178,7 +176,7 @@ class Frontend:
         seconds, first = self._columns.add(keys, token_ids, now_ns)
         timings = []
         for request in self._known(first):
-            timings.append(_timing(request, 1, self._begin(request, now_ns), now_ns))
+            timings.append(_timing(request, 1, 0, now_ns))
             if request.receive_first():
                 self._senders.put(request)
         self._recorder.tokens(timings, seconds)
@@ -192,8 +190,8 @@ class Frontend:
             if request is None or self._is_held(request, delta):
                 continue  # answered, or to be sent again
             if delta.token_ids:
-                since_ns = self._note_token(request, delta, now_ns)
-                timings.append(_timing(request, len(delta.token_ids), since_ns, now_ns))
+                last_ns = self._note_token(request, delta, now_ns)
+                timings.append(_timing(request, len(delta.token_ids), last_ns, now_ns))
             if request.receive(delta):
                 self._senders.put(request)
             else:
@@ -202,20 +200,15 @@ class Frontend:
         self._senders.wake()
 
     def _note_token(self, request: LiveRequest, delta: Delta, now_ns: int) -> int:
-        """Return the time of the sequence's last token or of the request's arrival, or 0."""
-        if delta.index > 0:
-            since_ns = request.last_token_ns.get(delta.index, 0)
-            request.last_token_ns[delta.index] = now_ns
-        else:
-            since_ns = self._columns.note_token(request.key, now_ns)
-        return since_ns or self._begin(request, now_ns)
+        """Return the time of the sequence's last token, or 0."""
+        if delta.index <= 0:
+            return self._columns.note_token(request.key, now_ns)
+        last_ns = request.last_token_ns.get(delta.index, 0)
+        request.last_token_ns[delta.index] = now_ns
+        return last_ns
 
-    def _begin(self, request: LiveRequest, now_ns: int) -> int:
-        """Return the arrival time for the request's first token, else 0."""
-        if request.has_output:
-            return 0
-        request.first_output_ns = now_ns
-        return request.arrival_ns
+    def on_stats(self, stats: EngineStats) -> None:
+        self.engine_stats = stats
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._gate.set_room(None)
@@ -242,7 +235,7 @@ class Frontend:
         return (request for key in keys if (request := self._live.get(key)) is not None)
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
-        message = request.message
+        message = request.prepared.message
         if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
             return False
         if not self._gate.hold(message):
@@ -271,7 +264,82 @@ class Frontend:
         if request.claim_turn():
             self._senders.put(request)
 
+    def _answer(self, request: LiveRequest, now_ns: int) -> None:
+        """Send all new output, or the end."""
+        try:
+            answer = self._next_answer(request, now_ns)
+        except Exception:
+            logger.exception("the output of a request could not be made into text")
+            answer = InternalError("the output could not be made into text")
+        if isinstance(answer, TidewheelError):
+            self._fail(request, answer)
+        elif answer is not None:
+            self._send(request, answer)
+
+    def _next_answer(self, request: LiveRequest, now_ns: int) -> Response | TidewheelError | None:
+        deltas, ending = request.take_output()  # before the tokens, which precede them
+        if token_ids := self._columns.take(request.key, now_ns):
+            deltas = [Delta(request.key, token_ids), *deltas]
+        outputs = request.prepared.outputs
+        if outputs is not None:
+            stopped = outputs.push(deltas)
+            if outputs.is_over:
+                return outputs.take()
+            for index in stopped:
+                self._engine.cancel_sequence(request.key, index)
+        if ending is None:
+            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_tokens else None
+        if ending.error is not None:
+            return ending.error
+        if outputs is None:  # cancelled before tokenisation, or nothing to generate
+            return [OutputChunk(text=request.prepared.answer, finish_reason=ending.finish_reason)]
+        outputs.end(ending.finish_reason)
+        return outputs.take()
+
+    def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
+        self._forget(request)
+        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
+        self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
+        with contextlib.suppress(Exception):  # the client is gone
+            request.sink.fail(error)
+        self._report_end(request, error=error)
+
+    def _send(self, request: LiveRequest, response: Response) -> None:
+        is_over = is_last(response)
+        if is_over:
+            self._forget(request)
+            self._count_finished(request, response)
+        request.num_responses += 1
+        try:
+            request.sink.send(response)
+        except Exception:
+            logger.exception("a response could not be sent")
+            if not is_over:
+                self._fail(request, Cancelled("the response could not be sent"))
+        if is_over:
+            self._report_end(request, response)
+
+    def _count_finished(self, request: LiveRequest, response: Response) -> None:
+        seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
+        num_output_tokens = request.prepared.outputs.num_output_tokens if request.prepared.outputs is not None else []
+        try:
+            self._recorder.finished(response[0], seconds, num_output_tokens, request.urgency.priority)
+            if not self._live:
+                self._on_idle()
+        except Exception:
+            logger.exception("the figures of a request could not be published")
+
+    def _report_end(self, request: LiveRequest, response: Response = (), error: TidewheelError | None = None) -> None:
+        if self._on_ended is None:
+            return
+        try:
+            self._on_ended(EndedRequest.of(request, time.monotonic_ns(), response, error))
+        except Exception:
+            logger.exception("the end of a request could not be noted")
+
     def _forget(self, request: LiveRequest) -> None:
+        if request.mark_answered():
+            self._engine.cancel([request.key])
         with self._lock:
             self._live.pop(request.key, None)
         self._columns.close(request.key)
@@ -279,43 +347,11 @@ class Frontend:
         self._send_held()
 
 
-class EngineRelay:
-    """Listener for a front end that is made after the engine is ready."""
-
-    def __init__(self, gate: AdmissionGate) -> None:
-        self._gate = gate
-        self.frontend: Frontend | None = None
-        self.stats: EngineStats | None = None
-
-    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
-        if self.frontend is not None:
-            self.frontend.on_tokens(keys, token_ids)
-
-    def on_deltas(self, deltas: list[Delta]) -> None:
-        if self.frontend is not None:
-            self.frontend.on_deltas(deltas)
-
-    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        if self.frontend is not None:
-            self.frontend.on_lost(keys, error)
-        else:
-            self._gate.set_room(None)
-
-    def on_room(self, room: Room) -> None:
-        if self.frontend is not None:
-            self.frontend.on_room(room)
-        else:
-            self._gate.set_room(room)
-
-    def on_drain(self) -> None:
-        if self.frontend is not None:
-            self.frontend.on_drain()
-
-    def on_stats(self, stats: EngineStats) -> None:
-        self.stats = stats
-
-
-def _timing(request: LiveRequest, num_tokens: int, since_ns: int, now_ns: int) -> TokenTiming:
-    is_first = not request.has_output
-    num_prompt_tokens = request.outputs.num_input_tokens if is_first and request.outputs is not None else 0
-    return TokenTiming((now_ns - since_ns) * 1e-9 if since_ns else None, num_tokens, num_prompt_tokens)
+def _timing(request: LiveRequest, num_tokens: int, last_ns: int, now_ns: int) -> TokenTiming:
+    """Return the time since the sequence's last token at `last_ns`, or for the first since the request's arrival."""
+    if request.has_output:
+        return TokenTiming((now_ns - last_ns) * 1e-9 if last_ns else None, num_tokens, 0)
+    if not last_ns:
+        request.first_output_ns, last_ns = now_ns, request.arrival_ns
+    num_prompt_tokens = request.prepared.outputs.num_input_tokens if request.prepared.outputs is not None else 0
+    return TokenTiming((now_ns - last_ns) * 1e-9, num_tokens, num_prompt_tokens)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tidewheel.errors import InvalidRequest, Unsupported
-from tidewheel.frontend.coercion import parse_json, show, to_bool, to_text
-from tidewheel.frontend.interface import ParameterSource
+from tidewheel.frontend.coercion import ParameterSource, parse_json, show, to_bool, to_text
 from tidewheel.grammar import Grammar, check_options
 
 _FLAT = "guided_"
@@ -23,52 +21,39 @@ _WITHOUT_EFFECT = ("disable_fallback", "_backend_was_auto")
 _BACKENDS = ("auto", "guidance")
 _WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
 
-GRAMMAR_PARAMETERS = (
-    *(_FLAT + kind for kind in (*_KINDS, "whitespace_pattern", "decoding_backend")),
-    *_OBJECTS, _FORMAT, _GUIDE_TYPE, _GUIDE,
-)  # fmt: skip
-
-_NAMES = frozenset(GRAMMAR_PARAMETERS)
+GRAMMAR_PARAMETERS = dict.fromkeys(
+    [*(_FLAT + kind for kind in (*_KINDS, "whitespace_pattern", "decoding_backend")),
+     *_OBJECTS, _FORMAT, _GUIDE_TYPE, _GUIDE]
+).keys()  # fmt: skip
 
 
-def with_grammar(sources: tuple[ParameterSource, ...]) -> tuple[ParameterSource, ...]:
-    """Replace the parameters of grammars by `grammar`. Raise `InvalidRequest` or `Unsupported`."""
-    if not names_grammar(sources):
-        return sources
-    replaced: list[ParameterSource] = []
-    given: list[tuple[Grammar, str]] = []
-    for source in sources:
-        others = {name: value for name, value in source.values.items() if name not in GRAMMAR_PARAMETERS}
-        replaced.append(ParameterSource(origin=source.origin, values=others))
-        given += [(grammar, source.origin) for grammar in _grammars(source.values)]
-    _check_same(given)
-    replaced += [ParameterSource(origin=grammar.name, values={"grammar": grammar}) for grammar, _ in given[:1]]
-    return tuple(replaced)
-
-
-def _check_same(given: list[tuple[Grammar, str]]) -> None:
+def find_grammar(sources: Iterable[ParameterSource]) -> Grammar | None:
+    """Return the grammar that the parameters of grammars ask for. Raise `InvalidRequest` or `Unsupported`."""
+    given = [
+        (grammar, source.origin)
+        for source in sources
+        if not GRAMMAR_PARAMETERS.isdisjoint(source.values)
+        for grammar in _grammars(source.values)
+    ]
     for grammar, origin in given[1:]:
         first, first_origin = given[0]
         if grammar != first:
             places = (f" in {first_origin}", f" in {origin}") if grammar.name == first.name else ("", "")
             raise InvalidRequest(f"{first.name}{places[0]} and {grammar.name}{places[1]} are set: give one")
+    return given[0][0] if given else None
 
 
 def names_grammar(sources: Iterable[ParameterSource]) -> bool:
-    return not all(_NAMES.isdisjoint(source.values) for source in sources)
+    return not all(GRAMMAR_PARAMETERS.isdisjoint(source.values) for source in sources)
 
 
-def _grammars(values: Mapping[str, object]) -> list[Grammar]:
-    given = [_of_members(_flat_members(values), _FLAT), _of_guide(values.get(_GUIDE_TYPE), values.get(_GUIDE))]
-    for name in _OBJECTS:
-        given.append(_of_members(_object(name, values.get(name)), f"{name}."))
+def _grammars(values: Mapping[str, object]) -> Iterator[Grammar]:
+    flat = {kind: values.get(_FLAT + kind) for kind in (*_KINDS, "whitespace_pattern")}
+    given = [_of_members({**flat, "backend": values.get("guided_decoding_backend")}, _FLAT)]
+    given.append(_of_guide(values.get(_GUIDE_TYPE), values.get(_GUIDE)))
+    given += [_of_members(_object(name, values.get(name)), f"{name}.") for name in _OBJECTS]
     given.append(_of_response_format(_object(_FORMAT, values.get(_FORMAT))))
-    return [grammar for grammar in given if grammar is not None]
-
-
-def _flat_members(values: Mapping[str, object]) -> dict[str, object]:
-    members = {kind: values.get(_FLAT + kind) for kind in (*_KINDS, "whitespace_pattern")}
-    return {**members, "backend": values.get("guided_decoding_backend")}
+    return (grammar for grammar in given if grammar is not None)
 
 
 def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
@@ -87,7 +72,7 @@ def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
     whitespace = {name: given[name] for name in _WHITESPACE if name in given}
     if whitespace and (not kinds or kinds[0] not in ("json", "json_object")):
         raise InvalidRequest(f"{prefix}{next(iter(whitespace))} is set: it goes with a JSON schema or json_object")
-    return _BUILDERS[kinds[0]](prefix + kinds[0], given[kinds[0]], whitespace) if kinds else None
+    return _make(kinds[0], prefix + kinds[0], given[kinds[0]], whitespace) if kinds else None
 
 
 def _is_given(name: str, value: object) -> bool:
@@ -109,10 +94,29 @@ def _object(name: str, value: object) -> Mapping[str, object]:
     return value
 
 
+def _make(kind: str, name: str, value: object, whitespace: Mapping[str, object]) -> Grammar | None:
+    match kind:
+        case "json":
+            return _schema(name, value, whitespace)
+        case "json_object":
+            if not to_bool(name, value):
+                return None
+            return _schema(name, {"type": "object"}, whitespace) if whitespace else Grammar.json_object(name)
+        case "choice":
+            choices = parse_json(value, name) if isinstance(value, str) else value
+            if not isinstance(choices, list | tuple):
+                raise InvalidRequest(f"{name} is {show(value)}: it must be a list of texts")
+            return Grammar.choice([to_text(name, choice) for choice in choices], name)
+        case "regex":
+            return Grammar.regex(to_text(name, value), name)
+        case _:
+            return Grammar.ebnf(to_text(name, value), name)
+
+
 def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
     """Keep the text of a schema, or add options of llguidance for whitespace."""
     if isinstance(value, str) and not whitespace:
-        grammar = Grammar.json_schema(value, name)
+        grammar = Grammar.json_schema(value, name)  # bounds the text before it is parsed
         _schema_object(name, value)
         return grammar
     schema = _schema_object(name, value)
@@ -136,32 +140,6 @@ def _whitespace_options(name: str, given: Mapping[str, object]) -> dict[str, obj
     return {"whitespace_flexible": False, "whitespace_pattern": None} if is_disabled else {}  # null: over the default
 
 
-def _json_object(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar | None:
-    if not to_bool(name, value):
-        return None
-    return _schema(name, {"type": "object"}, whitespace) if whitespace else Grammar.json_object(name)
-
-
-def _choice(name: str, value: object, _: Mapping[str, object]) -> Grammar:
-    choices = parse_json(value, name) if isinstance(value, str) else value
-    if not isinstance(choices, list | tuple):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be a list of texts")
-    return Grammar.choice([to_text(name, choice) for choice in choices], name)
-
-
-def _text(make: Callable[[str, str], Grammar], name: str, value: object, _: Mapping[str, object]) -> Grammar:
-    return make(to_text(name, value), name)
-
-
-_BUILDERS: dict[str, Callable[[str, object, Mapping[str, object]], Grammar | None]] = {
-    "json": _schema,
-    "json_object": _json_object,
-    "choice": _choice,
-    "regex": functools.partial(_text, Grammar.regex),
-    "grammar": functools.partial(_text, Grammar.ebnf),
-}
-
-
 def _of_guide(kind: object, guide: object) -> Grammar | None:
     if _is_off(kind):
         if not _is_off(guide):
@@ -169,12 +147,12 @@ def _of_guide(kind: object, guide: object) -> Grammar | None:
         return None
     if kind == "json":
         return Grammar.json_schema(_ANY_JSON, _GUIDE_TYPE)
-    builders = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
-    if not isinstance(kind, str) or kind not in builders:
+    kinds = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+    if not isinstance(kind, str) or kind not in kinds:
         raise Unsupported(f"{_GUIDE_TYPE} is {show(kind)}: it must be json, json_schema, regex or ebnf_grammar")
     if _is_off(guide):
         raise InvalidRequest(f"{_GUIDE_TYPE} is {kind}, and {_GUIDE} is not set: set both")
-    return _BUILDERS[builders[kind]](_GUIDE, guide, {})
+    return _make(kinds[kind], _GUIDE, guide, {})
 
 
 def _of_response_format(value: Mapping[str, object]) -> Grammar | None:

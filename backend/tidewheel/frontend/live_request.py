@@ -1,4 +1,4 @@
-"""A request from submission to its last response, and its figures at the end.
+"""Live requests: each from submission to its last response, and columns of new tokens of all.
 
     submitted ── attach ──► at the engine ── deltas ──►┐
         │                    │        ▲                ├──► over ── mark_answered ──► answered
@@ -10,19 +10,36 @@ The first end counts: last delta, cancel, error or deadline.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, CloseSession, Delta, RequestStats
-from tidewheel.errors import Cancelled, DeadlineExceeded, TidewheelError
-from tidewheel.frontend.interface import GenerateRequest, Response, Sink, Task
-from tidewheel.frontend.output import Outputs
-from tidewheel.frontend.request_parameters import Urgency
+import numpy as np
+
+from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array
+from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta
+from tidewheel.errors import DeadlineExceeded, TidewheelError, require
+from tidewheel.frontend.output import Response
+from tidewheel.frontend.request_parameters import GenerateRequest, Urgency
 from tidewheel.frontend.request_reader import PreparedRequest
 from tidewheel.request import FinishReason
 
-_NS_PER_MS = 1e6
+_SLOT_BITS = 20
+_SLOTS = (1 << _SLOT_BITS) - 1
+_FIRST_SLOTS = 256
+_WIDTH = 32  # tokens of a row before they spill into a list
+_NO_KEY = -1
+_FEW = 8  # requests of a step
+
+
+class Sink(Protocol):
+    """Receiver of one request's responses, from one thread at a time, up to the last `send` or `fail`."""
+
+    def send(self, response: Response) -> None: ...
+
+    def fail(self, error: TidewheelError) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
 
 
 class Ending(NamedTuple):
@@ -49,16 +66,14 @@ class LiveRequest:
         self.first_output_ns = 0  # when the first token came here
         self.num_responses = 0  # used only in turns
         self.last_token_ns: dict[int, int] = {}  # of all sequences but the first; of the listener thread
-        self.outputs: Outputs | None = None  # used only in turns
-        self.message: AddRequest | CloseSession | None = None
-        self.answer = ""  # where nothing is generated
+        self.prepared = PreparedRequest()  # its outputs are used only in turns
         self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
         self._num_open = 1  # sequences not ended by the engine
         self._expired: DeadlineExceeded | None = None  # error of a sequence that never started
         self._has_outlived = False  # another sequence ended otherwise
-        self._is_at_engine = False
+        self.is_at_engine = False
         self._has_turn = False  # queued or running
         self._is_answered = False
         self.wants_chunks = False  # before the end
@@ -71,16 +86,10 @@ class LiveRequest:
     def has_deltas(self) -> bool:
         return bool(self._deltas)
 
-    @property
-    def is_at_engine(self) -> bool:
-        return self._is_at_engine
-
     def attach(self, prepared: PreparedRequest) -> None:
         """Set the message. Without stream and stop strings, the only turn is at the end."""
         with self._lock:
-            self.outputs = prepared.outputs
-            self.message = prepared.message
-            self.answer = prepared.answer
+            self.prepared = prepared
             if isinstance(prepared.message, AddRequest):
                 self._num_open = prepared.message.options.n
             self.wants_chunks = self.asked.stream or prepared.has_stop_strings
@@ -88,13 +97,13 @@ class LiveRequest:
     def mark_sent(self) -> bool:
         """Return False if the engine must drop the request, which has ended."""
         with self._lock:
-            self._is_at_engine = True
+            self.is_at_engine = True
             return self._ending is None or self._num_open == 0
 
     def mark_held(self) -> bool:
         """Return False if the request is over."""
         with self._lock:
-            self._is_at_engine = self.is_known_to_engine = False
+            self.is_at_engine = self.is_known_to_engine = False
             return self._ending is None
 
     def receive_first(self) -> bool:
@@ -123,8 +132,8 @@ class LiveRequest:
                 self._ending = ending
                 if ending.error is not None:  # whose frames hold the request and its prompt
                     ending.error.__traceback__ = ending.error.__context__ = None
-            must_tell = self._is_at_engine and self._num_open > 0
-            self._is_at_engine = False
+            must_tell = self.is_at_engine and self._num_open > 0
+            self.is_at_engine = False
             return must_tell
 
     def claim_turn(self) -> bool:
@@ -171,93 +180,156 @@ class LiveRequest:
         return Ending(FinishReason.DEADLINE) if self._has_outlived else Ending(error=self._expired)
 
 
-class Stages(NamedTuple):
-    """Moments of the monotonic clock in nanoseconds; 0: never, or unknown."""
+class TokenColumns:
+    """New tokens of open requests, as arrays. Thread-safe.
 
-    arrival_ns: int
-    scheduled_ns: int = 0
-    first_token_ns: int = 0
-    last_token_ns: int = 0
-    end_ns: int = 0
+    The low bits of a key are the request's slot. The others are unique, so tokens of closed requests find no slot.
+    """
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._serials = itertools.count(1)
+        self._free: list[int] = []
+        self._spilled: dict[int, list[int]] = {}  # by slot
+        self._keys: Int64Array = np.empty(0, np.int64)
+        self._tokens: Int32Array = np.empty((0, _WIDTH), np.int32)
+        self._num_tokens: Int32Array = np.empty(0, np.int32)  # not yet taken
+        self._token_ns: Int64Array = np.empty(0, np.int64)  # of the newest; 0: none
+        self._taken_ns: Int64Array = np.empty(0, np.int64)
+        self._has_output: BoolArray = np.empty(0, np.bool_)  # for the next turn
+        self._is_awaited: BoolArray = np.empty(0, np.bool_)  # to be sent, and no turn is under way
+        self._grow()
 
-def milliseconds(begin_ns: int, end_ns: int) -> float | None:
-    """Return the time between two known moments."""
-    return round((end_ns - begin_ns) / _NS_PER_MS, 3) if begin_ns and end_ns else None
+    def open(self) -> int:
+        with self._lock:
+            if not self._free:
+                self._grow()
+            slot = self._free.pop()
+            key = next(self._serials) << _SLOT_BITS | slot
+            self._keys[slot] = key
+            self._num_tokens[slot] = self._token_ns[slot] = self._taken_ns[slot] = 0
+            self._has_output[slot] = self._is_awaited[slot] = False
+            return key
 
+    def close(self, key: int) -> None:
+        slot = key & _SLOTS
+        with self._lock:
+            if self._keys[slot] == key:
+                self._keys[slot] = _NO_KEY
+                self._is_awaited[slot] = False
+                self._spilled.pop(slot, None)
+                self._free.append(slot)
 
-class EndedRequest(NamedTuple):
-    """Figures and labels of a request that has ended, without prompt and output."""
+    def await_tokens(self, key: int, *, has_output: bool = False) -> None:
+        """Let `due` return the key once it has output."""
+        slot = key & _SLOTS
+        with self._lock:
+            self._is_awaited[slot] = self._keys.item(slot) == key
+            self._has_output[slot] |= has_output and self._is_awaited[slot]
 
-    request_id: str
-    task: Task
-    is_streamed: bool
-    priority: int  # granted class
-    tenant: str
-    has_session: bool
-    traceparent: str  # of the client or of Triton; empty: none
-    deadline_ns: int  # 0: none
-    stages: Stages
-    finish_reason: str = ""  # empty: an error
-    tag: str = ""  # of the error
-    num_sequences: int = 1
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int | None = None  # None: it ended before figures of the engine came
-    num_preemptions: int | None = None
-    num_output_tokens: int = 0
-    num_responses: int = 0
+    def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
+        """Add one token to each key. Return the seconds since its last one, and keys of first tokens."""
+        if len(keys) <= _FEW:
+            return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
+        with self._lock:
+            slots = keys & _SLOTS
+            known = self._keys.take(slots, mode="clip") == keys
+            if not known.all():
+                keys, slots, token_ids = keys[known], slots[known], token_ids[known]
+            places = self._num_tokens.take(slots) % _WIDTH
+            self._tokens[slots, places] = token_ids
+            self._num_tokens[slots] += 1
+            self._has_output[slots] = True
+            for slot in slots[places == _WIDTH - 1].tolist():
+                self._spilled.setdefault(slot, []).extend(self._tokens[slot].tolist())
+            since_ns = self._token_ns.take(slots)
+            self._token_ns[slots] = now_ns
+        is_first = since_ns == 0
+        return (now_ns - since_ns[~is_first]) * 1e-9, keys[is_first].tolist()
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self.finish_reason == FinishReason.CANCELLED or self.tag == Cancelled.tag
+    def _add_few(self, keys: list[int], token_ids: list[int], now_ns: int) -> tuple[Float64Array, list[int]]:
+        """Add tokens one by one, faster than numpy for a few."""
+        seconds, first = [], []
+        with self._lock:
+            for key, token_id in zip(keys, token_ids, strict=True):
+                slot = key & _SLOTS
+                if slot >= len(self._keys) or self._keys.item(slot) != key:
+                    continue
+                place = self._num_tokens.item(slot) % _WIDTH
+                self._tokens[slot, place] = token_id
+                self._num_tokens[slot] += 1
+                self._has_output[slot] = True
+                if place == _WIDTH - 1:
+                    self._spilled.setdefault(slot, []).extend(self._tokens[slot].tolist())
+                if since_ns := self._token_ns.item(slot):
+                    seconds.append((now_ns - since_ns) * 1e-9)
+                else:
+                    first.append(key)
+                self._token_ns[slot] = now_ns
+        return np.array(seconds, np.float64), first
 
-    @property
-    def deadline_ms(self) -> float | None:
-        return milliseconds(self.stages.arrival_ns, self.deadline_ns)
+    def note_output(self, key: int) -> None:
+        """Note output that is in no column, once it can be taken."""
+        slot = key & _SLOTS
+        with self._lock:
+            self._has_output[slot] = self._keys[slot] == key
 
-    @classmethod
-    def of(
-        cls, request: LiveRequest, end_ns: int, response: Response = (), error: TidewheelError | None = None
-    ) -> EndedRequest:
-        stats = [chunk.stats for chunk in response if chunk.stats is not None]
-        urgency, outputs = request.urgency, request.outputs
-        return cls(
-            request_id=request.asked.request_id,
-            task=request.asked.task,
-            is_streamed=request.asked.stream,
-            priority=stats[0].priority if stats else int(urgency.priority),
-            tenant=urgency.tenant,
-            has_session=urgency.has_session,
-            traceparent=request.asked.traceparent,
-            deadline_ns=urgency.deadline_ns,
-            stages=_stages(request, stats, end_ns),
-            finish_reason=(response[0].finish_reason or "") if response else "",
-            tag="" if error is None else error.tag,
-            num_sequences=request.message.options.n if isinstance(request.message, AddRequest) else 1,
-            num_prompt_tokens=0 if outputs is None else outputs.num_input_tokens,
-            num_cached_tokens=stats[0].num_cached_tokens if stats else None,
-            num_preemptions=sum(one.num_preemptions for one in stats) if stats else None,
-            num_output_tokens=0 if outputs is None else sum(outputs.num_output_tokens),
-            num_responses=request.num_responses,
+    def note_token(self, key: int, now_ns: int) -> int:
+        """Note the time of a token in no column. Return the time of the last one, or 0."""
+        slot = key & _SLOTS
+        with self._lock:
+            if self._keys[slot] != key:
+                return 0
+            since_ns, self._token_ns[slot] = int(self._token_ns[slot]), now_ns
+            return since_ns
+
+    def take(self, key: int, now_ns: int) -> list[int]:
+        """Return the tokens added since the last call, made at `now_ns`."""
+        slot = key & _SLOTS
+        with self._lock:
+            if self._keys.item(slot) != key:
+                return []
+            taken: list[int] = self._tokens[slot, : self._num_tokens.item(slot) % _WIDTH].tolist()
+            if self._spilled:
+                taken = self._spilled.pop(slot, []) + taken
+            self._num_tokens[slot] = 0
+            self._has_output[slot] = False
+            self._taken_ns[slot] = now_ns
+            return taken
+
+    def due(self, before_ns: int) -> list[int]:
+        """Return awaited keys with output and a last turn before `before_ns`, oldest first."""
+        with self._lock:
+            slots = (self._is_awaited & self._has_output).nonzero()[0]
+            if not len(slots):
+                return []
+            taken_ns = self._taken_ns.take(slots)
+            is_due = taken_ns <= before_ns
+            due = slots[is_due][np.argsort(taken_ns[is_due], kind="stable")]
+            self._is_awaited[due] = False
+            keys: list[int] = self._keys.take(due).tolist()
+            return keys
+
+    def num_awaited(self) -> int:
+        return int(np.count_nonzero(self._is_awaited))
+
+    def next_taken_ns(self) -> int | None:
+        """Return the oldest last turn of awaited keys with output."""
+        with self._lock:
+            taken_ns = self._taken_ns[self._is_awaited & self._has_output]
+        return int(taken_ns.min()) if len(taken_ns) else None
+
+    def _grow(self) -> None:
+        num_slots = len(self._keys)
+        added = min(max(num_slots, _FIRST_SLOTS), _SLOTS + 1 - num_slots)
+        require(added > 0, f"{num_slots} requests are open")
+        self._keys = np.append(self._keys, np.full(added, _NO_KEY))
+        self._tokens = np.append(self._tokens, np.zeros((added, _WIDTH), np.int32), axis=0)
+        self._num_tokens = np.append(self._num_tokens, np.zeros(added, np.int32))
+        self._token_ns, self._taken_ns = (
+            np.append(column, np.zeros(added, np.int64)) for column in (self._token_ns, self._taken_ns)
         )
-
-    @classmethod
-    def refused(cls, request_id: str, arrival_ns: int, end_ns: int, error: TidewheelError) -> EndedRequest:
-        asked = GenerateRequest(request_id=request_id)
-        stages = Stages(arrival_ns, end_ns=end_ns)
-        return cls(request_id, asked.task, False, 0, "", False, "", 0, stages, tag=error.tag)
-
-
-def _stages(request: LiveRequest, stats: list[RequestStats], end_ns: int) -> Stages:
-    """Return the moments of the first sequence to begin and the last to end."""
-    return Stages(
-        request.arrival_ns,
-        scheduled_ns=_least(one.first_scheduled_ns for one in stats),
-        first_token_ns=_least(one.first_token_ns for one in stats) or request.first_output_ns,
-        last_token_ns=max((one.last_token_ns for one in stats), default=0),
-        end_ns=end_ns,
-    )
-
-
-def _least(moments: Iterable[int]) -> int:
-    return min((moment for moment in moments if moment), default=0)
+        self._has_output, self._is_awaited = (
+            np.append(column, np.zeros(added, np.bool_)) for column in (self._has_output, self._is_awaited)
+        )
+        self._free.extend(range(num_slots + added - 1, num_slots - 1, -1))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +12,10 @@ from tidewheel.sampling import SamplingParams
 
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 # Read from `generation_config.json` whatever `do_sample` says, like vLLM.
-_KEYS = {
-    key: key
-    for key in (
-        "temperature", "top_p", "top_k", "min_p",
-        "repetition_penalty", "presence_penalty", "frequency_penalty",
-    )
-}  # fmt: skip
-_OVERRIDES = {**_KEYS, "max_new_tokens": "max_tokens"}
+_KEYS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
+_OVERRIDES = (*_KEYS, "max_new_tokens")
 
 
 def read_text(path: Path) -> str | None:
@@ -81,8 +77,10 @@ def read_overrides(text: str) -> dict[str, Any]:
     return _sampling(values, _OVERRIDES, name)
 
 
-def _sampling(values: Mapping[str, object], keys: Mapping[str, str], where: str) -> dict[str, Any]:
-    sampling: dict[str, Any] = {ours: values[key] for key, ours in keys.items() if values.get(key) is not None}
+def _sampling(values: Mapping[str, object], keys: Iterable[str], where: str) -> dict[str, Any]:
+    sampling: dict[str, Any] = {key: values[key] for key in keys if values.get(key) is not None}
+    if "max_new_tokens" in sampling:
+        sampling["max_tokens"] = sampling.pop("max_new_tokens")
     try:
         SamplingParams(**sampling)
     except InvalidRequest as error:

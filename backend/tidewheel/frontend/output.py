@@ -1,57 +1,71 @@
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from tidewheel.batch import Float32Array
+from tidewheel.batch import Float32Array, Int32Array
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
-from tidewheel.frontend.interface import Generation, OutputChunk, Response
 from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
-from tidewheel.request import FinishReason
-from tidewheel.sampling import TopLogprobs
+from tidewheel.request import FinishReason, Pooling
+from tidewheel.request_options import RequestOptions
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 _TINY = 1e-30  # for states that are all zero
 
 
-class StopStrings:
-    """Stop strings of one request, sorted for binary search."""
+class Generation(NamedTuple):
+    prompt_ids: Int32Array  # [num_prompt_tokens]
+    sampling: SamplingParams
+    options: RequestOptions
+    prompt_name: str = "input_ids"  # field of the prompt, for errors
+    prompt_text: str | None = None  # None: token ids
+    echo: bool = False
+    pooling: Pooling = ""
+    is_scoring: bool = False  # nothing is generated
+    request_id: str = ""
 
-    def __init__(self, strings: Iterable[str]) -> None:
-        self._sorted = sorted(set(strings))
-        self.first_chars = frozenset(string[0] for string in self._sorted)
-        self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
 
-    def extend(self, held: str, char: str) -> str:
-        """Return the longest end of `held + char` that begins a stop string."""
-        text = held + char
-        while text and not self._begin_with(text):
-            text = text[1:]
-        return text
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """New output of a sequence."""
 
-    def match_length(self, held: str) -> int:
-        """Return the length of the longest stop string that ends `held`, or 0."""
-        if not held.endswith(self._longest_first):
-            return 0
-        return next(len(string) for string in self._longest_first if held.endswith(string))
+    text: str
+    token_ids: list[int] = []
+    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
+    prompt_ids: list[int] = []  # aligned with `prompt_logprobs`, and the first token
+    prompt_logprobs: list[TopLogprobs] | None = None  # once, if asked
+    token_texts: dict[int, str] = {}  # of ids in what has log-probabilities
+    embedding: Float32Array | None = None  # [hidden_size] of length 1
+    cumulative_logprob: float | None = None  # of all output
+    num_input_tokens: int = 0
+    finish_reason: str | None = None  # in every response after the end
+    stats: RequestStats | None = None  # in every response after the engine's end
 
-    def _begin_with(self, text: str) -> bool:
-        index = bisect_left(self._sorted, text)
-        return index < len(self._sorted) and self._sorted[index].startswith(text)
+
+Response = Sequence[OutputChunk]  # by sequence
+
+
+def is_last(response: Response) -> bool:
+    if len(response) == 1:  # most, and each is asked twice
+        return response[0].finish_reason is not None
+    return all(chunk.finish_reason is not None for chunk in response)
 
 
 class StopChecker:
-    def __init__(self, strings: StopStrings, *, include_in_output: bool = False) -> None:
-        self._strings = strings
+    """Search for stop strings in the text of one sequence."""
+
+    def __init__(self, strings: Iterable[str], *, include_in_output: bool = False) -> None:
+        self._strings = sorted(set(strings), key=len, reverse=True)
+        self._first_chars = frozenset(string[0] for string in self._strings)
         self._include = include_in_output
         self._held = ""  # longest end that may begin a stop string
         self.is_hit = False
 
     def may_change(self, text: str) -> bool:
         """Return whether `push` may hold or stop the text."""
-        return bool(self._held) or not self._strings.first_chars.isdisjoint(text)
+        return bool(self._held) or not self._first_chars.isdisjoint(text)
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
         """Return text that is certain. Without `may_stop`, no stop string ends in `text`."""
@@ -60,23 +74,32 @@ class StopChecker:
         if not self.may_change(text):
             return text
         buffer = self._held + text
-        for end, char in enumerate(text, start=len(self._held) + 1):
-            self._held = self._strings.extend(self._held, char)
-            match_length = self._strings.match_length(self._held) if may_stop and self._held else 0
-            if match_length:
-                self.is_hit, self._held = True, ""
-                return buffer[: end if self._include else end - match_length]
+        if may_stop and (found := self._find(buffer)) is not None:
+            self.is_hit, self._held = True, ""
+            end, begin = found
+            return buffer[: end if self._include else begin]
+        ends = (buffer[start:] for start in range(len(buffer)))
+        self._held = next((end for end in ends if any(string.startswith(end) for string in self._strings)), "")
         return buffer[: len(buffer) - len(self._held)]
 
     def flush(self) -> str:
         text, self._held = self._held, ""
         return text
 
+    def _find(self, buffer: str) -> tuple[int, int] | None:
+        """Return end and begin of the first stop string to end after the held text, of several the longest."""
+        num_held, found = len(self._held), []
+        for string in self._strings:
+            begin = buffer.find(string, max(num_held + 1 - len(string), 0))
+            if begin >= 0:
+                found.append((begin + len(string), begin))
+        return min(found, default=None)
+
 
 class OutputStream:
     """Output of one sequence, collected until `take`. Not thread safe."""
 
-    def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, given: Generation) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling = given.sampling
         self._prompt_ids = given.prompt_ids
@@ -84,23 +107,15 @@ class OutputStream:
         if tokenizer is not None:
             skip = sampling.skip_special_tokens
             self._detokenizer = Detokenizer(tokenizer, given.prompt_ids, skip_special_tokens=skip)
-        self._stop = StopChecker(stop, include_in_output=sampling.include_stop_str_in_output)
+        self._stop = StopChecker(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
         self.finish_reason: str | None = None
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._wants_logprobs = sampling.logprobs is not None
         self._cumulative_logprob = 0.0
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []  # not taken
         self._logprobs: list[TopLogprobs] = []
         self._prompt_logprobs: list[TopLogprobs] | None = None
         self._text = [self._prompt_text(given)] if given.echo else []
-
-    @property
-    def has_tokens(self) -> bool:
-        return bool(self._token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     def push(self, delta: Delta) -> None:
         if self.finish_reason is not None:
@@ -124,7 +139,7 @@ class OutputStream:
     def take(self, stats: RequestStats | None = None) -> OutputChunk:
         chunk = OutputChunk(
             text="".join(self._text),
-            token_ids=self._token_ids,
+            token_ids=self.token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
             prompt_ids=[] if self._prompt_logprobs is None else self._prompt_ids.tolist(),
             prompt_logprobs=self._prompt_logprobs,
@@ -134,7 +149,7 @@ class OutputStream:
             finish_reason=self.finish_reason,
             stats=stats,
         )
-        self._text, self._token_ids, self._logprobs, self._prompt_logprobs = [], [], [], None
+        self._text, self.token_ids, self._logprobs, self._prompt_logprobs = [], [], [], None
         return chunk
 
     def _take_prompt(self, delta: Delta) -> None:
@@ -155,15 +170,15 @@ class OutputStream:
             return len(token_ids)
         self._detokenizer = before
         for index, token_id in enumerate(token_ids, start=1):
-            may_stop = self._num_tokens + index > self._sampling.min_tokens
+            may_stop = self.num_tokens + index > self._sampling.min_tokens
             self._text.append(self._stop.push(self._detokenizer.push((token_id,)), may_stop=may_stop))
             if self._stop.is_hit:
                 return index
         return len(token_ids)
 
     def _record(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> None:
-        self._token_ids += token_ids
-        self._num_tokens += len(token_ids)
+        self.token_ids += token_ids
+        self.num_tokens += len(token_ids)
         for entry in logprobs[: len(token_ids)]:
             self._cumulative_logprob += entry.logprob
             self._logprobs.append(entry)
@@ -179,7 +194,7 @@ class OutputStream:
             return {}
         of_prompt = self._prompt_logprobs or []
         token_ids = {token_id for entry in (*self._logprobs, *of_prompt) for token_id in entry.top_ids}
-        token_ids.update(self._token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
+        token_ids.update(self.token_ids, () if self._prompt_logprobs is None else self._prompt_ids.tolist())
         return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids}
 
 
@@ -230,7 +245,7 @@ class Outputs:
 
     @property
     def has_tokens(self) -> bool:
-        return any(stream.has_tokens for stream in self._streams)
+        return any(stream.token_ids for stream in self._streams)
 
     def push(self, deltas: Iterable[Delta]) -> list[int]:
         """Return the sequences that a stop string ended."""

@@ -7,15 +7,14 @@ process when a job overruns its limits.
 
 from __future__ import annotations
 
-import argparse
-import io
+import abc
 import resource
 import signal
-import socket
-import struct
+import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +30,6 @@ from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
 
 _CPU_STEP = 512 << 10  # characters
-_LENGTH = struct.Struct("<Q")
 
 # Patterns that try every division of a run overrun the limit with short runs, quadratic ones with long runs.
 _RUNS = ("a", "A", "0", " ", "\n", ".", "-", "_", "é", "日", "🎉", "a ", "a1", "\n ")
@@ -51,32 +49,33 @@ class RenderJob(_Message, frozen=True):
 class EncodeJob(_Message, frozen=True):
     text: str
     add_special_tokens: bool
-    plain: Spans = ()
+    plain: Spans = ()  # make no special token
 
 
 class TokenizeJob(_Message, frozen=True):
-    text: str
-    add_special_tokens: bool
+    """Order for JSON of the tokens, as vLLM's server answers."""
+
+    prompt: EncodeJob
     max_model_len: int
     with_strings: bool
-    plain: Spans = ()
 
 
 class DecodeJob(_Message, frozen=True):
+    """Order for the text with special tokens."""
+
     token_ids: bytes  # little-endian int32
 
 
 class GrammarTrial(_Message, frozen=True):
+    """Order for the source of a grammar that compiles."""
+
     grammar: Grammar
 
 
-class PromptText(_Message, frozen=True):
-    text: str
+class JobResult(_Message, frozen=True):
+    text: str = ""
     plain: Spans = ()  # of a prompt: text of messages that must make no special token
-
-
-class TokenIds(_Message, frozen=True):
-    token_ids: bytes  # little-endian int32
+    token_ids: bytes = b""  # little-endian int32
 
 
 class Refusal(_Message, frozen=True):
@@ -91,7 +90,7 @@ class Stage(_Message, frozen=True):
 
 
 Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
-Answer = PromptText | TokenIds | Refusal | Stage
+Answer = JobResult | Refusal | Stage
 
 
 class TokenizerFolder(NamedTuple):
@@ -109,40 +108,34 @@ class PromptLimits(NamedTuple):
     grammar_s: float = 1.0
 
     def of_job(self, job: Job) -> float:
-        return self.grammar_s if isinstance(job, GrammarTrial) else self.job_s * (1 + _size(job) / _CPU_STEP)
+        match job:
+            case GrammarTrial():
+                return self.grammar_s
+            case RenderJob(conversation):
+                size = conversation.num_bytes
+            case EncodeJob(text) | TokenizeJob(EncodeJob(text)):
+                size = len(text)
+            case DecodeJob(token_ids):
+                size = len(token_ids)
+        return self.job_s * (1 + size / _CPU_STEP)
 
 
-def _size(job: RenderJob | EncodeJob | TokenizeJob | DecodeJob) -> int:
-    if isinstance(job, RenderJob):
-        return job.conversation.num_bytes
-    return len(job.token_ids if isinstance(job, DecodeJob) else job.text)
+class PromptEncoder(abc.ABC):
+    """Thread-safe. Methods raise `InvalidRequest`, `InternalError`, `Unsupported` (a grammar) or `Draining`."""
 
-
-class PromptEncoder(Protocol):
-    """Thread-safe. Its methods raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
-
-    def render(self, conversation: Conversation) -> PromptText:
-        """Apply the chat template. Return the text with its plain spans."""
+    @abc.abstractmethod
+    def run(self, job: Job) -> JobResult: ...
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
         """Return token ids [num_tokens] int32. Plain spans make no special token."""
+        found = self.run(EncodeJob(text, add_special_tokens, plain))
+        return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
 
-    def tokenize(
-        self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
-    ) -> str:
-        """Return JSON of the tokens, as vLLM's server answers."""
-
-    def decode(self, token_ids: Int32Array) -> str:
-        """Return the text with special tokens."""
-
-    def compilable(self, grammar: Grammar) -> str:
-        """Return the source of a grammar that compiles. Raise `Unsupported` too."""
-
-    def close(self) -> None:
-        """Thread-safe."""
+    @abc.abstractmethod
+    def close(self) -> None: ...
 
 
-class LocalEncoder:
+class LocalEncoder(PromptEncoder):
     """Encoder in this process, without limits."""
 
     def __init__(self, folder: TokenizerFolder) -> None:
@@ -150,37 +143,45 @@ class LocalEncoder:
         self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
         self._controls = ControlTokens(self._tokenizer)
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
-        self._max_prompt_bytes = folder.max_prompt_bytes
         self._folder = folder
         self._compiler: GrammarCompiler | ConfigError | None = None
 
-    def render(self, conversation: Conversation) -> PromptText:
+    def run(self, job: Job) -> JobResult:
+        match job:
+            case RenderJob(conversation):
+                return self._render(conversation)
+            case EncodeJob():
+                return JobResult(token_ids=self._encode(job).astype("<i4").tobytes())
+            case TokenizeJob():
+                return JobResult(self._tokenize(job))
+            case DecodeJob(token_ids):
+                ids = np.frombuffer(token_ids, dtype="<i4").tolist()
+                return JobResult(self._tokenizer.decode(ids, skip_special_tokens=False))
+            case GrammarTrial(grammar):
+                return JobResult(self._compile(grammar))
+
+    def _render(self, conversation: Conversation) -> JobResult:
         if self.template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
         text = to_text("messages", self.template.render(conversation))
-        size = len(text.encode("utf-8"))
-        check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
+        size, limit = len(text.encode("utf-8")), self._folder.max_prompt_bytes
+        check_size("messages, as the chat template writes them,", size, limit, "max_prompt_bytes")
         if not conversation.escapes_special_tokens:
-            return PromptText(text)
-        return PromptText(text, self._controls.plain_spans(conversation, text, self.template.render))
+            return JobResult(text)
+        return JobResult(text, self._controls.plain_spans(conversation, text, self.template.render))
 
-    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        if plain:
-            return self._controls.encode(text, plain, add_special_tokens=add_special_tokens)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _encode(self, job: EncodeJob) -> Int32Array:
+        if job.plain:
+            return self._controls.encode(job.text, job.plain, add_special_tokens=job.add_special_tokens)
+        return self._tokenizer.encode(job.text, add_special_tokens=job.add_special_tokens)
 
-    def tokenize(
-        self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
-    ) -> str:
-        token_ids = self.encode(text, add_special_tokens=add_special_tokens, plain=plain).tolist()
-        strings = [self._tokenizer.token_string(token_id) for token_id in token_ids] if with_strings else None
-        answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
+    def _tokenize(self, job: TokenizeJob) -> str:
+        ids = self._encode(job.prompt).tolist()
+        strings = [self._tokenizer.token_string(token_id) for token_id in ids] if job.with_strings else None
+        answer = {"count": len(ids), "max_model_len": job.max_model_len, "tokens": ids, "token_strs": strings}
         return msgspec.json.encode(answer).decode()
 
-    def decode(self, token_ids: Int32Array) -> str:
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-
-    def compilable(self, grammar: Grammar) -> str:
+    def _compile(self, grammar: Grammar) -> str:
         compiler = self.prepare_grammars()
         if isinstance(compiler, ConfigError):
             raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {compiler}")
@@ -190,10 +191,11 @@ class LocalEncoder:
 
     def prepare(self, job: Job) -> None:
         """Make shared parts once, outside of the limit of a job."""
-        if isinstance(job, GrammarTrial):
-            self.prepare_grammars()
-        elif isinstance(job, EncodeJob | TokenizeJob) and job.plain:
-            self._controls.prepare()
+        match job:
+            case GrammarTrial():
+                self.prepare_grammars()
+            case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
+                self._controls.prepare()
 
     def prepare_grammars(self) -> GrammarCompiler | ConfigError:
         """Read the vocabulary once, up to a second."""
@@ -226,86 +228,56 @@ def try_out(encoder: LocalEncoder) -> Iterator[str]:
             encoder.template.try_out(Conversation([{"role": role, "content": content} for role in roles]))
 
 
-def write(stream: io.BufferedRWPair, message: Job | Answer) -> None:
-    data = msgspec.msgpack.encode(message)
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def read(stream: io.BufferedRWPair) -> bytes:
-    """Return the next message; empty at the end."""
-    head = stream.read(_LENGTH.size)
-    return stream.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("vocab_size", type=int)
-    parser.add_argument("max_prompt_bytes", type=int)
-    parser.add_argument("memory_mb", type=int)
-    parser.add_argument("trial_s", type=float)
-    parser.add_argument("job_s", type=float)
-    parser.add_argument("grammar_s", type=float)
-    parser.add_argument("--trial", action="store_true")
-    args = parser.parse_args()
+    path, vocab_size, max_prompt_bytes, memory_mb, trial_s, job_s, grammar_s, *trial = sys.argv[1:]
+    folder = TokenizerFolder(Path(path), int(vocab_size), int(max_prompt_bytes))
+    limits = PromptLimits(int(memory_mb), float(trial_s), float(job_s), float(grammar_s))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, whose socket then ends this process
-    resource.setrlimit(resource.RLIMIT_AS, (args.memory_mb << 20, args.memory_mb << 20))
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_mb << 20, limits.memory_mb << 20))
     protect_texts()
-    with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
-        folder = TokenizerFolder(args.folder, args.vocab_size, args.max_prompt_bytes)
-        limits = PromptLimits(args.memory_mb, args.trial_s, args.job_s, args.grammar_s)
-        encoder = _start(stream, folder, limits.trial_s, is_trial=args.trial)
+    with Connection(0) as connection:
+        encoder = _start(connection, folder, limits.trial_s, is_trial=bool(trial))
         if encoder is not None:
-            _serve(stream, encoder, limits)
+            _serve(connection, encoder, limits)
 
 
-def _start(
-    stream: io.BufferedRWPair, folder: TokenizerFolder, limit_s: float, *, is_trial: bool
-) -> LocalEncoder | None:
+def _start(connection: Connection, folder: TokenizerFolder, limit_s: float, *, is_trial: bool) -> LocalEncoder | None:
     _limit_cpu(limit_s)
     try:
-        write(stream, Stage("its files"))
+        _send(connection, Stage("its files"))
         encoder = LocalEncoder(folder)
         for stage in try_out(encoder) if is_trial else ():
-            write(stream, Stage(stage))
+            _send(connection, Stage(stage))
     except ConfigError as error:
-        write(stream, Refusal("", str(error)))
+        _send(connection, Refusal("", str(error)))
         return None
     _limit_cpu(0.0)
-    write(stream, Stage(""))
+    _send(connection, Stage(""))
     return encoder
 
 
-def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: PromptLimits) -> None:
+def _serve(connection: Connection, encoder: LocalEncoder, limits: PromptLimits) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
-    while data := read(stream):
-        job = decoder.decode(data)
+    while True:
+        try:
+            job = decoder.decode(connection.recv_bytes())
+        except EOFError:  # the front end has ended
+            return
         answer: Answer
         try:
             encoder.prepare(job)
             _limit_cpu(limits.of_job(job))
-            answer = _work(encoder, job)
+            answer = encoder.run(job)
         except TidewheelError as error:
             answer = Refusal(error.tag, error.message)
         except MemoryError:
             answer = Refusal(InvalidRequest.tag, "the prompt or grammar needs too much memory: shorten it")
         _limit_cpu(0.0)
-        write(stream, answer)
+        _send(connection, answer)
 
 
-def _work(encoder: LocalEncoder, job: Job) -> Answer:
-    match job:
-        case RenderJob(conversation):
-            return encoder.render(conversation)
-        case EncodeJob():
-            return TokenIds(encoder.encode(**msgspec.structs.asdict(job)).astype("<i4").tobytes())
-        case TokenizeJob():
-            return PromptText(encoder.tokenize(**msgspec.structs.asdict(job)))
-        case DecodeJob(token_ids):
-            return PromptText(encoder.decode(np.frombuffer(token_ids, dtype="<i4")))
-        case GrammarTrial(grammar):
-            return PromptText(encoder.compilable(grammar))
+def _send(connection: Connection, answer: Answer) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(answer))
 
 
 def _limit_cpu(seconds: float) -> None:

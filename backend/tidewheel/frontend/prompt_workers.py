@@ -1,46 +1,32 @@
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
+import multiprocessing
 import signal
-import socket
 import threading
 from queue import LifoQueue
-from typing import TypeVar
 
 import msgspec
-import numpy as np
 
-from tidewheel.batch import Int32Array
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest, from_wire
 from tidewheel.frontend import prompt_process
-from tidewheel.frontend.chat import Conversation
-from tidewheel.frontend.control_tokens import Spans
 from tidewheel.frontend.prompt_process import (
     Answer,
-    DecodeJob,
-    EncodeJob,
     GrammarTrial,
     Job,
+    JobResult,
+    PromptEncoder,
     PromptLimits,
-    PromptText,
     Refusal,
     RenderJob,
     Stage,
-    TokenIds,
-    TokenizeJob,
     TokenizerFolder,
 )
-from tidewheel.grammar import Grammar
 from tidewheel_process.child import Child, describe_exit
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", PromptText, TokenIds)
-
-MAX_KNOWN_GRAMMARS = 64
 _ATTEMPTS = 2  # of a job whose process something else ended
 # Jobs run beside each other, every thread takes address space, and a backtrace takes a second.
 _ENVIRONMENT = {
@@ -49,7 +35,7 @@ _ENVIRONMENT = {
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-class PromptWorkers:
+class PromptWorkers(PromptEncoder):
     """Encoder that gives each job to one of `count` processes, which are replaced when they end."""
 
     def __init__(self, folder: TokenizerFolder, count: int, limits: PromptLimits | None = None) -> None:
@@ -62,7 +48,6 @@ class PromptWorkers:
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
             self._idle.put(index)
-        self.compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try)
 
     def wait_tried(self) -> None:
         """Start all processes. Raise `ConfigError` if the first one cannot serve the folder within the limits."""
@@ -70,33 +55,7 @@ class PromptWorkers:
         for index in range(1, len(self._workers)):
             self._worker(index)
 
-    def render(self, conversation: Conversation) -> PromptText:
-        return self._ask(RenderJob(conversation), PromptText)
-
-    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        answer = self._ask(EncodeJob(text, add_special_tokens, plain), TokenIds)
-        return np.frombuffer(answer.token_ids, dtype="<i4").astype(np.int32, copy=False)
-
-    def tokenize(
-        self, text: str, *, add_special_tokens: bool, max_model_len: int, with_strings: bool, plain: Spans = ()
-    ) -> str:
-        job = TokenizeJob(text, add_special_tokens, max_model_len, with_strings, plain)
-        return self._ask(job, PromptText).text
-
-    def decode(self, token_ids: Int32Array) -> str:
-        return self._ask(DecodeJob(token_ids.astype("<i4").tobytes()), PromptText).text
-
-    def _try(self, grammar: Grammar) -> str:
-        return self._ask(GrammarTrial(grammar), PromptText).text
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            workers = [worker for worker in self._workers if worker is not None]
-        for worker in workers:
-            worker.end()
-
-    def _ask(self, job: Job, kind: type[T]) -> T:
+    def run(self, job: Job) -> JobResult:
         index = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):
@@ -112,8 +71,15 @@ class PromptWorkers:
             raise InternalError("the process that makes token ids ended twice: the server's log may say why")
         if isinstance(answer, Refusal):
             raise from_wire(answer.tag, answer.message)
-        assert isinstance(answer, kind)
+        assert isinstance(answer, JobResult)
         return answer
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.end()
 
     def _worker(self, index: int) -> _Worker:
         with self._lock:
@@ -150,11 +116,9 @@ class _Worker:
         self._limits = limits
         self._is_started = False
         command += ["--trial"] if is_trial else []
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._child = Child(command, stdin=theirs.fileno(), env=python_environment() | _ENVIRONMENT)
-        self._socket = ours
-        self._stream = ours.makefile("rwb")
 
     def wait_started(self) -> None:
         """Raise `ConfigError` if the folder cannot be served."""
@@ -176,22 +140,19 @@ class _Worker:
         """Return None if the process has ended."""
         self.wait_started()
         try:
-            prompt_process.write(self._stream, job)
-        except (OSError, ValueError):  # ValueError: closed
+            self._connection.send_bytes(msgspec.msgpack.encode(job))
+        except OSError:
             return None
         return self._read()
 
     def end(self) -> int:
         """End the process and return its exit code. Thread-safe."""
         self._child.kill()
-        with contextlib.suppress(OSError):
-            self._stream.close()
-            self._socket.close()
         return self._child.returncode or 0
 
     def _read(self) -> Answer | None:
         try:
-            data = prompt_process.read(self._stream)
-        except (OSError, ValueError):
+            answer: Answer = _answers.decode(self._connection.recv_bytes())
+        except (OSError, EOFError):
             return None
-        return _answers.decode(data) if data else None
+        return answer

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 from tidewheel.batch import Float64Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
+from tidewheel.frontend.output import OutputChunk
 from tidewheel.request import FinishReason, Priority
 from tidewheel.stats import Histogram, Objective
 
@@ -63,8 +64,8 @@ class FrontendStats:
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     rejected: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)  # by error tag
-    answered: Counter[Priority] = field(default_factory=Counter)  # with tokens and their own end, by class
-    in_time: Counter[Priority] = field(default_factory=Counter)  # of these, within the objective
+    answered: Counter[str] = field(default_factory=Counter)  # with tokens and their own end, by class
+    in_time: Counter[str] = field(default_factory=Counter)  # of these, within the objective
     num_prompt_tokens: int = 0  # of requests with tokens
     num_generation_tokens: int = 0
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))  # from arrival
@@ -89,15 +90,6 @@ class TokenTiming(NamedTuple):
     seconds: float | None  # None: first of a later sequence
     num_tokens: int
     num_prompt_tokens: int  # with the first tokens
-
-
-class FinishedRequest(NamedTuple):
-    reason: str
-    seconds: float  # from arrival
-    num_prompt_tokens: int
-    num_output_tokens: list[int]  # by sequence
-    stats: RequestStats | None  # None: a stop string ended it, or it never ran
-    priority: Priority = Priority.NORMAL
 
 
 class StatsRecorder:
@@ -127,23 +119,32 @@ class StatsRecorder:
                 else:
                     self._stats.inter_token_latency.observe(timing.seconds / timing.num_tokens, timing.num_tokens)
 
-    def finished(self, request: FinishedRequest) -> None:
+    def finished(
+        self, first: OutputChunk, seconds: float, num_output_tokens: Sequence[int], priority: int = Priority.NORMAL
+    ) -> None:
+        """Count a request that ended `seconds` from its arrival by the last chunk of its first sequence.
+
+        `num_output_tokens` is by sequence.
+        """
         with self._lock:
             self._stats.num_live -= 1
-            self._stats.finished[request.reason] += 1
-            if request.stats is not None and request.stats.first_scheduled_ns:
-                self._observe_stages(request.stats)
-            if request.reason == FinishReason.CANCELLED:
+            self._stats.finished[first.finish_reason or ""] += 1
+            if first.stats is not None and first.stats.first_scheduled_ns:
+                self._observe_stages(first.stats)
+            if first.finish_reason == FinishReason.CANCELLED:
                 return
-            self._stats.e2e_latency.observe(request.seconds)
-            if not request.num_output_tokens:
+            self._stats.e2e_latency.observe(seconds)
+            if not num_output_tokens:
                 return
-            self._stats.prompt_tokens.observe(request.num_prompt_tokens)
-            self._stats.num_sequences.observe(len(request.num_output_tokens))
-            for num_tokens in request.num_output_tokens:
+            self._stats.prompt_tokens.observe(first.num_input_tokens)
+            self._stats.num_sequences.observe(len(num_output_tokens))
+            for num_tokens in num_output_tokens:
                 self._stats.output_tokens.observe(num_tokens)
-            if request.reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._observe_answer(request)
+            if first.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                is_in_time = seconds <= self._objective.whole_answer_s(max(num_output_tokens))
+                name = Priority(priority).name.lower()
+                self._stats.answered[name] += 1
+                self._stats.in_time[name] += is_in_time
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
         """Count an error, `refused_after` seconds from arrival if never accepted."""
@@ -157,11 +158,6 @@ class StatsRecorder:
     def snapshot(self) -> FrontendStats:
         with self._lock:
             return self._stats.snapshot()
-
-    def _observe_answer(self, request: FinishedRequest) -> None:
-        limit_s = self._objective.whole_answer_s(max(request.num_output_tokens))
-        self._stats.answered[request.priority] += 1
-        self._stats.in_time[request.priority] += request.seconds <= limit_s
 
     def _observe_stages(self, times: RequestStats) -> None:
         start_ns = times.first_scheduled_ns

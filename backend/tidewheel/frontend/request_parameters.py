@@ -1,19 +1,20 @@
-"""Parameters of a request from all its carriers: checked, by their own names, in structs."""
+"""A client's request, and its parameters from all carriers: checked, by their own names, in structs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from tidewheel.batch import Int32Array
 from tidewheel.config import setting_names
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend import coercion
-from tidewheel.frontend.coercion import Coercion, show
-from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, with_grammar
-from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource
+from tidewheel.frontend.coercion import INPUT_TENSOR, Coercion, ParameterSource, show
+from tidewheel.frontend.grammar_parameters import GRAMMAR_PARAMETERS, find_grammar
 from tidewheel.grammar import Grammar
 from tidewheel.parameters import Parameter, ParameterField, fields_of
 from tidewheel.request import Priority
@@ -22,11 +23,33 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
 
+Task = Literal["generate", "tokenize", "detokenize", "embed"]
 WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
 _OFF: tuple[object, ...] = ("", False, [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    request_id: str = ""
+    task: Task = "generate"
+    text: str | bytes | None = None
+    input_ids: Int32Array | None = None  # [num_prompt_tokens]
+    messages: str | bytes | None = None  # JSON list of chat messages
+    parameters: tuple[ParameterSource, ...] = ()
+    stream: bool = False
+    echo: bool = False  # prompt before the text (not when streaming)
+    arrival_ns: int = 0  # monotonic
+    traceparent: str = ""  # W3C's, of the span that asks
+    timeout_us: int = 0  # from the arrival, by Triton or the entry; 0: none
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Return a lower bound of the prompt's size."""
+        ids = 0 if self.input_ids is None else self.input_ids.nbytes
+        return len(self.text or "") + len(self.messages or "") + ids
 
 
 class EnsembleParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,10 +192,10 @@ class _GivenValue(NamedTuple):
 
 
 def parse_parameters(
-    sources: Iterable[ParameterSource], defaults: Mapping[str, Any] | None = None
+    sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None
 ) -> ParsedParameters:
     """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
-    given = _collect(with_grammar(tuple(sources)))
+    given = _collect(sources)
     options, prompt = _take_options(given), PromptOptions(**_take(given, PromptOptions))
     ensemble = EnsembleParameters(**_take(given, EnsembleParameters))
     values: dict[str, Any] = {**(defaults or {}), **_take(given, SamplingParams)}
@@ -188,9 +211,9 @@ def parse_parameters(
     return ParsedParameters(SamplingParams(**values), options, prompt, is_scoring)
 
 
-def check_names(sources: Iterable[ParameterSource], known: Iterable[str], task: str) -> None:
+def check_names(sources: Sequence[ParameterSource], known: Iterable[str], task: str) -> None:
     """Raise `InvalidRequest` for a parameter without meaning for the task."""
-    given = _collect(with_grammar(tuple(sources)))
+    given = _collect(sources)
     for name in sorted(given.keys() - set(known)):
         value = given[name].value
         name = value.name if isinstance(value, Grammar) else name
@@ -199,10 +222,10 @@ def check_names(sources: Iterable[ParameterSource], known: Iterable[str], task: 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
     """Ignore malformed values, which `parse_parameters` refuses later."""
-    sources = (
+    sources = [
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
         for source in request.parameters
-    )
+    ]
     try:
         options = _take_options(_collect(sources))
     except InvalidRequest:
@@ -227,36 +250,33 @@ def with_token_biases(
         others = {name: value for name, value in source.values.items() if name not in (WORDS, WEIGHTS)}
         replaced.append(ParameterSource(origin=source.origin, values=others))
         if len(others) < len(source.values):
-            bias = _token_biases(_items(source, WORDS), _items(source, WEIGHTS), encode)
+            words, weights = (_items(name, source.values.get(name)) for name in (WORDS, WEIGHTS))
+            if len(words) != len(weights):
+                counts = f"{WORDS} has {len(words)} entries and {WEIGHTS} {len(weights)}"
+                raise InvalidRequest(f"{counts}: give one weight a word")
+            bias: dict[int, float] = {}
+            for word, weight in zip(words, weights, strict=True):
+                for token_id in map(int, encode(coercion.to_text(WORDS, word))):
+                    bias[token_id] = bias.get(token_id, 0.0) + coercion.to_float(WEIGHTS, weight)
             replaced.append(ParameterSource(origin=WORDS, values={"logit_bias": bias}))
     return tuple(replaced)
 
 
-def _items(source: ParameterSource, name: str) -> list[object]:
-    value = source.values.get(name)
+def _items(name: str, value: object) -> list[object]:
     if not isinstance(value, list | None):
         raise InvalidRequest(f"{name} is {show(value)}: it must be a list")
     return value or []
 
 
-def _token_biases(
-    words: list[object], weights: list[object], encode: Callable[[str], Iterable[int]]
-) -> dict[int, float]:
-    if len(words) != len(weights):
-        raise InvalidRequest(f"{WORDS} has {len(words)} entries and {WEIGHTS} {len(weights)}: give one weight a word")
-    bias: dict[int, float] = {}
-    for word, weight in zip(words, weights, strict=True):
-        for token_id in map(int, encode(coercion.to_text(WORDS, word))):
-            bias[token_id] = bias.get(token_id, 0.0) + coercion.to_float(WEIGHTS, weight)
-    return bias
-
-
-def _collect(sources: Iterable[ParameterSource]) -> dict[str, _GivenValue]:
+def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:
     """Return the values by name. Raise `InvalidRequest` for a contradiction."""
     given: dict[str, _GivenValue] = {}
+    grammar = find_grammar(sources)
+    if grammar is not None:
+        given["grammar"] = _GivenValue(grammar, grammar.name)
     for source in sources:
         for key, raw in source.values.items():
-            if raw is None or _is_neutral(key, raw):
+            if raw is None or key in GRAMMAR_PARAMETERS or _is_neutral(key, raw):
                 continue
             name = ALIASES.get(key, key)
             value = COERCIONS[name](key, raw)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,19 +15,25 @@ from tidewheel.engine.requests import CheckedRequest, check_prompt_length, check
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
-from tidewheel.frontend.control_tokens import Spans
-from tidewheel.frontend.interface import GenerateRequest, Generation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import EmbeddingStream, Outputs, OutputStream, PromptStream, StopStrings
-from tidewheel.frontend.prompt_process import PromptEncoder
-from tidewheel.frontend.request_parameters import check_names, parse_parameters, with_token_biases
+from tidewheel.frontend.output import EmbeddingStream, Generation, Outputs, OutputStream, PromptStream
+from tidewheel.frontend.prompt_process import (
+    DecodeJob,
+    EncodeJob,
+    GrammarTrial,
+    PromptEncoder,
+    RenderJob,
+    TokenizeJob,
+)
+from tidewheel.frontend.request_parameters import GenerateRequest, check_names, parse_parameters, with_token_biases
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
-from tidewheel.request import Pooling
 from tidewheel.request_options import PromptOptions, RequestOptions
 from tidewheel.runner.grammar_compiler import to_source
 from tidewheel.sampling import SamplingParams, pack_biases
 
+MAX_KNOWN_GRAMMARS = 64
 MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
 # Parameters of the other tasks.
 _SERVICE = {"priority", "tenant", "deadline_ms", "soft_deadline_ms"}
@@ -35,8 +42,8 @@ _EMBED = {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate
 
 
 class PreparedRequest(NamedTuple):
-    message: AddRequest | CloseSession | None  # None: the engine is not asked
-    outputs: Outputs | None  # None: nothing is generated
+    message: AddRequest | CloseSession | None = None  # None: the engine is not asked
+    outputs: Outputs | None = None  # None: nothing is generated
     checked: CheckedRequest | None = None  # of an `AddRequest`
     has_stop_strings: bool = False
     answer: str = ""  # where nothing is generated
@@ -105,9 +112,8 @@ class MessageMaker:
         return tuple(ids for word in words for ids in phrase_ids(word, self._encoder, self._info.vocab_size))
 
     def _open_streams(self, given: Generation) -> list[OutputStream]:
-        stop = StopStrings(given.sampling.stop)
         kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
-        return [kind(self._tokenizer, given, stop) for _ in range(given.options.n)]
+        return [kind(self._tokenizer, given) for _ in range(given.options.n)]
 
 
 class RequestReader:
@@ -118,55 +124,56 @@ class RequestReader:
         info: EngineInfo,
         tokenizer: Tokenizer,
         encoder: PromptEncoder,
+        settings: FrontendSettings,
         *,
         max_prompt_bytes: int,
-        default_max_tokens: int | Literal["context"],
         defaults: GenerationDefaults | None = None,
-        pooling: Pooling = "last",
-        escape_special_tokens: bool = True,
     ) -> None:
         """Without `defaults`, requests sample as the model says."""
-        self._pooling: Pooling = pooling
-        self._escapes = escape_special_tokens
         self._info = info
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._maker = MessageMaker(info, tokenizer, defaults, encoder, encoder.compilable)
-        self._max_prompt_bytes = max_prompt_bytes
-        self._default_max_tokens = info.max_num_tokens if default_max_tokens == "context" else default_max_tokens
+        self._settings = settings
+        compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try_grammar)
+        self._maker = MessageMaker(info, tokenizer, defaults, encoder, compilable)
+        self.max_prompt_bytes = max_prompt_bytes
+        default = settings.default_max_tokens
+        self._default_max_tokens = info.max_num_tokens if default == "context" else default
 
     def close(self) -> None:
         self._encoder.close()
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
         """Raise `InvalidRequest` or `Unsupported`."""
-        if request.task == "embed":
-            return self._embed(key, request, arrival_ns)
-        if request.task != "generate":
-            return PreparedRequest(None, None, answer=self._tokenizer_answer(request))
+        if request.task in ("tokenize", "detokenize"):
+            return PreparedRequest(answer=self._tokenizer_answer(request))
+        is_embedding = request.task == "embed"
+        if is_embedding:
+            check_names(request.parameters, _EMBED, request.task)
         parameters = with_token_biases(request.parameters, self._encode_word)
-        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, self._maker.defaults.sampling)
+        defaults = {} if is_embedding else self._maker.defaults.sampling
+        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults)
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
-        sampling = self._fit(sampling, len(prompt_ids))
-        echo = prompt_options.echo or (request.echo and not request.stream)
+        if is_embedding:
+            sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
+        else:
+            sampling = self._fit(sampling, len(prompt_ids))
         given = Generation(
-            prompt_ids, sampling, options, name, text, echo, is_scoring=is_scoring, request_id=request.request_id
+            prompt_ids,
+            sampling,
+            options,
+            name,
+            text,
+            echo=prompt_options.echo or (request.echo and not request.stream),
+            pooling=self._settings.pooling if is_embedding else "",
+            is_scoring=is_scoring,
+            request_id=request.request_id,
         )
         prepared = self._maker.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
         return prepared
-
-    def _embed(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
-        check_names(request.parameters, _EMBED, request.task)
-        sampling, options, prompt_options, _ = parse_parameters(request.parameters)
-        sampling = msgspec.structs.replace(sampling, max_tokens=1, temperature=0.0)
-        name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
-        given = Generation(
-            prompt_ids, sampling, options, name, text, pooling=self._pooling, request_id=request.request_id
-        )
-        return self._maker.prepare(key, given, arrival_ns, request.timeout_us)
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
         """Answer the tasks `tokenize` and `detokenize`."""
@@ -178,14 +185,11 @@ class RequestReader:
                 raise InvalidRequest(f"{name} is set, and task is detokenize: it takes input_ids")
             options.check_for(name)
             check_token_ids(name, request.input_ids, self._info)
-            return self._encoder.decode(request.input_ids)
+            return self._encoder.run(DecodeJob(request.input_ids.astype("<i4").tobytes())).text
         if request.input_ids is not None:
             raise InvalidRequest("input_ids is set, and task is tokenize: it takes text_input or messages")
-        text, plain, add_special_tokens = self._text(name, request, options)
-        return self._encoder.tokenize(
-            text, add_special_tokens=add_special_tokens, max_model_len=self._info.max_model_len,
-            with_strings=options.return_token_strs, plain=plain,
-        )  # fmt: skip
+        prompt = self._text(name, request, options)
+        return self._encoder.run(TokenizeJob(prompt, self._info.max_model_len, options.return_token_strs)).text
 
     def _prompt_name(self, request: GenerateRequest) -> str:
         forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
@@ -194,7 +198,7 @@ class RequestReader:
             raise InvalidRequest(
                 f"give one of text_input, input_ids and messages, not {' and '.join(given) or 'none'}"
             )
-        check_size(given[0], request.prompt_bytes, self._max_prompt_bytes, "max_prompt_bytes")
+        check_size(given[0], request.prompt_bytes, self.max_prompt_bytes, "max_prompt_bytes")
         return given[0]
 
     def _read_prompt(
@@ -207,25 +211,26 @@ class RequestReader:
         if request.input_ids is not None:
             options.check_for(name)
             return name, None, truncated(request.input_ids, sampling, self._info)
-        text, plain, add_special_tokens = self._text(name, request, options)
+        prompt = self._text(name, request, options)
         if sampling.truncate_prompt_tokens is None:
-            self._check_length(name, text)
-        prompt_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens, plain=plain)
+            self._check_length(name, prompt.text)
+        prompt_ids = self._encoder.encode(
+            prompt.text, add_special_tokens=prompt.add_special_tokens, plain=prompt.plain
+        )
         kept = truncated(prompt_ids, sampling, self._info)
-        return name, text if len(kept) == len(prompt_ids) else None, kept
+        return name, prompt.text if len(kept) == len(prompt_ids) else None, kept
 
-    def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> tuple[str, Spans, bool]:
-        """Return the prompt, its plain spans, and whether to add special tokens."""
+    def _text(self, name: str, request: GenerateRequest, options: PromptOptions) -> EncodeJob:
         options.check_for(name)
         if request.messages is None:
-            return to_text(name, request.text), (), options.add_special_tokens is not False
+            return EncodeJob(to_text(name, request.text), options.add_special_tokens is not False)
         conversation = msgspec.structs.replace(
             parse_conversation(request.messages),
             add_generation_prompt=options.add_generation_prompt is not False,
-            escapes_special_tokens=self._escapes,
+            escapes_special_tokens=self._settings.escape_special_tokens,
         )
-        rendered = self._encoder.render(conversation)
-        return rendered.text, rendered.plain, bool(options.add_special_tokens)
+        rendered = self._encoder.run(RenderJob(conversation))
+        return EncodeJob(rendered.text, bool(options.add_special_tokens), rendered.plain)
 
     def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Set or cut `max_tokens` to the context. Leave refusals to `check_request`."""
@@ -239,6 +244,9 @@ class RequestReader:
             )
         max_tokens = min(sampling.max_tokens or self._default_max_tokens, room)
         return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+
+    def _try_grammar(self, grammar: Grammar) -> str:
+        return self._encoder.run(GrammarTrial(grammar)).text
 
     def _encode_word(self, word: str) -> Int32Array:
         return self._encoder.encode(word, add_special_tokens=False)
@@ -288,4 +296,4 @@ def _check_answer(sampling: SamplingParams, n: int) -> None:
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
     if request.text or request.messages is not None or request.input_ids is not None:
         raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
-    return PreparedRequest(CloseSession(key, options.tenant, options.session_id), None)
+    return PreparedRequest(CloseSession(key, options.tenant, options.session_id))

@@ -7,8 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.live_request import EndedRequest
-from tidewheel.frontend.request_log import wall_offset_ns
+from tidewheel.frontend.ended_requests import EndedRequest, wall_offset_ns
 from tidewheel.request import Priority
 from tidewheel.version import __version__
 

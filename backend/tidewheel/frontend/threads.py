@@ -1,15 +1,19 @@
+"""Threads of a front end, and the queues that they serve."""
+
 from __future__ import annotations
 
 import heapq
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from tidewheel.errors import Busy
 from tidewheel.frontend.grammar_parameters import names_grammar
-from tidewheel.frontend.live_request import LiveRequest
+from tidewheel.frontend.live_request import LiveRequest, TokenColumns
+from tidewheel.frontend.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,11 @@ _LONG_PROMPT_BYTES = 16 << 10
 _MAX_REQUESTS = 4096
 _MAX_PROMPTS = 64  # of maximum size
 _RETRY_AFTER_MS = 250
+
+_LOAD = 0.7  # of the senders' time, for all streams in turn
+_SMOOTHING = 1 / 32
+_LOOKS = 4  # in an interval
+_LOOK_S = 0.02
 
 T = TypeVar("T")
 _End = Callable[[LiveRequest], None]
@@ -207,3 +216,101 @@ class PromptQueue:
 def _is_long(request: LiveRequest) -> bool:
     asked = request.asked
     return asked.prompt_bytes > _LONG_PROMPT_BYTES or names_grammar(asked.parameters)
+
+
+class ResponseSenders:
+    """Threads that send. A turn sends all new output of a request as one response.
+
+    A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
+    whose last turn is an interval ago: 0 while the senders can send every token alone, at most the setting's.
+    """
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        live: Mapping[int, LiveRequest],
+        columns: TokenColumns,
+        answer: Callable[[LiveRequest, int], None],
+    ) -> None:
+        """Call `answer` with the request and the time of its turn."""
+        self._live = live
+        self._columns = columns
+        self._answer = answer
+        self._max_interval_ns = settings.stream_interval_ms * 1e6
+        self._turn_ns = 0.0  # duration, smoothed
+        self._num_senders = settings.num_sender_threads
+        self._changed = threading.Condition()
+        self._has_timekeeper = False  # among the threads that wait
+        self._look_ns = 0  # when to look for due streams again: many at once cost less
+        self._urgent: deque[LiveRequest] = deque()
+        self._due: deque[int] = deque()
+        self._is_closed = False
+        self._senders = Workers("sender", self._num_senders, self._take, self._turn)
+
+    def put(self, request: LiveRequest) -> None:
+        """Queue a claimed turn, before all streams."""
+        with self._changed:
+            self._urgent.append(request)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Return whether all turns ended in time."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        return self._senders.join(timeout_s)
+
+    def _take(self) -> LiveRequest | None:
+        with self._changed:
+            while (request := self._next()) is None:
+                if self._is_closed:
+                    return None
+                self._wait()
+            if self._urgent or self._due or not (self._has_timekeeper or self._columns.next_taken_ns() is None):
+                self._changed.notify()
+            return request
+
+    def _wait(self) -> None:
+        """Wait for a change; one thread waits only until a stream is due."""
+        if self._has_timekeeper:
+            self._changed.wait()
+            return
+        self._has_timekeeper = True
+        self._changed.wait(self._seconds_to_wait())
+        self._has_timekeeper = False
+
+    def _next(self) -> LiveRequest | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        if not self._due and (now_ns := time.monotonic_ns()) >= self._look_ns:
+            interval_ns = self._interval_ns()
+            self._look_ns = now_ns + interval_ns // _LOOKS
+            self._due.extend(self._columns.due(now_ns - interval_ns))
+        while self._due:
+            request = self._live.get(self._due.popleft())
+            if request is not None and request.claim_turn():
+                return request
+        return None
+
+    def _interval_ns(self) -> int:
+        round_ns = self._columns.num_awaited() * self._turn_ns / self._num_senders
+        return int(min(self._max_interval_ns, round_ns / _LOAD))
+
+    def _seconds_to_wait(self) -> float | None:
+        taken_ns = self._columns.next_taken_ns()
+        if taken_ns is None:
+            return _LOOK_S if self._live else None  # another thread may leave tokens, and be held up
+        return max(taken_ns + self._interval_ns(), self._look_ns) * 1e-9 - time.monotonic()
+
+    def _turn(self, request: LiveRequest) -> None:
+        begin_ns = time.monotonic_ns()
+        self._answer(request, begin_ns)
+        if request.end_turn():
+            self.put(request)
+        elif request.wants_chunks:
+            self._columns.await_tokens(request.key, has_output=request.has_deltas)
+        self._turn_ns += (time.monotonic_ns() - begin_ns - self._turn_ns) * _SMOOTHING

@@ -11,7 +11,7 @@ from pathlib import Path
 from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.errors import TidewheelError
-from tidewheel.frontend.interface import OutputChunk, Response, is_last
+from tidewheel.frontend.output import OutputChunk, Response, is_last
 
 TIMEOUT_S = 30.0  # of waits that end at once unless something is broken
 TEMPLATE = (

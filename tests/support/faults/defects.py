@@ -171,7 +171,7 @@ def leaked_descriptor(cancel: Function, frontend: Any, request: Any) -> None:
     cancel(frontend, request)
 
 
-@planted("tidewheel.frontend.admission_gate", "RefusingGate._check")
+@planted("tidewheel.frontend.admission_gate", "AdmissionGate._check")
 def leaked_thread(check: Function, *arguments: Any) -> None:
     """Start a thread for a refused request, which waits for ever."""
     try:
@@ -182,11 +182,11 @@ def leaked_thread(check: Function, *arguments: Any) -> None:
 
 
 @planted("tidewheel.frontend.request_figures", "StatsRecorder.finished")
-def counted_twice(finished: Function, recorder: Any, request: Any) -> None:
+def counted_twice(finished: Function, recorder: Any, first: Any, *arguments: Any) -> None:
     """Count a cancelled request twice."""
-    finished(recorder, request)
-    if request.reason == "cancelled":
-        finished(recorder, request)
+    finished(recorder, first, *arguments)
+    if first.finish_reason == "cancelled":
+        finished(recorder, first, *arguments)
 
 
 @planted("tidewheel.frontend.request_reader", "RequestReader.read")
@@ -216,7 +216,7 @@ def untagged_error(text: Function, error: Any) -> str:
     return str(error.message)
 
 
-@planted("tidewheel.adapter.request_tensors", "read_request")
+@planted("tidewheel.adapter.tensors", "read_request")
 def logged_stack(read: Function, *arguments: Any, **named: Any) -> Any:
     """Log a refused request as a failure of the server."""
     import logging

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidewheel.frontend.live_request import EndedRequest, Stages
+from tidewheel.frontend.ended_requests import EndedRequest, Stages
 
 MS = 1_000_000
 TRACE = "0af7651916cd43dd8448eb211c80319c"

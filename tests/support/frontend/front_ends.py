@@ -13,12 +13,14 @@ import numpy as np
 from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from support.engine.request_ledger import check_all_over
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
-from tidewheel.frontend.admission_gate import AdmissionGate, RefusingGate
+from tidewheel.frontend.admission_gate import AdmissionGate
+from tidewheel.frontend.coercion import ParameterSource
+from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.interface import GenerateRequest, ParameterSource
-from tidewheel.frontend.live_request import EndedRequest
 from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import RequestReader
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.sampling import TopLogprobs
 
@@ -36,7 +38,7 @@ class FrontendHarness:
         folder: Path,
         *,
         num_senders: int = 2,
-        stream_interval_s: float = 0.02,
+        stream_interval_ms: float = 20.0,
         max_prompt_bytes: int = 4096,
         gate: AdmissionGate | None = None,
         default_max_tokens: int | Literal["context"] = "context",
@@ -48,24 +50,17 @@ class FrontendHarness:
         self.engine = FakeEngine()
         self.info = make_info(folder, vocab_size=vocab_size)
         self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
-        reader = RequestReader(
-            self.info,
-            self.tokenizer,
-            LocalEncoder(TokenizerFolder(folder, vocab_size, max_prompt_bytes)),
-            max_prompt_bytes=max_prompt_bytes,
+        settings = FrontendSettings(
+            num_sender_threads=num_senders,
+            stream_interval_ms=stream_interval_ms,
             default_max_tokens=default_max_tokens,
         )
+        encoder = LocalEncoder(TokenizerFolder(folder, vocab_size, max_prompt_bytes))
+        reader = RequestReader(self.info, self.tokenizer, encoder, settings, max_prompt_bytes=max_prompt_bytes)
         self.frontend = Frontend(
-            self.info,
-            reader,
-            self.engine,
-            max_prompt_bytes=max_prompt_bytes,
-            gate=gate or RefusingGate(),
-            num_senders=num_senders,
-            stream_interval_s=stream_interval_s,
-            poll_interval_s=poll_interval_s,
-            on_ended=on_ended,
+            settings, gate or AdmissionGate(), poll_interval_s=poll_interval_s, on_ended=on_ended
         )
+        self.frontend.start(self.info, reader, self.engine)
         self._sinks: list[RecordingSink] = []
         self._arrivals = itertools.count(time.monotonic_ns())
 

@@ -34,6 +34,7 @@ from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
+from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.workload.trace_files import read_trace
 
@@ -80,16 +81,17 @@ def _reader() -> RequestReader:
             make_info(folder, vocab_size=vocab_size),
             Tokenizer.load(folder, vocab_size=vocab_size),
             LocalEncoder(TokenizerFolder(folder, vocab_size, MAX_PROMPT_BYTES)),
+            FrontendSettings(default_max_tokens="context"),
             max_prompt_bytes=MAX_PROMPT_BYTES,
-            default_max_tokens="context",
         )
 
 
 def _read(request: InferenceRequest) -> None:
     sys.modules.setdefault("triton_python_backend_utils", fake_triton)  # the adapter imports it
-    from tidewheel.adapter.request_tensors import read_request
+    from tidewheel.adapter.tensors import read_request
 
-    read, _ = read_request(request, decoupled=True, max_prompt_bytes=MAX_PROMPT_BYTES, arrival_ns=1)
+    settings = FrontendSettings()
+    read, _ = read_request(request, settings, decoupled=True, max_prompt_bytes=MAX_PROMPT_BYTES, arrival_ns=1)
     _reader().read(1, read, 1)
 
 
@@ -150,7 +152,7 @@ def settings(data: bytes) -> None:
             load_settings(args)
         parameters = {k: v if isinstance(v, str) else json.dumps(v) for k, v in _object(data).items()}
         entry = ModelEntry(name="a", folder=folder, version="1", parameters=parameters, model_json={})
-        resolve_settings(entry, decoupled=True, has_native_queue=False, max_batch_size=0)
+        resolve_settings(entry)
 
 
 def config_pbtxt(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Request log: a JSON line for each request that ended, and the queue before a slow log or collector."""
+"""Requests that ended: their figures, the request log, and the queue before a slow log or collector."""
 
 from __future__ import annotations
 
@@ -7,29 +7,119 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from tidewheel.errors import ConfigError
-from tidewheel.frontend.live_request import EndedRequest, milliseconds
-from tidewheel.request import Priority
-
-STDERR = "stderr"
-_STDERR_FD = 2
-_MAX_ID_CHARS = 256
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+from tidewheel.engine.messages import AddRequest
+from tidewheel.errors import Cancelled, ConfigError, TidewheelError
+from tidewheel.frontend.live_request import LiveRequest
+from tidewheel.frontend.output import Response
+from tidewheel.frontend.request_parameters import GenerateRequest, Task
+from tidewheel.frontend.settings import STDERR
+from tidewheel.request import FinishReason, Priority
 
 T = TypeVar("T")
 MAX_EVENTS = 8192
 FLUSH_S = 0.2
+_STDERR_FD = 2
+_MAX_ID_CHARS = 256
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 _WARN_S = 10.0
+_NS_PER_MS = 1e6
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
+
+
+class Stages(NamedTuple):
+    """Moments of the monotonic clock in nanoseconds; 0: never, or unknown."""
+
+    arrival_ns: int
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    end_ns: int = 0
+
+
+def milliseconds(begin_ns: int, end_ns: int) -> float | None:
+    """Return the time between two known moments."""
+    return round((end_ns - begin_ns) / _NS_PER_MS, 3) if begin_ns and end_ns else None
+
+
+class EndedRequest(NamedTuple):
+    """Figures and labels of a request that has ended, without prompt and output."""
+
+    request_id: str
+    task: Task
+    is_streamed: bool
+    priority: int  # granted class
+    tenant: str
+    has_session: bool
+    traceparent: str  # of the client or of Triton; empty: none
+    deadline_ns: int  # 0: none
+    stages: Stages
+    finish_reason: str = ""  # empty: an error
+    tag: str = ""  # of the error
+    num_sequences: int = 1
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None  # None: it ended before figures of the engine came
+    num_preemptions: int | None = None
+    num_output_tokens: int = 0
+    num_responses: int = 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.finish_reason == FinishReason.CANCELLED or self.tag == Cancelled.tag
+
+    @property
+    def deadline_ms(self) -> float | None:
+        return milliseconds(self.stages.arrival_ns, self.deadline_ns)
+
+    @classmethod
+    def of(
+        cls, request: LiveRequest, end_ns: int, response: Response = (), error: TidewheelError | None = None
+    ) -> EndedRequest:
+        stats = [chunk.stats for chunk in response if chunk.stats is not None]
+        urgency, message, outputs = request.urgency, request.prepared.message, request.prepared.outputs
+        return cls(
+            request_id=request.asked.request_id,
+            task=request.asked.task,
+            is_streamed=request.asked.stream,
+            priority=stats[0].priority if stats else int(urgency.priority),
+            tenant=urgency.tenant,
+            has_session=urgency.has_session,
+            traceparent=request.asked.traceparent,
+            deadline_ns=urgency.deadline_ns,
+            stages=Stages(  # of the first sequence to begin and the last to end
+                request.arrival_ns,
+                scheduled_ns=_least(one.first_scheduled_ns for one in stats),
+                first_token_ns=_least(one.first_token_ns for one in stats) or request.first_output_ns,
+                last_token_ns=max((one.last_token_ns for one in stats), default=0),
+                end_ns=end_ns,
+            ),
+            finish_reason=(response[0].finish_reason or "") if response else "",
+            tag="" if error is None else error.tag,
+            num_sequences=message.options.n if isinstance(message, AddRequest) else 1,
+            num_prompt_tokens=0 if outputs is None else outputs.num_input_tokens,
+            num_cached_tokens=stats[0].num_cached_tokens if stats else None,
+            num_preemptions=sum(one.num_preemptions for one in stats) if stats else None,
+            num_output_tokens=0 if outputs is None else sum(outputs.num_output_tokens),
+            num_responses=request.num_responses,
+        )
+
+    @classmethod
+    def refused(cls, request_id: str, arrival_ns: int, end_ns: int, error: TidewheelError) -> EndedRequest:
+        asked = GenerateRequest(request_id=request_id)
+        stages = Stages(arrival_ns, end_ns=end_ns)
+        return cls(request_id, asked.task, False, 0, "", False, "", 0, stages, tag=error.tag)
+
+
+def _least(moments: Iterable[int]) -> int:
+    return min((moment for moment in moments if moment), default=0)
 
 
 def _line(model: str, ended: EndedRequest, wall_ns: int) -> dict[str, object]:
@@ -152,8 +242,6 @@ class EventQueue(Generic[T]):
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._events: list[T] = []
-        self._num_reported = 0
-        self._next_warning = 0.0
         self._problem = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -173,11 +261,14 @@ class EventQueue(Generic[T]):
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        is_last = False
+        is_last, num_reported, next_warning = False, 0, 0.0
         while not is_last:
             is_last = self._stopped.wait(self._interval_s)
             self._flush()
-            self._warn(is_due=is_last)
+            num_new, now = self.num_lost - num_reported, time.monotonic()
+            if num_new and (is_last or now >= next_warning):
+                logger.warning("%s: %d were lost (%s)", self._name, num_new, self._problem)
+                num_reported, next_warning = num_reported + num_new, now + _WARN_S
 
     def _flush(self) -> None:
         with self._lock:
@@ -190,9 +281,3 @@ class EventQueue(Generic[T]):
             with self._lock:
                 self.num_lost += len(events)
                 self._problem = str(error)
-
-    def _warn(self, *, is_due: bool) -> None:
-        now = time.monotonic()
-        if self.num_lost > self._num_reported and (is_due or now >= self._next_warning):
-            logger.warning("%s: %d were lost (%s)", self._name, self.num_lost - self._num_reported, self._problem)
-            self._num_reported, self._next_warning = self.num_lost, now + _WARN_S

@@ -1,0 +1,71 @@
+"""Settings of a front end, beside those of its engine. A wrong value raises `ConfigError`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from tidewheel.errors import ConfigError
+from tidewheel.stats import DEFAULT_TPOT_S, DEFAULT_TTFT_S, Objective
+
+STDERR = "stderr"  # of request_log
+IoDialect = Literal["vllm", "trtllm"]
+_MAX_SENDERS = 64
+_MAX_INTERVAL_MS = 10_000
+_OTLP_ADVICE = "use a URL of OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSettings:
+    num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
+    stream_interval_ms: float = 20.0  # between responses of a stream, at most, while one a token is too much work
+    REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
+    default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
+    max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    objective_ttft_ms: float = 1e3 * DEFAULT_TTFT_S  # goodput on /metrics: time to the first token of a good answer
+    objective_tpot_ms: float = 1e3 * DEFAULT_TPOT_S  # and for each later one
+    health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
+    health_host: str = "127.0.0.1"  # address of that port
+    request_log: str = ""  # file, with its whole path, of a JSON line for each ended request; stderr; empty: none
+    otlp_traces_endpoint: str = ""  # URL of a collector of OpenTelemetry, as http://127.0.0.1:4318/v1/traces
+    pooling: Literal["last", "mean"] = "last"  # hidden states of an embedding: of the last token, or all tokens' mean
+    escape_special_tokens: bool = True  # those that texts of messages spell are plain text; false: control tokens
+    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
+
+    def __post_init__(self) -> None:
+        tokens, seconds, port = self.default_max_tokens, self.max_request_s, self.health_port
+        rules = (
+            ("default_max_tokens", tokens == "context" or tokens >= 1, "use 1 or more, or context"),
+            ("max_request_s", seconds is None or 0.0 < seconds < math.inf, "it must be above 0, in seconds"),
+            ("health_port", port is None or 1 <= port <= 65535, "use 1 to 65535"),
+            ("objective_ttft_ms", 0.0 < self.objective_ttft_ms < math.inf, "it must be above 0, in milliseconds"),
+            ("objective_tpot_ms", 0.0 < self.objective_tpot_ms < math.inf, "it must be above 0, in milliseconds"),
+            ("request_log", _is_log(self.request_log), f"use a path that begins with /, or {STDERR}"),
+            ("otlp_traces_endpoint", _is_http_url(self.otlp_traces_endpoint), _OTLP_ADVICE),
+            ("stream_interval_ms", 0 <= self.stream_interval_ms <= _MAX_INTERVAL_MS, f"use 0 to {_MAX_INTERVAL_MS}"),
+            ("num_sender_threads", 1 <= self.num_sender_threads <= _MAX_SENDERS, f"use 1 to {_MAX_SENDERS}"),
+        )
+        for name, is_right, advice in rules:
+            if not is_right:
+                value = getattr(self, name)
+                raise ConfigError(f"{name} is {f'{value:g}' if isinstance(value, float) else repr(value)}: {advice}")
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(1e-3 * self.objective_ttft_ms, 1e-3 * self.objective_tpot_ms)
+
+
+def _is_log(text: str) -> bool:
+    return text in ("", STDERR) or Path(text).is_absolute()
+
+
+def _is_http_url(text: str) -> bool:
+    """Return whether the text is empty or a URL of HTTP."""
+    try:
+        url = urlsplit(text)
+        return not text or (url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0)
+    except ValueError:
+        return False

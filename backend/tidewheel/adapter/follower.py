@@ -121,6 +121,7 @@ class EngineFrontend:
 def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> RequestReader:
     """Raise `ConfigError` without a usable tokenizer."""
     folder = TokenizerFolder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
+    source = config.generation_config or "vllm"  # without the setting none, as Triton's vLLM backend
     encoder = PromptWorkers(folder, NUM_TOKENIZERS)
     try:
         encoder.wait_tried()  # before this process reads the files
@@ -130,18 +131,11 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
             encoder,
             settings.frontend,
             max_prompt_bytes=config.max_prompt_bytes,
-            defaults=_load_defaults(info, config),
+            defaults=GenerationDefaults.load(Path(info.model), source, config.override_generation_config),
         )
     except BaseException:
         encoder.close()
         raise
-
-
-def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:
-    """Read `generation_config.json` only for a setting, as Triton's vLLM backend."""
-    return GenerationDefaults.load(
-        Path(info.model), config.generation_config or "vllm", config.override_generation_config
-    )
 
 
 class Follower:
@@ -192,6 +186,7 @@ class Follower:
     def _close_health_port(self) -> None:
         if self._health is not None:
             self._health.close()
+            self._health = None
 
     def _readiness(self) -> Readiness:
         loads = not hasattr(self, "serving")

@@ -23,6 +23,8 @@ from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
 
+_NOT_SUBMITTED = "the request could not be submitted; the server's log says why"
+
 
 class TritonPythonModel:
     """Front end in a process of its own. Triton calls it from one thread."""
@@ -72,23 +74,21 @@ class TritonPythonModel:
         request_id = request.request_id()  # Triton may free the request with its answer
         self._presence.open_request()
         sink = TritonSink(request.get_response_sender(), self._presence.close_request)
-        serving = self._follower.serving
         try:
             generate, sink.format = read_request(
                 request,
                 self._settings.frontend,
                 decoupled=self._settings.entry.decoupled,
-                max_prompt_bytes=serving.target.config.max_prompt_bytes,
+                max_prompt_bytes=self._follower.serving.target.config.max_prompt_bytes,
                 arrival_ns=arrival_ns,
             )
             with self._follower.lock:
                 self._follower.serving.frontend.submit(generate, sink)
-        except TidewheelError as error:
-            serving.frontend.refuse(request_id, sink, arrival_ns, error)
-        except Exception:
-            log.exception("a request could not be submitted")
-            unknown = InternalError("the request could not be submitted; the server's log says why")
-            serving.frontend.refuse(request_id, sink, arrival_ns, unknown)
+        except Exception as error:
+            refusal = error if isinstance(error, TidewheelError) else InternalError(_NOT_SUBMITTED)
+            if refusal is not error:
+                log.exception("a request could not be submitted")
+            self._follower.serving.frontend.refuse(request_id, sink, arrival_ns, refusal)
 
 
 def _follow(model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> Follower:

@@ -32,7 +32,7 @@ FOLLOW_S = 1.0
 
 
 class RequestEvents:
-    """Queues before the request log and the exporter of spans, as far as the settings name them."""
+    """Request log and exporter of spans, each behind a queue."""
 
     def __init__(self, settings: ModelSettings) -> None:
         """Raise `ConfigError`."""
@@ -170,7 +170,7 @@ class Follower:
         self.events.close()
 
     def _open_health_port(self) -> None:
-        """Open the health port, unless another front end of the model holds it."""
+        """Open the health port unless another front end holds it."""
         host, port = self._settings.frontend.health_host, self._settings.frontend.health_port
         if port is None or self._health is not None:
             return

@@ -43,7 +43,7 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 
 
 class NumberSeries:
-    """Gauge or counter, with a series for each value of its label. Numbers are by this value; empty: no label.
+    """Gauge or counter, a series for each value of its label ("": no label).
 
     A smaller total of a counter comes from a restarted process.
     """
@@ -73,7 +73,7 @@ class NumberSeries:
             self._last[value] = number
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """Skip a counter's growth that another front end has published. Send the next value of a gauge anyway."""
+        """Skip growth that another front end has published. Send a gauge's next value anyway."""
         for value, number in numbers.items():
             self._open(value)
             if self.is_gauge:
@@ -128,7 +128,7 @@ class HistogramSeries:
         self._resting *= min(1.0, MAX_RESTING / max(self._resting[0].sum(), 1.0))
 
     def _admit(self, values: Float64Array) -> Float64Array:
-        """Let an equal share of each bucket wait, as far as there is room. Return the rest. [2, num_buckets]"""
+        """Let an equal share of each bucket, [2, num_buckets], wait if there is room. Return the rest."""
         room = max(MAX_WAITING - self._waiting[0].sum(), 0.0)
         share = min(1.0, room / max(values[0].sum(), _ROUNDING))
         self._waiting += share * values
@@ -154,7 +154,6 @@ class SeriesTable:
     """Series of metrics that have a `source`."""
 
     def __init__(self, table: Iterable[Metric], labels: Labels, figures: Any) -> None:
-        """Read the bounds of histograms from `figures`."""
         self._numbers: list[tuple[Metric, NumberSeries]] = []
         self._histograms: list[tuple[str, HistogramSeries]] = []
         for metric in table:
@@ -268,7 +267,7 @@ class MetricsPublisher:
 
 
 def _label_values(metric: Metric) -> Iterable[str]:
-    """Return the values that have a series from the start: Prometheus sees no increase in one that begins above 0."""
+    """Return values with a series from the start: Prometheus sees no increase from nothing."""
     if not metric.label or metric.label == "class":
         return CLASSES if metric.label else ("",)
     return metric.source if isinstance(metric.source, Mapping) else _LABEL_VALUES.get(metric.name, ())

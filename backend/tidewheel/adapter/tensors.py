@@ -1,4 +1,4 @@
-"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions, and the requests that they carry."""
+"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions."""
 
 from __future__ import annotations
 
@@ -303,7 +303,6 @@ def _to_python(name: str, item: Any) -> object:
 
 
 def scalar(tensor: Any) -> Any:
-    """Raise `InvalidRequest` unless the tensor has one element."""
     array = tensor.as_numpy().reshape(-1)
     if array.size != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.size} elements: it must have one")

@@ -1,4 +1,4 @@
-"""Carriers of parameters, and their values of JSON or tensors to parameter types. Clients send numbers as strings.
+"""Values of JSON or tensors to parameter types. Clients send numbers as strings.
 
 A wrong type raises `InvalidRequest` with the parameter's name. Ranges are checked later.
 """

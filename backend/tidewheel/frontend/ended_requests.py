@@ -1,4 +1,4 @@
-"""Requests that ended: their figures, the request log, and the queue before a slow log or collector."""
+"""Ended requests, their log, and the queue before a slow log or collector."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Listener of an engine, whose one thread calls `on_tokens`, `on_deltas` and so on, which never block."""
+    """Listener of an engine, whose one thread calls the methods `on_…`, which never block."""
 
     def __init__(
         self,
@@ -265,7 +265,6 @@ class Frontend:
             self._senders.put(request)
 
     def _answer(self, request: LiveRequest, now_ns: int) -> None:
-        """Send all new output, or the end."""
         try:
             answer = self._next_answer(request, now_ns)
         except Exception:
@@ -348,7 +347,7 @@ class Frontend:
 
 
 def _timing(request: LiveRequest, num_tokens: int, last_ns: int, now_ns: int) -> TokenTiming:
-    """Return the time since the sequence's last token at `last_ns`, or for the first since the request's arrival."""
+    """Return the time since the sequence's last token, for the first since the arrival."""
     if request.has_output:
         return TokenTiming((now_ns - last_ns) * 1e-9 if last_ns else None, num_tokens, 0)
     if not last_ns:

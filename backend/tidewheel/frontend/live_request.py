@@ -1,4 +1,4 @@
-"""Live requests: each from submission to its last response, and columns of new tokens of all.
+"""Live requests from submission to last response, and their new tokens.
 
     submitted ── attach ──► at the engine ── deltas ──►┐
         │                    │        ▲                ├──► over ── mark_answered ──► answered

@@ -53,7 +53,7 @@ class EncodeJob(_Message, frozen=True):
 
 
 class TokenizeJob(_Message, frozen=True):
-    """Order for JSON of the tokens, as vLLM's server answers."""
+    """Answered by JSON of the tokens, as of vLLM's server."""
 
     prompt: EncodeJob
     max_model_len: int
@@ -61,14 +61,10 @@ class TokenizeJob(_Message, frozen=True):
 
 
 class DecodeJob(_Message, frozen=True):
-    """Order for the text with special tokens."""
-
     token_ids: bytes  # little-endian int32
 
 
 class GrammarTrial(_Message, frozen=True):
-    """Order for the source of a grammar that compiles."""
-
     grammar: Grammar
 
 

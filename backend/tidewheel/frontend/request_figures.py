@@ -122,10 +122,7 @@ class StatsRecorder:
     def finished(
         self, first: OutputChunk, seconds: float, num_output_tokens: Sequence[int], priority: int = Priority.NORMAL
     ) -> None:
-        """Count a request that ended `seconds` from its arrival by the last chunk of its first sequence.
-
-        `num_output_tokens` is by sequence.
-        """
+        """Count a request by its first sequence's last chunk, seconds from its arrival, and tokens by sequence."""
         with self._lock:
             self._stats.num_live -= 1
             self._stats.finished[first.finish_reason or ""] += 1

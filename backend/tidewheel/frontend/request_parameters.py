@@ -1,4 +1,4 @@
-"""A client's request, and its parameters from all carriers: checked, by their own names, in structs."""
+"""A request, and its parameters from all carriers: checked, by their own names, in structs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Settings of a front end, beside those of its engine. A wrong value raises `ConfigError`."""
-
 from __future__ import annotations
 
 import math
@@ -44,7 +42,7 @@ class FrontendSettings:
             ("objective_ttft_ms", 0.0 < self.objective_ttft_ms < math.inf, "it must be above 0, in milliseconds"),
             ("objective_tpot_ms", 0.0 < self.objective_tpot_ms < math.inf, "it must be above 0, in milliseconds"),
             ("request_log", _is_log(self.request_log), f"use a path that begins with /, or {STDERR}"),
-            ("otlp_traces_endpoint", _is_http_url(self.otlp_traces_endpoint), _OTLP_ADVICE),
+            ("otlp_traces_endpoint", _is_endpoint(self.otlp_traces_endpoint), _OTLP_ADVICE),
             ("stream_interval_ms", 0 <= self.stream_interval_ms <= _MAX_INTERVAL_MS, f"use 0 to {_MAX_INTERVAL_MS}"),
             ("num_sender_threads", 1 <= self.num_sender_threads <= _MAX_SENDERS, f"use 1 to {_MAX_SENDERS}"),
         )
@@ -62,8 +60,7 @@ def _is_log(text: str) -> bool:
     return text in ("", STDERR) or Path(text).is_absolute()
 
 
-def _is_http_url(text: str) -> bool:
-    """Return whether the text is empty or a URL of HTTP."""
+def _is_endpoint(text: str) -> bool:
     try:
         url = urlsplit(text)
         return not text or (url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0)

@@ -1,5 +1,3 @@
-"""Threads of a front end, and the queues that they serve."""
-
 from __future__ import annotations
 
 import heapq

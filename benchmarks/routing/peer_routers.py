@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest
-from tidewheel.fleet.routers import least_open
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import H200_8B
 
@@ -37,11 +36,11 @@ class PowerOfTwo(Router[int]):
         self._rng = np.random.default_rng(0)
 
     def choose(self, request: RouteRequest, excluded: Collection[int] = ()) -> int | None:  # noqa: ARG002
-        replicas = [replica for replica in self.loads if replica not in excluded]
+        replicas = [replica for replica in self.slots if replica not in excluded]
         if len(replicas) < 2:
             return replicas[0] if replicas else None
         pair = self._rng.choice(len(replicas), 2, replace=False)
-        return min((replicas[index] for index in pair), key=self.loads.open_of)
+        return min((replicas[index] for index in pair), key=self.open_of)
 
 
 class SentPrompts:
@@ -76,12 +75,12 @@ class CacheAware(Router[int]):
         self._sent = SentPrompts()
 
     def choose(self, request: RouteRequest, excluded: Collection[int] = ()) -> int | None:
-        num_open = [self.loads.open_of(replica) for replica in self.loads]
+        num_open = [self.open_of(replica) for replica in self.slots]
         low, high = min(num_open), max(num_open)
-        depth, found = self._sent.longest(request.chunks, self.loads)
+        depth, found = self._sent.longest(request.chunks, self.slots)
         is_imbalanced = high - low > BALANCE_ABS and high > BALANCE_REL * low
         if is_imbalanced or depth * request.chunk_tokens <= CACHE_THRESHOLD * request.num_tokens:
-            return least_open(self.loads, excluded)
+            return self.least_open(excluded)
         return found[0]
 
     def chosen(self, request: RouteRequest, replica: int) -> RoutedRequest[int]:
@@ -97,11 +96,11 @@ class PrefixCacheAffinity(Router[int]):
         self._sent = SentPrompts()
 
     def choose(self, request: RouteRequest, excluded: Collection[int] = ()) -> int | None:  # noqa: ARG002
-        depth, found = self._sent.longest(request.chunks, self.loads)
+        depth, found = self._sent.longest(request.chunks, self.slots)
         if depth * request.chunk_tokens < MATCH_RATE * request.num_tokens:
-            least = min(self._sent.num_chunks[replica] for replica in self.loads)
-            found = [replica for replica in self.loads if self._sent.num_chunks[replica] == least]
-        return min(found, key=self.loads.open_of)
+            least = min(self._sent.num_chunks[replica] for replica in self.slots)
+            found = [replica for replica in self.slots if self._sent.num_chunks[replica] == least]
+        return min(found, key=self.open_of)
 
     def chosen(self, request: RouteRequest, replica: int) -> RoutedRequest[int]:
         self._sent.insert(request.chunks, replica)
@@ -121,13 +120,13 @@ class LeastBlocks(Router[int]):
         self._private: Counter[int] = Counter()  # replica → partial blocks
 
     def choose(self, request: RouteRequest, excluded: Collection[int] = ()) -> int | None:  # noqa: ARG002
-        costs = {replica: self._cost(request, replica) for replica in self.loads}
+        costs = {replica: self._cost(request, replica) for replica in self.slots}
         best = min(costs.values())
         return int(self._rng.choice([replica for replica, cost in costs.items() if cost == best]))
 
     def _cost(self, request: RouteRequest, replica: int) -> float:
-        slot = self.loads.slots[replica]
-        waiting = float(self.loads.waiting_ahead(Priority.LOW)[slot])
+        slot = self.slots[replica]
+        waiting = float(self.waiting_ahead(Priority.LOW)[slot])
         prefill = max(waiting + request.num_tokens - self.cached_tokens(replica), 0.0) / request.chunk_tokens
         active = self._active[replica]
         return prefill + len(active) + self._private[replica] + sum(chunk not in active for chunk in request.chunks)
@@ -136,7 +135,7 @@ class LeastBlocks(Router[int]):
         self._active[replica].update(request.chunks)
         self._private[replica] += 1
         num_uncached = max(request.num_tokens - self.cached_tokens(replica), 0)
-        return self.loads.add(request, replica, num_uncached)
+        return self.count(request, replica, num_uncached)
 
     def ended(self, routed: RoutedRequest[int], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
         if not routed.has_ended:

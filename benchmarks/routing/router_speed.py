@@ -22,7 +22,7 @@ import numpy as np
 
 from common.study import Study, show
 from tidewheel.fleet.router import RoutedRequest, RouteRequest
-from tidewheel.fleet.routers import PrefixAware
+from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.request import Priority
 
 CHUNK_TOKENS = 256
@@ -71,7 +71,7 @@ class Prompts:
 class LightFleet:
     """Flights in a heap by the time of their next event."""
 
-    def __init__(self, router: PrefixAware[int], num_replicas: int) -> None:
+    def __init__(self, router: PrefixAwareRouter[int], num_replicas: int) -> None:
         self.router = router
         for replica in range(num_replicas):
             router.join(replica)
@@ -121,7 +121,7 @@ class LightFleet:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(options.seed)
     prompts = Prompts(20 * options.replicas, rng)
-    router = PrefixAware[int]()
+    router = PrefixAwareRouter[int]()
     fleet = LightFleet(router, options.replicas)
     gap = (DECODE_S * OUTPUT_TOKENS) / (OPEN_EACH * options.replicas)
     times = np.zeros((options.requests, 3), np.int64)
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             times[number] = fleet.send(request, now)
             number += 1
         fleet.change()
-        present = router.loads.num_open[np.isfinite(router.loads.num_open)]
+        present = router.num_open[np.isfinite(router.num_open)]
         ratios.append(float(present.max() / present.mean()))
     cpu = time.process_time() - cpu
     router.prefixes.check_invariants()

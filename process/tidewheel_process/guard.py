@@ -14,7 +14,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class Guard:
-    """Guard until the end of the `with` block."""
+    """Process that cleans up after this one, however this one ends. It ends with the `with` block."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """`command`: a program that calls `guard`."""

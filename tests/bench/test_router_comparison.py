@@ -6,7 +6,7 @@ import pytest
 
 from routing.changing_fleet import Change
 from routing.router_comparison import make_fleet, means, turns
-from tidewheel.fleet.routers import RoundRobin
+from tidewheel.fleet.routers import RoundRobinRouter
 from tidewheel.workload.traces import Trace
 
 
@@ -19,7 +19,7 @@ def test_a_turn_whose_cache_left_is_told_from_one_that_missed_it() -> None:
         sessions=(0, 1) * 3,
         session_names=("a", "b"),
     )
-    fleet = make_fleet(RoundRobin(), trace, 2, [Change(30.0, joins=False), Change(60.0, joins=True)])
+    fleet = make_fleet(RoundRobinRouter(), trace, 2, [Change(30.0, joins=False), Change(60.0, joins=True)])
     found = turns(fleet, fleet.run(), trace.arrivals > 30)
     assert found["turns_cache_lost"] == 1 / 4  # the second of a, whose replica has left
     assert found["turns_at_home"] == 2 / 4  # both of b

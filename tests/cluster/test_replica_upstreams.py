@@ -163,8 +163,8 @@ def test_loads_that_replicas_report_count(
     wait_for(lambda: fleet.num_ready == 2, 30, "both replicas")
     address = Address(f"127.0.0.1:{busy.port}")
     fleet.feed.publish({**fleet.feed.replicas, "a": KnownReplica(address, {"running": 5.0, "waiting": 4.0})})
-    loads = fleet.upstreams._router.loads  # type: ignore[attr-defined]
-    wait_for(lambda: loads.open_of(address.grpc) == 9, 30, "the report")
+    router = fleet.upstreams._router
+    wait_for(lambda: router.open_of(address.grpc) == 9, 30, "the report")
     for _ in range(3):
         assert gateway.complete().ok
     assert (len(busy.asked), len(idle.asked)) == (0, 3)

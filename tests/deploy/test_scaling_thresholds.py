@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tidewheel.fleet.scaling import ScalingSettings
-from tidewheel.fleet.scaling_policies import QueueDepth
+from tidewheel.fleet.scaling_policies import QueueDepthScaling
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 DEFAULTS = ScalingSettings()
@@ -21,8 +21,8 @@ def spec(name: str) -> dict[str, Any]:
 
 def check_pace(behavior: dict[str, Any]) -> None:
     up, down = behavior["scaleUp"]["policies"], behavior["scaleDown"]
-    assert up == [{"type": "Pods", "value": 1, "periodSeconds": int(QueueDepth.UP_EVERY_S)}]
-    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": int(QueueDepth.DOWN_EVERY_S)}]
+    assert up == [{"type": "Pods", "value": 1, "periodSeconds": int(QueueDepthScaling.UP_EVERY_S)}]
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": int(QueueDepthScaling.DOWN_EVERY_S)}]
     assert down["stabilizationWindowSeconds"] == DEFAULTS.scale_down_after_s
 
 

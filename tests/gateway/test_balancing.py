@@ -243,7 +243,7 @@ def test_a_busy_server_keeps_no_session_from_being_answered(
 def test_an_ended_request_counts_no_more(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
     for number in range(3):
         assert gateway.complete(f"{number}").ok
-    loads = gateway.upstreams._router.loads
-    assert len(loads) == 2 and loads.total_open == 0
-    taken = list(loads.slots.values())
-    assert not loads.waiting[:, taken].any() and not loads.running[taken].any()
+    router = gateway.upstreams._router
+    assert len(router.slots) == 2 and router.total_open == 0
+    taken = list(router.slots.values())
+    assert not router.waiting[:, taken].any() and not router.running[taken].any()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tidewheel.fleet import prefix_index
 from tidewheel.fleet.prefix_index import PrefixIndex
 from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, chunk_hashes, load_bound
-from tidewheel.fleet.routers import PrefixAware
+from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.request import Priority
 
 CHUNK = 100
 
 
-def router_of(num_replicas: int) -> PrefixAware[int]:
-    router = PrefixAware[int]()
+def router_of(num_replicas: int) -> PrefixAwareRouter[int]:
+    router = PrefixAwareRouter[int]()
     for replica in range(num_replicas):
         router.join(replica)
     return router
@@ -29,13 +29,13 @@ def prompt(*chunks: int, **others: object) -> RouteRequest:
     return RouteRequest(num_tokens=CHUNK * len(chunks) + 1, chunks=chunks, chunk_tokens=CHUNK, **others)  # type: ignore[arg-type]
 
 
-def send(router: PrefixAware[int], request: RouteRequest) -> RoutedRequest[int]:
+def send(router: PrefixAwareRouter[int], request: RouteRequest) -> RoutedRequest[int]:
     replica = router.choose(request)
     assert replica is not None
     return router.chosen(request, replica)
 
 
-def serve(router: PrefixAware[int], request: RouteRequest, cached: int | None = None) -> int:
+def serve(router: PrefixAwareRouter[int], request: RouteRequest, cached: int | None = None) -> int:
     routed = send(router, request)
     router.started(routed)
     router.ended(routed, cached)
@@ -116,7 +116,7 @@ def test_requests_that_end_at_once_move_no_session() -> None:
     ending = [routed for routed in routed_requests if not routed.has_ended and routed.replica != home]
     for routed in ending[:30]:
         router.ended(routed)
-    assert router.loads.open_of(home) == 16 > load_bound(router.loads.total_open, 4)
+    assert router.open_of(home) == 16 > load_bound(router.total_open, 4)
     assert router.choose(RouteRequest(session="s")) == home
     for _ in range(100):
         serve(router, prompt())
@@ -157,7 +157,7 @@ def test_a_replica_that_found_less_is_believed() -> None:
     routed = router.chosen(prompt(5, 6, 7, 8), 0)
     router.started(routed)
     router.ended(routed, 0)
-    slot = router.loads.slots[0]
+    slot = router.slots[0]
     known = [len(router.prefixes.known(slot, chunks)) for chunks in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))]
     assert known == [0, 4, 4]
 

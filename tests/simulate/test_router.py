@@ -60,8 +60,8 @@ def test_a_flight_that_ends_after_its_replica_left_and_came_back_counts_nothing(
     for routed in routed_requests:
         router.started(routed, 0)
         router.ended(routed)
-    assert router.loads.open_of(0) == 0 and router.loads.total_open == 0  # type: ignore[attr-defined]
-    assert not router.loads.running.any() and not router.loads.total_waiting.any()  # type: ignore[attr-defined]
+    assert router.open_of(0) == 0 and router.total_open == 0
+    assert not router.running.any() and not router.total_waiting.any()
 
 
 def test_round_robin_takes_turns() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidewheel.fleet.router import RoutedRequest, RouteRequest, load_bound
-from tidewheel.fleet.routers import PrefixAware
+from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.request import Priority
 
 MAX_KNOWN, MAX_SESSIONS, CHUNK = 24, 5, 10
@@ -20,7 +20,7 @@ NAMES = [f"server {number}" for number in range(12)]
 class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.router = PrefixAware[str](MAX_KNOWN, MAX_SESSIONS)
+        self.router = PrefixAwareRouter[str](MAX_KNOWN, MAX_SESSIONS)
         self.present: set[str] = set()
         self.open: list[tuple[RoutedRequest[str], int]] = []  # with the replica's stay
         self.stays: Counter[str] = Counter()
@@ -46,7 +46,7 @@ class RouterMachine(RuleBasedStateMachine):
         )
 
     def uncached(self, name: str, request: RouteRequest) -> int:
-        slot = self.router.loads.slots[name]
+        slot = self.router.slots[name]
         return max(request.num_tokens - len(self.router.prefixes.known(slot, request.chunks)) * CHUNK, 1)
 
     @rule(name=st.sampled_from(NAMES))
@@ -85,7 +85,7 @@ class RouterMachine(RuleBasedStateMachine):
         else:
             total = float(sum(counts[name] for name in allowed))
             if session:
-                total = max(total, self.router.loads.usual_open * len(allowed) / len(self.present))
+                total = max(total, self.router.usual_open * len(allowed) / len(self.present))
             assert counts[chosen] + 1 <= load_bound(total, len(allowed))
         self.open.append((self.router.chosen(request, chosen), self.stays[chosen]))
 
@@ -104,8 +104,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_those_of_open_requests(self) -> None:
-        loads, counts = self.router.loads, self.counts()
-        assert set(loads) == self.present
+        loads, counts = self.router, self.counts()
+        assert set(loads.slots) == self.present
         assert loads.total_open == sum(counts.values())
         self.most_open = max(self.most_open, loads.total_open)
         assert 0 <= loads.usual_open <= self.most_open
@@ -123,7 +123,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.prefixes.check_invariants()
         assert len(self.router._homes) <= MAX_SESSIONS
         assert all(len(stamps) <= len(self.open) for stamps in self.router._unstarted.values())
-        assert np.isinf(self.router.loads.num_open).sum() == len(self.router.loads.names) - len(self.present)
+        assert np.isinf(self.router.num_open).sum() == len(self.router.names) - len(self.present)
 
 
 RouterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -80,7 +80,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def first_replicas(self) -> int:
-        """At least one, which lists the models."""
+        """Replicas at the start, at least one, which lists the models."""
         return max(self.replicas, 1)
 
     @property

@@ -96,7 +96,7 @@ class ClusterFolder:
 
     @property
     def settings(self) -> ClusterSettings:
-        """Raise `ClusterError` without a cluster."""
+        """Settings of the running cluster. Raise `ClusterError` without one."""
         if not self.is_up:
             reason = f"Ray has ended: see {self.log}" if self.root.exists() else "start one with tidewheel cluster up"
             for log in self.ray.glob("session_2*/logs/ray_process_exit.log"):

@@ -91,7 +91,7 @@ class RayScaling:
         )
 
     def _count(self, name: str, when: float, values: Mapping[str, float]) -> None:
-        """Counters of a restarted server begin at zero."""
+        """Add the growth of counters, which a restart of the server sets to zero."""
         arrivals, tokens = values["arrivals"], values["tokens"]
         before = self._counters.get(name)
         if before is None:

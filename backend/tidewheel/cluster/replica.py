@@ -75,7 +75,7 @@ class Replica:
         self._check_patience()
 
     async def wait_for_start(self) -> None:
-        """Return at once; Ray queues the call until a replica exists."""
+        """Return at once, after Ray has queued the call until a replica exists."""
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Return the fields of `Address`."""
@@ -154,7 +154,7 @@ class ServerChild:
 
     @property
     def endpoints(self) -> Endpoints | None:
-        """None until the server has chosen its ports."""
+        """Ports of the server; None until it has chosen them."""
         if self._endpoints is None:
             self._endpoints = read_endpoints(self._ports)
         return self._endpoints

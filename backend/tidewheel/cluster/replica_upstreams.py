@@ -146,7 +146,7 @@ class ReplicaUpstreams(Upstreams):
         return len(self._unfit(attempt)) < len(self._members)
 
     async def _wait(self, attempt: Attempt[Any]) -> None:
-        """Without any replica, wait in Ray's queue, which the scaling policy sees."""
+        """Wait for a replica; without any, in Ray's queue, which the scaling policy sees."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         call: Any = None

@@ -13,7 +13,7 @@ MAX_KNOWN_OF_ONE = 1 << 14
 _MAX_STAIRS = 4
 
 
-class Depths(NamedTuple):
+class CachedDepths(NamedTuple):
     """Leading chunks cached by each slot: `of_level[levels[slot]]`."""
 
     of_level: tuple[int, ...]
@@ -54,7 +54,7 @@ class PrefixIndex:
             found.append(stamp)
         return tuple(found)
 
-    def depths(self, chunks: Sequence[int], num_slots: int) -> Depths | None:
+    def depths(self, chunks: Sequence[int], num_slots: int) -> CachedDepths | None:
         """Return leading chunks by slot, or None if all are 0.
 
         Beyond `_MAX_STAIRS` depths, the smallest count as 0.
@@ -68,7 +68,7 @@ class PrefixIndex:
         levels = bits[0]
         for higher in bits[1:]:  # a slot of one stair is on all earlier ones
             levels += higher
-        return Depths((0, *(depth for depth, _ in stairs)), levels)
+        return CachedDepths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
         """Return rising depths, with the bits of slots at least that deep."""

@@ -1,10 +1,10 @@
-"""Routers' base, and the loads of replicas that it counts."""
+"""Base of routers."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, NamedTuple, TypeVar
@@ -57,10 +57,11 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
     return math.ceil(factor * (num_requests + 1) / num_replicas)
 
 
-class Loads(Generic[T]):
-    """Columns indexed by slot, which a replica keeps from `join` to `leave`.
+class Router(ABC, Generic[T]):
+    """Chooser of a replica for each request, which counts requests from `chosen` to `ended` in columns by slot.
 
-    Free slots have infinite `num_open` and `waiting`, so no minimum selects them.
+    A replica keeps its slot from `join` to `leave`. Free slots have infinite `num_open` and `waiting`, so no minimum
+    selects them.
     """
 
     def __init__(self) -> None:
@@ -76,33 +77,79 @@ class Loads(Generic[T]):
         self._reported: dict[int, ReplicaLoad] = {}  # by slot, from other clients
         self._num_joined = 0
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def __contains__(self, replica: T) -> bool:
-        return replica in self.slots
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.slots)
-
-    def join(self, replica: T) -> int:
+    def join(self, replica: T) -> None:
+        """Add a replica, if absent."""
+        if replica in self.slots:
+            return
         if None not in self.names:
             self._grow()
         slot = self.names.index(None)
         self._num_joined += 1
         self.slots[replica], self.names[slot], self._epochs[slot] = slot, replica, self._num_joined
         self.num_open[slot] = self.waiting[:, slot] = 0.0
-        return slot
+        self._add(replica, slot)
 
-    def leave(self, replica: T) -> int:
-        slot = self.slots.pop(replica)
+    def leave(self, replica: T) -> None:
+        """Remove a replica, whose requests may end later."""
+        if (slot := self.slots.pop(replica, None)) is None:
+            return
         self.total_open -= float(self.num_open[slot])
         self.total_waiting -= self.waiting[:, slot]
         self.names[slot] = None
         self.num_open[slot] = self.waiting[:, slot] = math.inf
         self.running[slot] = 0.0
         self._reported.pop(slot, None)
-        return slot
+        self._remove(slot)
+
+    def _add(self, replica: T, slot: int) -> None:
+        """Extend `join`."""
+
+    def _remove(self, slot: int) -> None:
+        """Extend `leave`."""
+
+    @abstractmethod
+    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
+        """Return a replica without counting the request, or None if all are excluded."""
+
+    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
+        """Count a request at a joined replica."""
+        return self.count(request, replica, request.num_tokens)
+
+    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+        """Record the first token and cached prompt tokens. Later calls do nothing."""
+        if routed.has_started or routed.has_ended:
+            return
+        routed.has_started = True
+        if (slot := self.slot_of(routed)) is not None:
+            self._wait(slot, routed.request.priority, -routed.waiting_tokens)
+            self.running[slot] += routed.request.num_tokens
+
+    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+        """Stop counting; `num_cached_tokens` if `started` lacked it. Later calls do nothing."""
+        slot = None if routed.has_ended else self.slot_of(routed)
+        routed.has_ended = True
+        if slot is None:
+            return
+        self.num_open[slot] -= 1
+        self._change_open(-1)
+        if routed.has_started:
+            self.running[slot] -= routed.request.num_tokens
+        else:
+            self._wait(slot, routed.request.priority, -routed.waiting_tokens)
+
+    def report(self, replica: T, load: ReplicaLoad) -> None:
+        """Set other clients' load; ignore unknown replicas."""
+        if (slot := self.slots.get(replica)) is None:
+            return
+        before = self._reported.get(slot, ReplicaLoad())
+        counted = (self.num_open[slot], self.waiting[-1, slot], self.running[slot])
+        local = [total - others for total, others in zip(counted, before, strict=True)]
+        others = ReplicaLoad(*(max(total - int(own), 0) for total, own in zip(load, local, strict=True)))
+        self._reported[slot] = others
+        self.num_open[slot] = local[0] + others.num_requests
+        self.total_open += others.num_requests - before.num_requests
+        self._wait(slot, Priority.NORMAL, others.waiting_tokens - before.waiting_tokens)
+        self.running[slot] = local[2] + others.running_tokens
 
     def open_of(self, replica: T) -> float:
         return float(self.num_open[self.slots[replica]])
@@ -117,52 +164,31 @@ class Loads(Generic[T]):
                 num_open[slot] = math.inf
         return num_open
 
+    def least_open(self, excluded: Collection[T]) -> T | None:
+        if not self.slots:
+            return None
+        num_open = self.open_without(excluded)
+        slot = int(num_open.argmin())
+        return self.names[slot] if np.isfinite(num_open[slot]) else None
+
     def waiting_ahead(self, priority: Priority) -> Float64Array:
         """Return prompt tokens by slot."""
         ahead: Float64Array = self.waiting[priority - 1]
         return ahead
 
-    def add(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> RoutedRequest[T]:
+    def count(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> RoutedRequest[T]:
         slot = self.slots[replica]
         self.num_open[slot] += 1
-        self._count(1)
+        self._change_open(1)
         self._wait(slot, request.priority, num_uncached_tokens)
         return RoutedRequest(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, routed: RoutedRequest[T]) -> int | None:
-        """Return None if the replica has left."""
+        """Return the slot, or None if the replica has left."""
         slot = self.slots.get(routed.replica)
         return slot if slot is not None and self._epochs[slot] == routed.epoch else None
 
-    def start(self, routed: RoutedRequest[T]) -> None:
-        if (slot := self.slot_of(routed)) is not None:
-            self._wait(slot, routed.request.priority, -routed.waiting_tokens)
-            self.running[slot] += routed.request.num_tokens
-
-    def remove(self, routed: RoutedRequest[T]) -> None:
-        if (slot := self.slot_of(routed)) is None:
-            return
-        self.num_open[slot] -= 1
-        self._count(-1)
-        if routed.has_started:
-            self.running[slot] -= routed.request.num_tokens
-        else:
-            self._wait(slot, routed.request.priority, -routed.waiting_tokens)
-
-    def report(self, replica: T, load: ReplicaLoad) -> None:
-        if (slot := self.slots.get(replica)) is None:
-            return
-        before = self._reported.get(slot, ReplicaLoad())
-        counted = (self.num_open[slot], self.waiting[-1, slot], self.running[slot])
-        local = [total - others for total, others in zip(counted, before, strict=True)]
-        others = ReplicaLoad(*(max(total - int(own), 0) for total, own in zip(load, local, strict=True)))
-        self._reported[slot] = others
-        self.num_open[slot] = local[0] + others.num_requests
-        self.total_open += others.num_requests - before.num_requests
-        self._wait(slot, Priority.NORMAL, others.waiting_tokens - before.waiting_tokens)
-        self.running[slot] = local[2] + others.running_tokens
-
-    def _count(self, change: int) -> None:
+    def _change_open(self, change: int) -> None:
         self.total_open += change
         self.usual_open += (self.total_open - self.usual_open) / (1.0 + max(self.total_open, self.usual_open))
 
@@ -177,53 +203,6 @@ class Loads(Generic[T]):
         self.num_open = np.concatenate((self.num_open, np.full(num_new, math.inf)))
         self.running = np.concatenate((self.running, np.zeros(num_new)))
         self.waiting = np.concatenate((self.waiting, np.full((len(Priority), num_new), math.inf)), axis=1)
-
-
-class Router(ABC, Generic[T]):
-    """Chooser of a replica for each request, which counts requests from `chosen` to `ended`."""
-
-    def __init__(self) -> None:
-        self.loads = Loads[T]()
-
-    def join(self, replica: T) -> None:
-        """Add a replica, if absent."""
-        if replica not in self.loads:
-            self._add(replica, self.loads.join(replica))
-
-    def leave(self, replica: T) -> None:
-        """Remove a replica, whose requests may end later."""
-        if replica in self.loads:
-            self._remove(self.loads.leave(replica))
-
-    def _add(self, replica: T, slot: int) -> None:
-        """Extend `join`."""
-
-    def _remove(self, slot: int) -> None:
-        """Extend `leave`."""
-
-    @abstractmethod
-    def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        """Return a replica without counting the request, or None if all are excluded."""
-
-    def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        """Count a request at a joined replica."""
-        return self.loads.add(request, replica, request.num_tokens)
-
-    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        """Record the first token and cached prompt tokens. Later calls do nothing."""
-        if not routed.has_started and not routed.has_ended:
-            self.loads.start(routed)
-            routed.has_started = True
-
-    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        """Stop counting; `num_cached_tokens` if `started` lacked it. Later calls do nothing."""
-        if not routed.has_ended:
-            self.loads.remove(routed)
-            routed.has_ended = True
-
-    def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Set other clients' load; ignore unknown replicas."""
-        self.loads.report(replica, load)
 
 
 def chunk_hashes(data: bytes | memoryview, chunk_bytes: int, tenant: str = "", salt: str = "") -> tuple[int, ...]:

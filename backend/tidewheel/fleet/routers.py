@@ -13,7 +13,7 @@ import numpy as np
 from tidewheel.batch import BoolArray, Float64Array, RowArray
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.prefix_index import MAX_KNOWN, PrefixIndex
-from tidewheel.fleet.router import LOAD_FACTOR, Loads, RoutedRequest, Router, RouteRequest, T, load_bound
+from tidewheel.fleet.router import LOAD_FACTOR, RoutedRequest, Router, RouteRequest, T, load_bound
 from tidewheel.request import Priority
 
 VIRTUAL_NODES = 64  # points per replica
@@ -58,28 +58,28 @@ def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-class RoundRobin(Router[T]):
+class RoundRobinRouter(Router[T]):
     def __init__(self) -> None:
         super().__init__()
         self._next = 0
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
-        order = list(self.loads)
+        order = list(self.slots)
         turns = (order[(self._next + turn) % len(order)] for turn in range(len(order)))
         return next((replica for replica in turns if replica not in excluded), None)
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        order = list(self.loads)
+        order = list(self.slots)
         self._next = (order.index(replica) + 1) % len(order)
         return super().chosen(request, replica)
 
 
-class LeastLoaded(Router[T]):
+class LeastLoadedRouter(Router[T]):
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:  # noqa: ARG002
-        return least_open(self.loads, excluded)
+        return self.least_open(excluded)
 
 
-class SessionAffinity(Router[T]):
+class SessionAffinityRouter(Router[T]):
     """One replica per session, whatever its load; else the least loaded."""
 
     def __init__(self) -> None:
@@ -94,25 +94,17 @@ class SessionAffinity(Router[T]):
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
         if not request.session:
-            return least_open(self.loads, excluded)
-        num_open = self.loads.open_without(excluded)
+            return self.least_open(excluded)
+        num_open = self.open_without(excluded)
         slot = self._ring.first(_session_key(request), lambda slots: np.isfinite(num_open[slots]))
-        return None if slot is None else self.loads.names[slot]
+        return None if slot is None else self.names[slot]
 
 
 def _session_key(request: RouteRequest) -> str:
     return f"{request.tenant}\0{request.session}"
 
 
-def least_open(loads: Loads[T], excluded: Collection[T]) -> T | None:
-    if not len(loads):
-        return None
-    num_open = loads.open_without(excluded)
-    slot = int(num_open.argmin())
-    return loads.names[slot] if np.isfinite(num_open[slot]) else None
-
-
-class PrefixAware(SessionAffinity[T]):
+class PrefixAwareRouter(SessionAffinityRouter[T]):
     """A session goes to its last replica, a new one by the ring, other requests by cost; all within a load bound.
 
     Cost: prompt tokens waiting in the request's class or above, its uncached prompt tokens, and running tokens. A
@@ -137,28 +129,28 @@ class PrefixAware(SessionAffinity[T]):
         del self._unstarted[slot]
 
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        if len(self.loads) == 0:
+        if not self.slots:
             return None
-        num_open = self.loads.open_without(excluded)
+        num_open = self.open_without(excluded)
         if request.priority == Priority.CRITICAL:
             slot = self._earliest(request, num_open)
         else:
             slot = self._bounded(request, num_open)
-        return self.loads.names[slot] if math.isfinite(num_open[slot]) else None
+        return self.names[slot] if math.isfinite(num_open[slot]) else None
 
     def _bounded(self, request: RouteRequest, num_open: Float64Array) -> int:
-        num_replicas, total = len(self.loads), self.loads.total_open
-        if num_open is not self.loads.num_open:
+        num_replicas, total = len(self.slots), self.total_open
+        if num_open is not self.num_open:
             present = num_open[np.isfinite(num_open)]
             num_replicas, total = max(len(present), 1), float(present.sum())
         bound = load_bound(total, num_replicas)
         if request.session:
             key = _session_key(request)
-            slot = self.loads.slots.get(self._homes[key]) if key in self._homes else None
+            slot = self.slots.get(self._homes[key]) if key in self._homes else None
             if slot is None:
                 slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
             # The mean dips when many requests end in one step, and their users ask again at once.
-            usual = max(total, self.loads.usual_open * num_replicas / len(self.loads))
+            usual = max(total, self.usual_open * num_replicas / len(self.slots))
             if slot is not None and num_open[slot] < load_bound(usual, num_replicas):
                 return slot
         return self._cheapest(request, num_open, bound)
@@ -168,14 +160,13 @@ class PrefixAware(SessionAffinity[T]):
 
         Pass over unusually long queues, such as a cold replica's.
         """
-        loads = self.loads
-        waiting, total = loads.waiting_ahead(request.priority), loads.total_waiting[request.priority - 1]
-        most = max(LOAD_FACTOR * float(total) / len(loads), request.num_tokens)
+        waiting, total = self.waiting_ahead(request.priority), self.total_waiting[request.priority - 1]
+        most = max(LOAD_FACTOR * float(total) / len(self.slots), request.num_tokens)
         return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
 
     def _cheapest(self, request: RouteRequest, num_open: Float64Array, bound: int) -> int:
-        cost = RUNNING_WEIGHT * self.loads.running
-        cost += self.loads.waiting_ahead(request.priority)
+        cost = RUNNING_WEIGHT * self.running
+        cost += self.waiting_ahead(request.priority)
         cost -= self._cached_tokens(request)
         slot = int(cost.argmin())
         if num_open[slot] < bound:
@@ -184,27 +175,26 @@ class PrefixAware(SessionAffinity[T]):
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
         """Return the slot with the fewest prompt tokens ahead, then the least total work."""
-        loads = self.loads
-        ahead = loads.waiting_ahead(request.priority) - self._cached_tokens(request)
-        if num_open is not loads.num_open:
+        ahead = self.waiting_ahead(request.priority) - self._cached_tokens(request)
+        if num_open is not self.num_open:
             ahead[np.isinf(num_open)] = np.inf
         slots = (ahead == ahead[ahead.argmin()]).nonzero()[0]
-        to_do = loads.waiting_ahead(Priority.LOW)[slots] + loads.running[slots]
+        to_do = self.waiting_ahead(Priority.LOW)[slots] + self.running[slots]
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
         """Return cached prompt tokens by slot; the last token is always computed."""
-        depths = self.prefixes.depths(request.chunks, len(self.loads.names))
+        depths = self.prefixes.depths(request.chunks, len(self.names))
         if depths is None:
             return 0.0
         tokens = [min(depth * request.chunk_tokens, request.num_tokens - 1.0) for depth in depths.of_level]
         return np.array(tokens).take(depths.levels)
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        slot = self.loads.slots[replica]
+        slot = self.slots[replica]
         known = self.prefixes.known(slot, request.chunks)
         num_uncached = max(request.num_tokens - len(known) * request.chunk_tokens, 1)
-        routed = self.loads.add(request, replica, num_uncached)
+        routed = self.count(request, replica, num_uncached)
         routed.stamp, routed.known = self.prefixes.touch(slot, request.chunks), known
         self._unstarted[slot].add(routed.stamp)
         if request.session:
@@ -219,12 +209,12 @@ class PrefixAware(SessionAffinity[T]):
         if routed.has_started or routed.has_ended:
             return
         super().started(routed)
-        if (slot := self.loads.slot_of(routed)) is not None:
+        if (slot := self.slot_of(routed)) is not None:
             self._unstarted[slot].discard(routed.stamp)
             self._correct(routed, slot, num_cached_tokens)
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        slot = None if routed.has_ended else self.loads.slot_of(routed)
+        slot = None if routed.has_ended else self.slot_of(routed)
         super().ended(routed)
         if slot is None:
             return
@@ -252,10 +242,10 @@ class PrefixAware(SessionAffinity[T]):
 
 ROUTERS: Mapping[str, Callable[[], Router[Any]]] = MappingProxyType(
     {
-        "round-robin": RoundRobin,
-        "least-loaded": LeastLoaded,
-        "session-affinity": SessionAffinity,
-        "prefix-aware": PrefixAware,
+        "round-robin": RoundRobinRouter,
+        "least-loaded": LeastLoadedRouter,
+        "session-affinity": SessionAffinityRouter,
+        "prefix-aware": PrefixAwareRouter,
     }
 )
 

@@ -136,7 +136,7 @@ class ExponentialAverage:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class FleetWork:
     tokens_per_s: float  # asked for
     tokens_per_request: float  # 0: unknown
     replica_tokens_per_s: float  # capacity; 0: unknown
@@ -158,7 +158,7 @@ class WorkMeter:
         self._capacity = ExponentialAverage(RISE_S, FALL_S)
         self._num_full = 0
 
-    def observe(self, state: FleetState) -> Work:
+    def observe(self, state: FleetState) -> FleetWork:
         """Raise `ValueError` if the clock went back."""
         last, self._last = self._last, state
         seconds = 0.0 if last is None else state.now - last.now
@@ -182,11 +182,11 @@ class WorkMeter:
         arrivals, tokens = self._slow_arrivals.value, self._slow_tokens.value
         return tokens / arrivals if arrivals and tokens else 0.0
 
-    def _work(self, tokens_per_request: float) -> Work:
+    def _work(self, tokens_per_request: float) -> FleetWork:
         asked = max(self._tokens.value or 0.0, tokens_per_request * (self._arrivals.value or 0.0))
-        if self._settings.replica_tokens_per_s:
-            return Work(asked, tokens_per_request, self._settings.replica_tokens_per_s, is_firm=True)
-        return Work(asked, tokens_per_request, self._capacity.value or 0.0, is_firm=self._num_full >= FIRM_REPORTS)
+        known = self._settings.replica_tokens_per_s
+        is_firm = known > 0 or self._num_full >= FIRM_REPORTS
+        return FleetWork(asked, tokens_per_request, known or self._capacity.value or 0.0, is_firm)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
         """Average full replicas' rates; a newly full one's is a lower bound."""

@@ -13,9 +13,9 @@ from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, Fo
 from tidewheel.fleet.scaling import (
     Decision,
     FleetState,
+    FleetWork,
     ScalingPolicy,
     ScalingSettings,
-    Work,
     WorkMeter,
     late_class,
 )
@@ -24,7 +24,7 @@ _SLACK = 1e-9  # so that rounding asks for no replica
 _KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
 
 
-class Need(NamedTuple):
+class ReplicaNeed(NamedTuple):
     """Bounds of the hysteresis: between `least` and `most` nothing changes."""
 
     least: int
@@ -45,33 +45,34 @@ class ReactiveScaling:
         return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
 
 
-def current_need(settings: ScalingSettings, state: FleetState, work: Work) -> Need:
+def current_need(settings: ScalingSettings, state: FleetState, work: FleetWork) -> ReplicaNeed:
     usage = sum(replica.cache_usage for replica in state.ready)
     kept_usage = settings.cache_usage * settings.release_utilisation / settings.utilisation
     by_rows = f"{state.num_unfinished} unfinished requests, a replica runs {settings.max_num_seqs}"
     needs = [
         _queue_need(settings, state),
         _need_of(settings, state.num_unfinished / settings.max_num_seqs, by_rows),
-        Need(_ceil(usage / settings.cache_usage), _ceil(usage / kept_usage), f"{usage:.2f} caches are in use"),
+        ReplicaNeed(_ceil(usage / settings.cache_usage), _ceil(usage / kept_usage), f"{usage:.2f} caches are in use"),
     ]
     if work.replica_tokens_per_s:
         by_work = work_need(settings, work.tokens_per_s, work.replica_tokens_per_s)
-        # A rough capacity keeps replicas that a queue called for, and asks for no more.
-        needs.append(by_work if work.is_firm else Need(0, min(by_work.most, state.num_replicas), by_work.reason))
+        if not work.is_firm:  # a rough capacity keeps replicas that a queue called for, and asks for no more
+            by_work = by_work._replace(least=0, most=min(by_work.most, state.num_replicas))
+        needs.append(by_work)
     least = max(needs, key=lambda need: need.least)
-    return Need(least.least, max(need.most for need in needs), least.reason)
+    return ReplicaNeed(least.least, max(need.most for need in needs), least.reason)
 
 
-def work_need(settings: ScalingSettings, tokens_per_s: float, replica_tokens_per_s: float) -> Need:
+def work_need(settings: ScalingSettings, tokens_per_s: float, replica_tokens_per_s: float) -> ReplicaNeed:
     reason = f"{tokens_per_s:.0f} tokens/s are asked for, a replica computes {replica_tokens_per_s:.0f}"
     return _need_of(settings, tokens_per_s / replica_tokens_per_s, reason)
 
 
-def _need_of(settings: ScalingSettings, num_full: float, reason: str) -> Need:
-    return Need(_ceil(num_full / settings.utilisation), _ceil(num_full / settings.release_utilisation), reason)
+def _need_of(settings: ScalingSettings, num_full: float, reason: str) -> ReplicaNeed:
+    return ReplicaNeed(_ceil(num_full / settings.utilisation), _ceil(num_full / settings.release_utilisation), reason)
 
 
-def _queue_need(settings: ScalingSettings, state: FleetState) -> Need:
+def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
     """Need one replica per `waiting_per_replica` requests, one more for a late class, at most twice as many.
 
     All replicas stay while a quarter of that many requests wait.
@@ -83,8 +84,8 @@ def _queue_need(settings: ScalingSettings, state: FleetState) -> Need:
     if late is not None:
         wanted, reason = max(wanted, ready + 1), f"{late.name} waits beyond its limit, {waiting} requests in all"
     if wanted > ready:
-        return Need(min(wanted, max(2 * ready, 1)), state.num_replicas, reason)
-    return Need(0, state.num_replicas if queues > _KEPT_QUEUE * ready else 0, "no queue")
+        return ReplicaNeed(min(wanted, max(2 * ready, 1)), state.num_replicas, reason)
+    return ReplicaNeed(0, state.num_replicas if queues > _KEPT_QUEUE * ready else 0, "no queue")
 
 
 class Hysteresis:
@@ -97,7 +98,7 @@ class Hysteresis:
         self._num_arrivals = 0
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
-    def settle(self, state: FleetState, need: Need, hold_s: float) -> Decision:
+    def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> Decision:
         """Decide: fewer replicas once enough for `hold_s`, at most `scale_down_after_s`."""
         settings, now = self._settings, state.now
         if self._target is None:
@@ -169,12 +170,12 @@ class PredictiveScaling(ReactiveScaling):
         ahead = work_need(self._settings, arrivals * work.tokens_per_request, work.replica_tokens_per_s)
         ahead = ahead._replace(reason=f"{arrivals:.3g} requests/s are forecast")
         least = max(ahead, need, key=lambda part: part.least)
-        both = Need(least.least, max(ahead.least, need.most), least.reason)
+        both = ReplicaNeed(least.least, max(ahead.least, need.most), least.reason)
         hold_s = min(max(self._settings.startup_s, self._bucket_s), self._settings.scale_down_after_s)
         return self._hysteresis.settle(state, both, hold_s)
 
 
-class Constant:
+class ConstantScaling:
     def __init__(self, settings: ScalingSettings) -> None:
         self._num_replicas = settings.max_replicas
 
@@ -182,7 +183,7 @@ class Constant:
         return Decision(self._num_replicas, "constant")
 
 
-class QueueDepth:
+class QueueDepthScaling:
     """Rule of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA.
 
     Adds one replica per 120 s at most, and removes one per 300 s.
@@ -210,7 +211,7 @@ class QueueDepth:
         return Decision(target, f"{state.num_waiting} requests wait, {usage:.2f} caches are in use")
 
 
-class Ongoing:
+class OngoingRequestScaling:
     """Rule of Ray Serve: a target for a replica's unfinished requests."""
 
     def __init__(self, settings: ScalingSettings) -> None:
@@ -219,7 +220,7 @@ class Ongoing:
 
     def decide(self, state: FleetState) -> Decision:
         wanted = math.ceil(state.num_unfinished / self._settings.ongoing_per_replica)
-        need = Need(wanted, wanted, f"{state.num_unfinished} unfinished requests")
+        need = ReplicaNeed(wanted, wanted, f"{state.num_unfinished} unfinished requests")
         return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
 
 
@@ -227,9 +228,9 @@ SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = Map
     {
         "reactive": ReactiveScaling,
         "predictive": PredictiveScaling,
-        "queue-depth": QueueDepth,
-        "ongoing": Ongoing,
-        "constant": Constant,
+        "queue-depth": QueueDepthScaling,
+        "ongoing": OngoingRequestScaling,
+        "constant": ConstantScaling,
     }
 )
 

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, chunk_hashes
-from tidewheel.fleet.routers import PrefixAware
+from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstream import Upstream
@@ -130,7 +130,7 @@ class Upstreams:
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
         self._members: dict[str, _Member] = {}  # by authority
-        self._router: Router[str] = PrefixAware()
+        self._router: Router[str] = PrefixAwareRouter()
         self._tasks: set[asyncio.Task[None]] = set()  # of names, and of removed servers
         self.num_moved = 0  # requests retried on another server
 

@@ -75,7 +75,7 @@ class ServeOptions:
 
     @property
     def is_closed(self) -> bool:
-        """No client may have models loaded: Triton gets a private repository."""
+        """Return whether Triton gets a private repository, since no client may have models loaded."""
         return not (
             self.model_control == "poll"
             or _MODELS_API in self.open_apis

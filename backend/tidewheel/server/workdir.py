@@ -199,7 +199,7 @@ def write_endpoints(path: Path, endpoints: Endpoints) -> None:
 
 
 def read_endpoints(path: Path) -> Endpoints | None:
-    """Return None without a readable file."""
+    """Return the file's endpoints, or None without a readable file."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return _endpoints_decoder.decode(path.read_bytes())
     return None

@@ -24,7 +24,7 @@ from demo_corpus import SOURCES, Source, is_validation, load_documents
 from demo_folder import CONTEXT
 from tidewheel.bench.environment import command_line, environment
 from tidewheel.config import EngineConfig
-from tidewheel.models.causal_lm import no_progress
+from tidewheel.models.causal_lm import ForwardInput, no_progress
 from tidewheel.models.trial_prompt import one_sequence
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
@@ -49,7 +49,7 @@ def logits_with(parts: RunnerParts, layout: CacheLayout) -> Logits:
         count = len(tokens)
         meta, positions = one_sequence(count, layout.block_size, tokens.device), torch.arange(count)
         kv = KVTensors(layout, meta.block_tables.shape[1], tokens.device)
-        return parts.model.forward(tokens, positions, meta, kv.layers, positions)
+        return parts.model.forward(ForwardInput(tokens, positions, meta, kv.layers, positions))
 
     return logits
 

@@ -18,11 +18,15 @@ import torch
 
 from common.study import Study, in_turns
 from tidewheel_kernels import AttentionMetadata
-from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
-from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
+from tidewheel_kernels.activation import silu_and_mul_native
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
+from tidewheel_kernels.attention import paged_attention_native
+from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.native.library import native_library
-from tidewheel_kernels.norm.cpu import rms_norm_cpu, rms_norm_native
-from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
+from tidewheel_kernels.norm import rms_norm_native
+from tidewheel_kernels.norm.cpu import rms_norm_cpu
+from tidewheel_kernels.rope import rope_and_cache_native
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu
 
 ROWS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 512, 1536, 8, 4, 64, 8
 BLOCK_SIZE, SHORTEST, LONGEST = 16, 20, 200

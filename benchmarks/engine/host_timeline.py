@@ -36,7 +36,7 @@ from tidewheel.engine import front_ends
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.messages import PROTOCOL, AddRequest, Hello, encoder
 from tidewheel.engine.server import EngineServer
-from tidewheel.runner.decode_graphs import decode_sizes
+from tidewheel.runner.step_graphs import decode_sizes
 from tidewheel.sampling import SamplingParams
 
 WARM_UP_STEPS = 50  # after all requests run

@@ -29,7 +29,6 @@ from tidewheel.models.weight_stream import (
     SLOT_BYTES,
     SLOTS_PER_READER,
     ChunkSink,
-    CopyEvent,
     HostSink,
     RingSink,
     num_readers,
@@ -49,7 +48,7 @@ class _NoDevice:
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         pass
 
-    def mark(self) -> CopyEvent:
+    def mark(self) -> _NoDevice:
         return self
 
     def synchronize(self) -> None:

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import torch
 
 from common.clocks import Clock
-from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.models.causal_lm import ForwardInput, ModelShape
 from tidewheel.runner.accelerator import CapturedGraph
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
-from tidewheel_kernels import AttentionMetadata
 
 VOCAB_SIZE = 64
 BLOCK_SIZE = 64
@@ -108,19 +107,13 @@ class ModelledModel:
         self._prefill_seconds = prefill_seconds
         self._logits = torch.zeros(1, VOCAB_SIZE)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,  # noqa: ARG002
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],  # noqa: ARG002
-        logit_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        num_prompt_tokens = len(token_ids) - meta.num_decodes
+    def forward(self, step: ForwardInput) -> torch.Tensor:
+        num_decodes = step.meta.num_decodes
+        num_prompt_tokens = len(step.token_ids) - num_decodes
         self._device.compute(
-            (self._decode_seconds if meta.num_decodes else 0.0) + num_prompt_tokens * self._prefill_seconds
+            (self._decode_seconds if num_decodes else 0.0) + num_prompt_tokens * self._prefill_seconds
         )
-        return self._logits.expand(len(logit_indices), VOCAB_SIZE)
+        return self._logits.expand(len(step.logit_indices), VOCAB_SIZE)
 
 
 def modelled_runner(

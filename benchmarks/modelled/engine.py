@@ -15,8 +15,8 @@ from modelled.device import ModelledDevice, modelled_runner
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import Progress
 from tidewheel.engine.process import exit_now, main
-from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import decode_sizes
 
 MODULE = "modelled.engine"  # in `benchmarks/`
 STEP = "MODELLED_STEP_S"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from common.study import RESULTS, Study, show
 from modelled.roofline import H200, SHAPES, Device, Shape, workload_seconds
-from tidewheel.runner.prompt_graphs import MOST_TOKENS, prompt_sizes
+from tidewheel.runner.step_graphs import MOST_TOKENS, prompt_sizes
 
 NUM_MULTIPROCESSORS = 132
 RESIDENT_PROGRAMS = 3 * NUM_MULTIPROCESSORS  # of decode attention

@@ -5,7 +5,8 @@ import torch
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import silu_and_mul
-from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.activation import silu_and_mul_native
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.activation.reference import silu_and_mul_reference
 from tidewheel_kernels.activation.triton_kernels import silu_and_mul as silu_and_mul_triton
 

@@ -16,9 +16,9 @@ from support.kernels.kernel_harness import (
     paged_batch,
     quantised,
 )
-from tidewheel_kernels import AttentionMetadata, paged_attention
-from tidewheel_kernels.attention import cpu
-from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
+from tidewheel_kernels import AttentionMetadata, attention, paged_attention
+from tidewheel_kernels.attention import paged_attention_native
+from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.attention.triton_kernels import paged_attention as paged_attention_triton
 from tidewheel_kernels.launch_config import compile_target, prefill_config
@@ -229,7 +229,7 @@ def test_bfloat16_on_the_cpu(implementation: Implementation, batch: Batch, head_
 def may_use_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not request.param:
         monkeypatch.setattr(library, "_may_use_tiles", lambda: False)
-    monkeypatch.setattr(cpu._prompt_attention, "_functions", {})
+    attention._prompt_attention.clear()
     library.native_library.cache_clear()
     yield
     library.native_library.cache_clear()

@@ -11,11 +11,11 @@ import torch
 
 from support.kernels.kernel_harness import needs_compiler
 from tidewheel_kernels import activation, silu_and_mul
-from tidewheel_kernels.activation import cpu as activation_cpu
-from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.activation import silu_and_mul_native
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
 from tidewheel_kernels.choice import Choices, Op
 from tidewheel_kernels.native import library
-from tidewheel_kernels.norm.cpu import rms_norm_native
+from tidewheel_kernels.norm import rms_norm_native
 
 pytestmark = needs_compiler
 X = torch.linspace(-3, 3, 24).view(3, 8)
@@ -25,7 +25,7 @@ X = torch.linspace(-3, 3, 24).view(3, 8)
 def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TIDEWHEEL_KERNELS", raising=False)
     monkeypatch.setattr(activation._OP, "chosen", Choices(activation._OP))
-    monkeypatch.setattr(activation_cpu._silu_and_mul, "_functions", {})
+    activation._silu_and_mul.clear()
     library.native_library.cache_clear()
     yield
     library.native_library.cache_clear()

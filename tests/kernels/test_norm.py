@@ -7,7 +7,8 @@ import torch
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import rms_norm
-from tidewheel_kernels.norm.cpu import rms_norm_cpu, rms_norm_native
+from tidewheel_kernels.norm import rms_norm_native
+from tidewheel_kernels.norm.cpu import rms_norm_cpu
 from tidewheel_kernels.norm.reference import NormResult, rms_norm_reference
 from tidewheel_kernels.norm.triton_kernels import rms_norm as rms_norm_triton
 

@@ -8,7 +8,8 @@ import torch
 
 from support.kernels.kernel_harness import NAN, RATIO, assert_close, drawn_scales, needs_compiler
 from tidewheel_kernels import FP8, rope_and_cache
-from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
+from tidewheel_kernels.rope import rope_and_cache_native
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
 from tidewheel_kernels.rope.triton_kernels import rope_and_cache as rope_triton
 

@@ -121,12 +121,12 @@ def test_blocks_are_held_while_a_batch_in_flight_names_them() -> None:
     kv = make_manager(4)
     enter(kv, 0, make_request("a", 16), commit=False)
     kv.free(0, after_step=7)
-    assert (kv.num_free_blocks, kv.num_held_blocks) == (0, 4)
+    assert (kv.num_free_blocks, kv.transfers.num_returning_blocks()) == (0, 4)
     kv.check_invariants()
-    kv.step_done(6)
+    kv.transfers.done(6)
     assert kv.num_free_blocks == 0
-    kv.step_done(7)
-    assert (kv.num_free_blocks, kv.num_held_blocks) == (4, 0)
+    kv.transfers.done(7)
+    assert (kv.num_free_blocks, kv.transfers.num_returning_blocks()) == (4, 0)
 
 
 def test_held_blocks_that_another_row_shares_do_not_count_as_coming_back() -> None:
@@ -134,10 +134,10 @@ def test_held_blocks_that_another_row_shares_do_not_count_as_coming_back() -> No
     enter(kv, 0, make_request("a", 9))
     enter(kv, 1, make_request("b", 9))
     kv.free(0, after_step=1)
-    assert kv.num_held_blocks == 1
+    assert kv.transfers.num_returning_blocks() == 1
     kv.free(1, after_step=2)
-    assert kv.num_held_blocks == 4
-    kv.all_steps_done()
+    assert kv.transfers.num_returning_blocks() == 4
+    kv.transfers.abandon()
     assert kv.num_free_blocks == 8
 
 

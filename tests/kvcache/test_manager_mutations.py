@@ -93,7 +93,7 @@ def written_out_too_early(patch: pytest.MonkeyPatch) -> None:
     def offload(self: KVCacheManager, row: int, request: Any, num_computed_tokens: int) -> int:
         num_full = request.num_tokens // self.block_size
         prefix.extend_block_hashes(request, num_full, self.block_size)
-        self._transfers.swap_out(self._tables[row], request.block_hashes[:num_full])
+        self.transfers.swap_out(self._tables[row], request.block_hashes[:num_full])
         return 0
 
     patch.setattr(KVCacheManager, "offload", offload)

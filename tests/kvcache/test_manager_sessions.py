@@ -47,7 +47,7 @@ class Turns:
 
     def step(self) -> None:
         self.kv.take_transfers(self.step_id)
-        self.kv.step_done(self.step_id)
+        self.kv.transfers.done(self.step_id)
         self.step_id += 1
 
     def end(self, request: Request, row: int = 0) -> None:
@@ -115,7 +115,7 @@ def test_a_session_goes_to_the_host_tier_and_comes_back_with_its_tail() -> None:
     assert kv.allocate(1, 4 * BLOCK_SIZE)
     moved = kv.take_transfers(100)
     assert len(moved.swap_out_blocks) == len(moved.swap_out_slots) == 3
-    kv.step_done(100)
+    kv.transfers.done(100)
     kv.free(1)
     stats = kv.update_stats()
     assert (stats.num_sessions, stats.num_session_blocks, kv.sessions.table.num_blocks("")) == (1, 0, 0)
@@ -260,7 +260,7 @@ def test_a_fork_shares_whole_blocks_and_copies_the_rest(enable_prefix_caching: b
     kv.check_invariants()
     kv.free(0)
     assert kv.num_free_blocks == 8 - 4  # the source is held until it is copied
-    kv.step_done(0)
+    kv.transfers.done(0)
     assert kv.num_free_blocks == 8 - 3
 
 
@@ -288,7 +288,7 @@ def test_after_a_failure_nothing_of_the_step_is_found() -> None:
     turns.kv.offload(0, request, 9)
     turns.kv.take_transfers(1)
     turns.kv.free(0, after_step=1)
-    turns.kv.all_steps_done()
+    turns.kv.transfers.abandon()
     assert turns.kv.prefixes.find(kv_request("again", 9)) == NO_HIT
     assert (turns.kv.num_free_blocks, turns.kv.update_stats().num_free_host_blocks) == (8, 4)
     turns.kv.check_invariants()

@@ -54,7 +54,6 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
     file = SafetensorsFile(tmp_path / "a.safetensors")
-    assert file.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     read = read_all(file)
     assert set(read) == set(tensors)
     for name, tensor in tensors.items():

@@ -16,7 +16,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, no_progress
 from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import read_config
-from tidewheel.models.transformers_attention import IMPLEMENTATION, AttentionCall, ProbeResult, install, probe
+from tidewheel.models.transformers_model import IMPLEMENTATION, AttentionCall, install, probe
 
 CPU = torch.device("cpu")
 
@@ -173,7 +173,7 @@ def dummy_gpt2() -> transformers.GPT2LMHeadModel:
 
 
 @torch.inference_mode()
-def probed(model: transformers.GPT2LMHeadModel) -> ProbeResult:
+def probed(model: transformers.GPT2LMHeadModel) -> tuple[list[tuple[int, int]], int]:
     return probe(model, install(model), "GPT2LMHeadModel", CPU)
 
 
@@ -220,7 +220,7 @@ def test_attention_belongs_to_one_model_and_one_step() -> None:
     install(second)
     ids = torch.zeros(1, 4, dtype=torch.long)
     recorder = Recorder()
-    with slot.holding(recorder):
+    with slot.holding(recorder.attend):
         first(ids)
         assert recorder.layers == [0, 1]
         with pytest.raises(ValueError, match="outside of a step"):

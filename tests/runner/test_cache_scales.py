@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from support.models import tiny_models
 from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.config import EngineConfig
+from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.kv_tensors import HEADROOM, CacheLayout, KVTensors, scales_of_largest
 from tidewheel.runner.loading import load_parts
@@ -76,7 +77,9 @@ def test_logits_are_close(tmp_path: Path, make: Callable[[], PreTrainedModel]) -
         tokens, positions = random_tokens(NUM_TOKENS, tiny_models.VOCAB_SIZE, CPU), torch.arange(NUM_TOKENS)
         with torch.inference_mode():
             logits.append(
-                parts.model.forward(tokens, positions, one_sequence(NUM_TOKENS, 16, CPU), kv.layers, positions)
+                parts.model.forward(
+                    ForwardInput(tokens, positions, one_sequence(NUM_TOKENS, 16, CPU), kv.layers, positions)
+                )
             )
     exact, rounded = logits
     difference = ((rounded - exact).square().mean() / exact.square().mean()).sqrt()

@@ -7,7 +7,7 @@ those could not be captured. Cut off from that are the kernels themselves, for w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -32,13 +32,12 @@ from support.runner.graphed_runner import (
 from support.runner.recorded_graphs import NotCapturable, Watch
 from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.causal_lm import CausalLM, KVLayer
+from tidewheel.models.causal_lm import CausalLM, ForwardInput
 from tidewheel.request import Request
-from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.sampler import PendingStep
 from tidewheel.runner.staging import NUM_SLOTS
-from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.runner.step_graphs import GraphSizes, StepGraphs, decode_sizes
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels import AttentionMetadata
 
@@ -223,16 +222,8 @@ class Altered:
         self._model, self._alter = model, alter
         self.shape, self.weights_bytes = model.shape, model.weights_bytes
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        logits = self._model.forward(token_ids, positions, meta, kv_layers, logit_indices)
-        return self._alter(logits, positions[logit_indices], meta)
+    def forward(self, step: ForwardInput) -> torch.Tensor:
+        return self._alter(self._model.forward(step), step.positions[step.logit_indices], step.meta)
 
 
 def altered_tokens(plain: ModelRunner, alter: Callable[..., torch.Tensor], *, graphs: bool = True) -> list[list[int]]:
@@ -279,13 +270,13 @@ def test_a_frozen_host_value_is_found(plain: ModelRunner) -> None:
 
 
 def test_a_bound_that_is_too_low_is_found(plain: ModelRunner) -> None:
-    init = DecodeGraphs.__init__
+    init = StepGraphs.__init__
 
-    def short(self: DecodeGraphs, *args: object) -> None:
+    def short(self: StepGraphs, *args: object) -> None:
         init(self, *args[:-1], 16)
 
     expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
-    assert faulty(plain, mock.patch.object(DecodeGraphs, "__init__", short)) != expected
+    assert faulty(plain, mock.patch.object(StepGraphs, "__init__", short)) != expected
 
 
 def test_an_input_outside_of_the_static_buffer_is_found(plain: ModelRunner) -> None:

@@ -18,8 +18,7 @@ from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.request import Request
 from tidewheel.runner.inputs import HostInputs, RowTable
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.prompt_graphs import prompt_sizes
-from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.runner.step_graphs import GraphSizes, prompt_sizes
 from tidewheel.sampling import SamplingParams
 
 LIMIT = TOLERANCE[torch.bfloat16]

@@ -17,7 +17,6 @@ from tidewheel.runner.kv_tensors import (
     CacheLayout,
     KVTensors,
     MemoryBudget,
-    MemoryShare,
     cpu_budget,
     decide_size,
     full_bytes,
@@ -62,14 +61,14 @@ def test_a_cache_too_small_for_one_request_names_the_largest_that_fits() -> None
 )
 def test_what_would_fit_on_a_gpu_is_said(fraction: float, left_mib: int, max_model_len: int, advice: str) -> None:
     """Of 1,000 MiB; a block of 16 tokens takes 6 KiB."""
-    budget = MemoryBudget(left_mib * MIB, "S", "gpu_memory_utilization", MemoryShare(fraction, 1000 * MIB))
+    budget = MemoryBudget(left_mib * MIB, "S", "gpu_memory_utilization", 1000 * MIB, fraction)
     with pytest.raises(ConfigError) as caught:
         decide_size(None, budget, LAYOUT, max_model_len)
     assert f" tokens: {advice} (" in str(caught.value)
 
 
 def test_the_advice_is_enough() -> None:
-    budget = MemoryBudget(10 * MIB, "S", "gpu_memory_utilization", MemoryShare(0.5, 1000 * MIB))
+    budget = MemoryBudget(10 * MIB, "S", "gpu_memory_utilization", 1000 * MIB, 0.5)
     least = budget.least_setting(123 * MIB)
     assert least is not None
     assert 123 <= 10 + 1000 * (least - 0.5) < 123 + 10
@@ -86,7 +85,7 @@ def test_more_blocks_than_there_is_memory_for_are_refused_with_what_there_is(mon
 
     monkeypatch.setattr(torch, "zeros", refuse)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (MIB, 10 * MIB))
-    budget = MemoryBudget(MIB, "S", "gpu_memory_utilization", MemoryShare(0.5, 10 * MIB))
+    budget = MemoryBudget(MIB, "S", "gpu_memory_utilization", 10 * MIB, 0.5)
     with pytest.raises(ConfigError) as caught:
         _allocate(LAYOUT, 1000, torch.device("cuda", 0), budget)
     assert str(caught.value) == (
@@ -142,7 +141,7 @@ def test_an_automatic_context_on_a_gpu_is_what_gpu_memory_utilization_leaves(tot
     """An 8B model in bfloat16: 15 GiB of weights, 2 for steps and graphs."""
     layout = CacheLayout(ModelShape(32, 8, 128, 128_256, 4096, 14_336), 64, torch.bfloat16)
     left = int(0.9 * total * GIB) - 17 * GIB
-    budget = MemoryBudget(left, "gpu_memory_utilization 0.9", "gpu_memory_utilization", MemoryShare(0.9, total * GIB))
+    budget = MemoryBudget(left, "gpu_memory_utilization 0.9", "gpu_memory_utilization", total * GIB, 0.9)
     size = decide_size(None, budget, layout, 131_072, may_shorten=True)
     assert size.max_model_len == tokens
     assert ("set max_model_len yourself, or use a larger GPU to have all" in size.shortened) == (tokens < 131_072)

@@ -16,10 +16,9 @@ from support.runner.step_loop import StepLoop
 from tidewheel.config import CacheDType, EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import model_runner
-from tidewheel.runner.decode_graphs import DecodeGraphs
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.profiling import StepMemory
-from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.runner.step_graphs import GraphSizes, StepGraphs
 
 
 @pytest.fixture
@@ -33,11 +32,11 @@ def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
     small: EngineConfig, accelerator: RecordingAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache is told what graphs need, and the tried ones are gone by then: their memory is free."""
-    tried: list[weakref.ref[DecodeGraphs]] = []
+    tried: list[weakref.ref[StepGraphs]] = []
     reserved: list[StepMemory] = []
-    init, allocate = DecodeGraphs.__init__, model_runner.allocate_cache
+    init, allocate = StepGraphs.__init__, model_runner.allocate_cache
 
-    def noted(self: DecodeGraphs, *arguments: object) -> None:
+    def noted(self: StepGraphs, *arguments: object) -> None:
         init(self, *arguments)
         tried.append(weakref.ref(self))
 
@@ -46,7 +45,7 @@ def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
         reserved.append(memory)
         return allocate(parts, config, memory)
 
-    monkeypatch.setattr(DecodeGraphs, "__init__", noted)
+    monkeypatch.setattr(StepGraphs, "__init__", noted)
     monkeypatch.setattr(model_runner, "allocate_cache", checked)
     stages: dict[str, float] = {}
     gc.disable()
@@ -85,7 +84,7 @@ def test_too_little_memory_for_graphs_is_said_in_one_line(
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(DecodeGraphs, "capture", refuse)
+    monkeypatch.setattr(StepGraphs, "capture", refuse)
     with pytest.raises(ConfigError, match=r"no room for CUDA graphs .* or set enforce_eager") as caught:
         ModelRunner.load(small)
     assert "\n" not in str(caught.value)

@@ -18,8 +18,7 @@ from support.runner.step_loop import StepLoop, request
 from tidewheel.models.decoder import DecoderLayer
 from tidewheel.runner.inputs import HostInputs, RowTable
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.prompt_graphs import PromptGraph, prompt_sizes
-from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.runner.step_graphs import GraphSizes, PromptGraph, prompt_sizes
 from tidewheel.sampling import SamplingParams
 
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)

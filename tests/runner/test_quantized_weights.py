@@ -16,6 +16,7 @@ from support.runner.graphed_runner import graphed_tokens, with_model
 from support.runner.step_loop import StepLoop
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.models.causal_lm import ForwardInput
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, load_parts
@@ -35,7 +36,9 @@ def logits_of(parts: RunnerParts) -> torch.Tensor:
     kv = KVTensors(parts.layout, 4, CPU)
     tokens, positions = random_tokens(NUM_TOKENS, tiny_models.VOCAB_SIZE, CPU), torch.arange(NUM_TOKENS)
     with torch.inference_mode():
-        return parts.model.forward(tokens, positions, one_sequence(NUM_TOKENS, 16, CPU), kv.layers, positions)
+        return parts.model.forward(
+            ForwardInput(tokens, positions, one_sequence(NUM_TOKENS, 16, CPU), kv.layers, positions)
+        )
 
 
 @pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.qwen2, tiny_models.qwen3])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.runner.recorded_graphs import RecordingAccelerator
-from tidewheel.runner.staging import NUM_SLOTS, SharedMemorySender, StagingSender
+from tidewheel.runner.staging import NUM_SLOTS, InputSender, StagingSender, share_memory
 
 FIRST = [np.arange(3), np.arange(5, dtype=np.int32)]
 LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), np.empty(0, dtype=np.int64)]
@@ -15,21 +15,21 @@ LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), n
 
 @pytest.mark.parametrize(
     "sender",
-    [SharedMemorySender(), StagingSender(RecordingAccelerator(), 1024), StagingSender(RecordingAccelerator(), 48)],
+    [share_memory, StagingSender(RecordingAccelerator(), 1024), StagingSender(RecordingAccelerator(), 48)],
     ids=["shared memory", "one buffer", "a part of it does not fit"],
 )
-def test_groups_arrive_as_they_were_sent(sender: SharedMemorySender | StagingSender) -> None:
+def test_groups_arrive_as_they_were_sent(sender: InputSender) -> None:
     for _ in range(2 * NUM_SLOTS):
-        sent = sender.send({"inputs": FIRST, "draw": None, "changes": LAST})
-        assert sent.group("draw") == []
+        sent = sender({"inputs": FIRST, "draw": None, "changes": LAST})
+        assert sent["draw"] == []
         for name, arrays in (("changes", LAST), ("inputs", FIRST)):
-            tensors = sent.group(name)
+            tensors = sent[name]
             assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
             assert [tensor.dtype for tensor in tensors] == [torch.from_numpy(array).dtype for array in arrays]
 
 
 def test_nothing_at_all_can_be_sent() -> None:
-    assert StagingSender(RecordingAccelerator(), 64).send({"inputs": None, "draw": []}).group("draw") == []
+    assert StagingSender(RecordingAccelerator(), 64)({"inputs": None, "draw": []})["draw"] == []
 
 
 def test_the_first_arrays_lie_where_they_lay() -> None:
@@ -37,8 +37,8 @@ def test_the_first_arrays_lie_where_they_lay() -> None:
     staging = StagingSender(RecordingAccelerator(), 256)
     places = set()
     for size in (0, 3, 40, 4000, 2):
-        sent = staging.send({"inputs": FIRST, "draw": [np.full(size, 9.0, dtype=np.float32)]})
-        tensors = sent.group("inputs")
+        sent = staging({"inputs": FIRST, "draw": [np.full(size, 9.0, dtype=np.float32)]})
+        tensors = sent["inputs"]
         assert tensors[1].tolist() == [0, 1, 2, 3, 4]
         places.add(tuple(tensor.data_ptr() for tensor in tensors))
     assert len(places) == 1
@@ -48,7 +48,7 @@ def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
     accelerator = RecordingAccelerator()
     staging = StagingSender(accelerator, 256)
     for _ in range(2 * NUM_SLOTS):
-        staging.send({"inputs": FIRST})
+        staging({"inputs": FIRST})
     slots = list(range(NUM_SLOTS))
     expected = [(name, slot) for slot in slots * 2 for name in ("synchronize", "record")]
     assert accelerator.events == expected
@@ -57,7 +57,7 @@ def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
 def test_what_was_sent_before_is_not_touched_by_a_larger_step() -> None:
     """A slot that has become too small is replaced, not written to."""
     staging = StagingSender(RecordingAccelerator(), 16)
-    earlier = staging.send({"inputs": [np.arange(2)], "draw": [np.arange(100)]}).group("draw")[0]
+    earlier = staging({"inputs": [np.arange(2)], "draw": [np.arange(100)]})["draw"][0]
     for size in (200, 300, 400, 500):
-        staging.send({"inputs": [np.arange(2)], "draw": [np.zeros(size, dtype=np.int64)]})
+        staging({"inputs": [np.arange(2)], "draw": [np.zeros(size, dtype=np.int64)]})
     assert earlier.tolist() == list(range(100))

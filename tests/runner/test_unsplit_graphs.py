@@ -17,12 +17,11 @@ from support.runner.graphed_runner import graphed_tokens, graphs_of, loaded, mod
 from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
-from tidewheel.models.causal_lm import CausalLM
-from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs, decode_sizes, unsplit_sizes
+from tidewheel.models.causal_lm import CausalLM, ForwardInput
 from tidewheel.runner.loading import graph_sizes
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.step_graphs import GraphSizes
-from tidewheel_kernels import AttentionMetadata, launch_config
+from tidewheel.runner.step_graphs import DecodeGraph, GraphSizes, StepGraphs, decode_sizes, unsplit_sizes
+from tidewheel_kernels import launch_config
 from tidewheel_kernels.launch_config import decode_splits
 
 SIZES = GraphSizes([1, 2, 4, 8, 16], (), [8, 16])
@@ -47,9 +46,9 @@ def plain(checkpoint: Path) -> ModelRunner:
 def finds(runner: ModelRunner, prompt_lens: list[int], output_lens: list[int]) -> list[tuple[list[int], bool]]:
     """Return the lengths of each step that a graph ran, and whether it was one without splits."""
     seen: list[tuple[list[int], bool]] = []
-    find = DecodeGraphs.find
+    find = StepGraphs.find_decodes
 
-    def noted(self: DecodeGraphs, batch: ScheduledBatch) -> DecodeGraph | None:
+    def noted(self: StepGraphs, batch: ScheduledBatch) -> DecodeGraph | None:
         graph = find(self, batch)
         if graph is not None:
             seen.append(((batch.start_positions + 1).tolist(), graph is self._unsplit.get(graph.num_rows)))
@@ -57,7 +56,7 @@ def finds(runner: ModelRunner, prompt_lens: list[int], output_lens: list[int]) -
 
     prompts = [tiny_models.prompts(1, length, length, seed=i)[0] for i, length in enumerate(prompt_lens)]
     pairs = zip(prompts, output_lens, strict=True)
-    with mock.patch.object(DecodeGraphs, "find", noted):
+    with mock.patch.object(StepGraphs, "find_decodes", noted):
         graphed_tokens(runner, [request(f"r{i}", *pair, GREEDY) for i, pair in enumerate(pairs)])
     return seen
 
@@ -90,11 +89,9 @@ def test_the_second_graph_is_captured_without_splits(plain: ModelRunner) -> None
     model, seen = model_of(plain), []
     forward = type(model).forward
 
-    def noted(
-        self: CausalLM, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, *rest: object
-    ) -> torch.Tensor:
-        seen.append((meta.num_seqs, meta.may_split))
-        return forward(self, token_ids, positions, meta, *rest)
+    def noted(self: CausalLM, step: ForwardInput) -> torch.Tensor:
+        seen.append((step.meta.num_seqs, step.meta.may_split))
+        return forward(self, step)
 
     with mock.patch.object(type(model), "forward", noted):
         runner = with_model(plain, model, SIZES)

@@ -39,7 +39,7 @@ from tidewheel.runner.device import (
     resolve_dtype,
 )
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
-from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, MemoryShare, cpu_budget, decide_size, full_bytes
+from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, cpu_budget, decide_size, full_bytes
 from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 from tidewheel.settings import GIB, MIB, shown_bytes
@@ -227,7 +227,7 @@ def _budget(
         f"taken, weights need {weights // MIB}, and steps about {steps // MIB})"
     )
     allowed = int(total * config.gpu_memory_utilization) - (total - free) - weights - steps
-    return MemoryBudget(allowed, source, "gpu_memory_utilization", MemoryShare(config.gpu_memory_utilization, total))
+    return MemoryBudget(allowed, source, "gpu_memory_utilization", total, config.gpu_memory_utilization)
 
 
 def _check_host_memory(needs: MemoryNeeds) -> None:

@@ -60,9 +60,9 @@ class KVCacheManager:
         self.stats = EngineStats(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         self._pool = BlockPool(num_blocks)
         self._host = HostTier(num_host_blocks)
-        self._transfers = TransferQueue(self._pool, self._host, self.stats)
+        self.transfers = TransferQueue(self._pool, self._host, self.stats)
         limits = session_limits or SessionLimits()
-        self.sessions = SessionStore(self._pool, self._host, self._transfers, limits, block_size)
+        self.sessions = SessionStore(self._pool, self._host, self.transfers, limits, block_size)
         self.prefixes = PrefixCache(
             self._pool, self._host, self.sessions.table, block_size, is_enabled=enable_prefix_caching
         )
@@ -72,10 +72,6 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self._pool.num_free + self._pool.num_kept
-
-    @property
-    def num_held_blocks(self) -> int:
-        return self._transfers.num_returning_blocks()
 
     def update_stats(self) -> EngineStats:
         stats = self.stats
@@ -94,7 +90,7 @@ class KVCacheManager:
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
         """Return the prompt but its last token as a hit in the leader's row, which must have computed it."""
-        if leader_row in self._transfers.arrivals:
+        if leader_row in self.transfers.arrivals:
             return NO_HIT
         num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
         num_full = num_tokens // self.block_size
@@ -135,12 +131,12 @@ class KVCacheManager:
         self._pool.touch(hit.block_ids)
         if not slots and not sources:
             return self._take(num_new)
-        self._transfers.pin(slots, sources)
+        self.transfers.pin(slots, sources)
         own, first = self._take(num_new - takes_over), len(hit.host_keys)
         if takes_over:
             own.insert(first, sources.pop())
         targets = own[first : first + len(sources)]
-        self._transfers.arrivals[row] = IncomingBlocks(hit.host_keys, slots, own[: len(slots)], sources, targets)
+        self.transfers.arrivals[row] = IncomingBlocks(hit.host_keys, slots, own[: len(slots)], sources, targets)
         return own
 
     def _take(self, count: int) -> list[int]:
@@ -172,7 +168,7 @@ class KVCacheManager:
         return new_blocks
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
-        if self.prefixes.is_enabled and row not in self._transfers.arrivals:
+        if self.prefixes.is_enabled and row not in self.transfers.arrivals:
             self._seal(row, request, num_computed_tokens // self.block_size)
 
     def _seal(self, row: int, request: Request, num_full: int) -> None:
@@ -191,11 +187,11 @@ class KVCacheManager:
         """Queue copies of full blocks to the host tier, before `free`; return the number that will be there."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
-        return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
+        return self.transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
         """Keep the computed tokens as the request's session, before `free`."""
-        if self.prefixes.is_enabled and request.session_id and row not in self._transfers.arrivals:
+        if self.prefixes.is_enabled and request.session_id and row not in self.transfers.arrivals:
             self.commit(row, request, num_computed_tokens)
             self.sessions.keep(request, self._tables[row], num_computed_tokens, now)
 
@@ -213,37 +209,30 @@ class KVCacheManager:
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]
         self.prefixes.drop_announced(row)
-        self._transfers.cancel(row)
+        self.transfers.cancel(row)
         if after_step is None:
             self._pool.free(table)
         else:
-            self._transfers.hold(table, after_step)
+            self.transfers.hold(table, after_step)
 
     def take_transfers(self, step_id: int) -> TransferArrays:
-        transfers, arrivals = self._transfers.take(step_id)
+        transfers, arrivals = self.transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]
             self._num_sealed[row] = end = first + len(arrival.keys)
             self._pool.register_hashes(self._tables[row][first:end], arrival.keys)
         return transfers
 
-    def step_done(self, step_id: int) -> None:
-        self._transfers.done(step_id)
-
-    def all_steps_done(self) -> None:
-        """Free and forget what steps in flight hold. The caller must `forget` the rows."""
-        self._transfers.abandon()
-
     def check_invariants(self) -> None:
         """Raise `InternalError`."""
         self._pool.check_invariants()
         self._host.check_invariants()
-        self._transfers.check_invariants()
+        self.transfers.check_invariants()
         self.sessions.table.check_invariants()
         require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
         require(self._tables.keys() >= set(self.prefixes.computing.values()), "rows that left are computing blocks")
-        named = Counter(chain(self._transfers.held_blocks(), *self._tables.values()))
-        references = named + Counter(self._transfers.held_sources())
+        named = Counter(chain(self.transfers.held_blocks(), *self._tables.values()))
+        references = named + Counter(self.transfers.held_sources())
         for block_id, count in enumerate(self._pool.ref_count):
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
         for row, table in self._tables.items():

@@ -112,6 +112,7 @@ class TransferQueue:
                 self._pool.free(table)
 
     def abandon(self) -> None:
+        """Free and forget the blocks that steps in flight hold. The caller must forget the rows."""
         steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []

@@ -137,7 +137,9 @@ class ModelConfig:
 
 def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
     """Raise `ConfigError` with key, value and what is accepted."""
-    _check_activation(fields)
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"{fields.where}: hidden_act {activation!r} is not offered here, only silu")
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     num_q_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -163,12 +165,6 @@ def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
     )
     _check_heads(fields, config)
     return config
-
-
-def _check_activation(fields: ConfigFields) -> None:
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"{fields.where}: hidden_act {activation!r} is not offered here, only silu")
 
 
 def _check_heads(fields: ConfigFields, config: ModelConfig) -> None:

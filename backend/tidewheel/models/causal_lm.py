@@ -31,6 +31,16 @@ class ModelShape(NamedTuple):
     intermediate_size: int  # widest activation of a layer
 
 
+class ForwardInput(NamedTuple):
+    """Step of T tokens, after S of which logits are wanted."""
+
+    token_ids: torch.Tensor  # [T] int32 or int64
+    positions: torch.Tensor  # [T] int64
+    meta: AttentionMetadata
+    kv_layers: Sequence[KVLayer]
+    logit_indices: torch.Tensor  # [S] int64, ascending, unique
+
+
 class CausalLM(Protocol):
     @property
     def shape(self) -> ModelShape: ...
@@ -43,14 +53,7 @@ class CausalLM(Protocol):
         """Return whether `forward` is known never to wait for the device."""
         ...
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,  # [T] int32 or int64
-        positions: torch.Tensor,  # [T] int64
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,  # [S] int64, ascending, unique
-    ) -> torch.Tensor:
+    def forward(self, step: ForwardInput) -> torch.Tensor:
         """Return logits [S, vocab_size] in the model's dtype or float32."""
         ...
 
@@ -58,15 +61,9 @@ class CausalLM(Protocol):
 @runtime_checkable
 class EmbeddingLM(CausalLM, Protocol):
     def forward_with_hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,
-        hidden_indices: torch.Tensor,  # [P] int64
+        self, step: ForwardInput, hidden_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits as `forward` does, and normed states [P, hidden_size]."""
+        """Return logits as `forward` does, and normed states [P, hidden_size] of `hidden_indices` [P] int64."""
         ...
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor: ...
@@ -80,38 +77,6 @@ class AttentionInput(NamedTuple):
 class TokenLocations(NamedTuple):
     positions: torch.Tensor  # [T] int64, in the sequence
     slots: torch.Tensor  # [T] int64, in the cache; negative: padding
-
-
-class SplitLayer(Protocol):
-    """Layer split at its attention, the only part that depends on sequence lengths."""
-
-    def begin(
-        self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
-    ) -> AttentionInput:
-        """Compute up to the attention and fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
-        ...
-
-    def attend(
-        self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return [T, num_q_heads, head_dim], in `out` if given."""
-        ...
-
-    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-@runtime_checkable
-class SplitLM(CausalLM, Protocol):
-    @property
-    def layers(self) -> Sequence[SplitLayer]: ...
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the first layer's `x` [T, hidden_size]; its residual is None."""
-        ...
-
-    def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Return logits [S, vocab_size] from the last layer's result."""
-        ...
 
 
 def no_progress(stage: str, fraction: float) -> None:

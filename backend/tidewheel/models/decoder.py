@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.nn.functional import embedding, linear, pad
@@ -10,7 +10,7 @@ from torch.nn.functional import embedding, linear, pad
 from tidewheel.config import Quantization
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig
-from tidewheel.models.causal_lm import AttentionInput, KVLayer, ModelShape, TokenLocations
+from tidewheel.models.causal_lm import AttentionInput, ForwardInput, KVLayer, ModelShape, TokenLocations
 from tidewheel.models.rope_table import cos_sin_table
 from tidewheel_kernels import (
     AttentionMetadata,
@@ -160,6 +160,8 @@ class GatedMLP:
 
 
 class DecoderLayer:
+    """Layer split at its attention, the only part that depends on sequence lengths."""
+
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor) -> None:
         prefix = f"model.layers.{layer}."
         self._eps = config.rms_norm_eps
@@ -171,12 +173,14 @@ class DecoderLayer:
     def begin(
         self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
     ) -> AttentionInput:
+        """Compute up to the attention and fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         return AttentionInput(self.attention.queries(normed, places, kv), residual)
 
     def attend(
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Return [T, num_q_heads, head_dim], in `out` if given."""
         return self.attention(queries, meta, kv, out)
 
     def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +213,10 @@ class Decoder:
     ) -> None:
         weights = Weights(dtype, device, invariant=deterministic)
         self.config = config
+        self.shape = ModelShape(
+            config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, config.hidden_size,
+            config.intermediate_size,
+        )  # fmt: skip
         # Otherwise a row that changes its logits would have the whole batch drawn from float32.
         self._logits_dtype = torch.float32 if deterministic else dtype
         self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
@@ -222,14 +230,6 @@ class Decoder:
         self.destinations = weights.by_name
         self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
         self._linears = weights.linears
-
-    @property
-    def shape(self) -> ModelShape:
-        config = self.config
-        return ModelShape(
-            config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, config.hidden_size,
-            config.intermediate_size,
-        )  # fmt: skip
 
     def ignores(self, name: str) -> bool:
         """Return whether a checkpoint tensor is unused: old rotation tables, copies of a tied matrix."""
@@ -255,36 +255,25 @@ class Decoder:
         for layer in self._linears:
             layer.pack()
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.logits(*self._run_layers(token_ids, positions, meta, kv_layers), logit_indices)
+    def forward(self, step: ForwardInput) -> torch.Tensor:
+        return self.logits(*self._run_layers(step), step.logit_indices)
 
     def forward_with_hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,
-        hidden_indices: torch.Tensor,
+        self, step: ForwardInput, hidden_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self._run_layers(token_ids, positions, meta, kv_layers)
+        x, residual = self._run_layers(step)
         chosen, pooled = (
             self._normed(x.index_select(0, indices), residual.index_select(0, indices))
-            for indices in (logit_indices, hidden_indices)
+            for indices in (step.logit_indices, hidden_indices)
         )
         return self.logits_of(chosen), pooled
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the first layer's `x` [T, hidden_size]; its residual is None."""
         return embedding(token_ids, self.embedding)
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:
+        """Return logits [S, vocab_size] from the last layer's result."""
         if len(logit_indices) < len(x):
             x, residual = x.index_select(0, logit_indices), residual.index_select(0, logit_indices)
         return self.logits_of(self._normed(x, residual))
@@ -292,12 +281,11 @@ class Decoder:
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(states).to(self._logits_dtype)
 
-    def _run_layers(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, places = self.embed(token_ids), TokenLocations(positions, meta.slot_mapping)
+    def _run_layers(self, step: ForwardInput) -> tuple[torch.Tensor, torch.Tensor]:
+        meta = step.meta
+        x, places = self.embed(step.token_ids), TokenLocations(step.positions, meta.slot_mapping)
         residual: torch.Tensor | None = None
-        for layer, kv in zip(self.layers, kv_layers, strict=True):
+        for layer, kv in zip(self.layers, step.kv_layers, strict=True):
             cut = layer.begin(x, residual, places, kv)
             x, residual = layer.end(layer.attend(cut.queries, meta, kv), cut.residual)
         assert residual is not None, "a decoder has at least one layer"

@@ -38,21 +38,9 @@ def load_model(
     logger.info("%s runs %s", name, "through transformers" if traits is None else "on the native decoder")
     if traits is not None:
         return _load_native(folder, fields, traits, config, dtype, device, progress)
-    return _load_through_transformers(folder, fields, config, dtype, device, progress)
-
-
-def _load_through_transformers(
-    folder: Path,
-    fields: ConfigFields,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> LoadedModel:
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
-    name = architecture(fields)
     check_through_transformers(config, name)
     cls, hf_config = transformers_config(fields)
     context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len

@@ -133,9 +133,9 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
         return folder.resolve()
     if folder.exists() and (refusal := foreign_format(folder)):
         raise ConfigError(refusal)
-    if folder.exists() or folder.is_absolute() or model.count("/") != 1:
-        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     try:
+        if folder.exists() or folder.is_absolute() or model.count("/") != 1:
+            raise HFValidationError
         return _snapshot(model, revision, cache_dir)
     except HFValidationError:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-MAX_PARTS = 512  # preadv(2) takes 1,024 buffers
 
 
 class HeaderError(ValueError):
@@ -63,15 +61,8 @@ class SafetensorsFile:
             raise ConfigError(f"{path} is not a valid safetensors file: {error}; download it again") from None
 
     @property
-    def num_bytes(self) -> int:
-        return sum(entry.end - entry.begin for entry in self.entries.values())
-
-    @property
     def num_elements(self) -> int:
         return sum(math.prod(entry.shape) for entry in self.entries.values())
-
-    def in_order(self) -> list[tuple[str, TensorEntry]]:
-        return _in_order(self.entries)
 
 
 def _header_size(prefix: bytes, file_size: int) -> int:
@@ -86,6 +77,7 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
+    """Return entries in the order of their data."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -93,9 +85,10 @@ def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
     if not isinstance(value, dict):
         raise HeaderError("its header is not a JSON object")
     value.pop("__metadata__", None)
-    entries = {name: _parse_entry(name, entry) for name, entry in value.items()}
+    entries = [(name, _parse_entry(name, entry)) for name, entry in value.items()]
+    entries.sort(key=lambda item: (item[1].begin, item[1].end))
     _check_tiling(entries, data_size)
-    return entries
+    return dict(entries)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -127,13 +120,9 @@ def _sizes(name: str, key: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _in_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
-    return sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
-
-
-def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
+def _check_tiling(entries: list[tuple[str, TensorEntry]], data_size: int) -> None:
     position = 0
-    for name, entry in _in_order(entries):
+    for name, entry in entries:
         if entry.begin != position:
             problem = "overlaps what is before it" if entry.begin < position else "leaves a hole before it"
             raise HeaderError(f"the data of {name!r} {problem}")
@@ -142,70 +131,33 @@ def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
         raise HeaderError(f"its tensors need {position} bytes of data, the file has {data_size}")
 
 
-class ChunkPart(NamedTuple):
+class FileChunk(NamedTuple):
+    """Contiguous bytes of a tensor in a file."""
+
+    file: SafetensorsFile
     begin: int  # bytes from the start of the data
-    end: int
     dtype: torch.dtype  # in the file
     destination: torch.Tensor  # flat view [n]
 
-
-@dataclass(frozen=True, slots=True)
-class FileChunk:
-    """Contiguous bytes of a file; parts are aligned to their element size within it."""
-
-    file: SafetensorsFile
-    parts: tuple[ChunkPart, ...]
-
-    @property
-    def begin(self) -> int:
-        return self.parts[0].begin
-
     @property
     def size(self) -> int:
-        return self.parts[-1].end - self.parts[0].begin
+        return self.destination.numel() * self.dtype.itemsize
 
     @property
     def is_converted(self) -> bool:
-        return any(part.dtype != part.destination.dtype for part in self.parts)
+        return self.dtype != self.destination.dtype
 
 
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[FileChunk]:
-    return [
-        FileChunk(file, parts)
-        for file in files
-        for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
-    ]
-
-
-def _parts(file: SafetensorsFile, destinations: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[ChunkPart]:
-    for name, entry in file.in_order():
-        if name not in destinations:
-            continue
-        size = entry.dtype.itemsize
-        pieces = torch.split(destinations[name].view(-1), max_bytes // size)
-        begin = entry.begin
-        for piece in pieces:
-            end = begin + piece.numel() * size
-            if end > begin:
-                yield ChunkPart(begin, end, entry.dtype, piece)
-            begin = end
-
-
-def _grouped(parts: Iterable[ChunkPart], max_bytes: int) -> Iterator[tuple[ChunkPart, ...]]:
-    group: list[ChunkPart] = []
-    for part in parts:
-        if group and not _joins(group, part, max_bytes):
-            yield tuple(group)
-            group = []
-        group.append(part)
-    if group:
-        yield tuple(group)
-
-
-def _joins(group: list[ChunkPart], part: ChunkPart, max_bytes: int) -> bool:
-    first = group[0].begin
-    is_aligned = (part.begin - first) % part.dtype.itemsize == 0
-    fits = part.end - first <= max_bytes and len(group) < MAX_PARTS
-    return part.begin == group[-1].end and is_aligned and fits
+    """Return chunks of the tensors with a destination, in the order of the files."""
+    chunks: list[FileChunk] = []
+    for file in files:
+        for name, entry in file.entries.items():
+            begin = entry.begin
+            if name in destinations and begin < entry.end:
+                for piece in torch.split(destinations[name].view(-1), max_bytes // entry.dtype.itemsize):
+                    chunks.append(FileChunk(file, begin, entry.dtype, piece))
+                    begin += chunks[-1].size
+    return chunks

@@ -11,7 +11,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.model_folder import read_json
 from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
-from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
+from tidewheel.models.weight_stream import SLOT_BYTES, sink_on, stream_chunks
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.settings import shown_bytes
 
@@ -96,7 +96,7 @@ def load_weights(
         done += chunk.size
         progress(STAGE, done / total)
 
-    stream_chunks(chunks, carrier_to(device), delivered)
+    stream_chunks(chunks, sink_on(device), delivered)
 
 
 def check_names(

@@ -6,8 +6,8 @@ A graph freezes host values, control flow and addresses of tensors; a captured f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -53,35 +53,22 @@ def _close(pool: torch.cuda._POOL_HANDLE) -> None:
     generator.graphsafe_set_state(generator.clone_state())  # a clone is not capturing
 
 
-class DeviceGraph(Protocol):
-    def replay(self) -> None: ...
-
-
 class CapturedGraph(NamedTuple, Generic[T]):
-    graph: DeviceGraph
+    graph: torch.cuda.CUDAGraph
     output: T  # in pool memory, overwritten by each replay
 
 
-class GraphPool(Protocol):
-    """Pool of graphs. A replay may overwrite other graphs' results, except tensors alive at their capture."""
-
-    num_bytes: int  # device memory
-
-    def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
-        """Run `function`, then capture it."""
-
-    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias whose memory later captures may overwrite."""
-
-
 class CudaGraphPool:
-    """Pool that captures on a side stream, whose cuBLAS workspace belongs to the graphs."""
+    """Pool that captures on a side stream, whose cuBLAS workspace belongs to the graphs.
+
+    A replay may overwrite other graphs' results, except tensors alive at their capture.
+    """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = stream
-        self.num_bytes = 0
+        self.num_bytes = 0  # device memory
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
         """Run `function` to compile and allocate, capture it, replay it to load the graph."""
@@ -109,7 +96,10 @@ class CudaGraphPool:
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of integers, viewed in its dtype: the CUDA array interface has no bfloat16."""
+        """Return an alias whose memory later captures may overwrite.
+
+        It goes by way of integers: the CUDA array interface has no bfloat16.
+        """
         integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
 
@@ -127,26 +117,6 @@ class _CudaArray:
         }
 
 
-class DeviceEvent(Protocol):
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Accelerator(Protocol):
-    @property
-    def device(self) -> torch.device: ...
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
-
-    def event(self) -> DeviceEvent: ...
-
-    def graph_pool(self) -> GraphPool: ...
-
-    def no_waiting(self) -> AbstractContextManager[None]:
-        """Make operations that wait for the device raise."""
-
-
 class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -155,15 +125,15 @@ class CudaAccelerator:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def event(self) -> DeviceEvent:
+    def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def graph_pool(self) -> GraphPool:
+    def graph_pool(self) -> CudaGraphPool:
         return CudaGraphPool(self.device, self._capture_stream)
 
     @contextmanager
     def no_waiting(self) -> Iterator[None]:
-        """Make torch raise on reads of values and copies of pageable memory, not on every wait."""
+        """Make torch raise on reads of values and copies of pageable memory; other waits pass."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -172,5 +142,5 @@ class CudaAccelerator:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def accelerator_of(device: torch.device) -> Accelerator | None:
+def accelerator_of(device: torch.device) -> CudaAccelerator | None:
     return CudaAccelerator(device) if device.type == "cuda" else None

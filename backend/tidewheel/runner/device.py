@@ -47,13 +47,9 @@ def cuda_obstacle() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # names an outdated driver
-        return f"{build} cannot use a GPU: {_first_sentences(error)}"
+        first_sentences = " ".join(str(error).split()).split(" Please ")[0].rstrip(". ")
+        return f"{build} cannot use a GPU: {first_sentences}"
     return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
-
-
-def _first_sentences(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text.split(" Please ")[0].rstrip(". ")
 
 
 def _check_capability(device: torch.device) -> None:

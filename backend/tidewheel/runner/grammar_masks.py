@@ -6,20 +6,16 @@ A mask needs the row's last token, which the thread awaits while the next step r
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
-from tidewheel.runner.accelerator import Accelerator
-
-
-class TokenSource(Protocol):
-    def wait(self) -> SampledTokens: ...
+from tidewheel.runner.accelerator import CudaAccelerator
 
 
 class GrammarState:
@@ -96,11 +92,11 @@ class MaskJob(NamedTuple):
 class _UnreadTokens(NamedTuple):
     states: list[GrammarState]
     indices: list[int]  # of the tokens in the batch
-    pending: TokenSource
+    wait: Callable[[], SampledTokens]
 
 
 class GrammarRows:
-    def __init__(self, accelerator: Accelerator | None) -> None:
+    def __init__(self, accelerator: CudaAccelerator | None) -> None:
         self._accelerator = accelerator
         self._states: dict[int, GrammarState] = {}
         self._unread: list[_UnreadTokens] = []  # steps whose tokens no matcher has consumed
@@ -127,16 +123,16 @@ class GrammarRows:
         bits = self._thread.submit(self._filled, states, positions[indices].tolist(), unread)
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
 
-    def sampled(self, job: MaskJob, batch: ScheduledBatch, pending: TokenSource) -> None:
+    def sampled(self, job: MaskJob, batch: ScheduledBatch, wait: Callable[[], SampledTokens]) -> None:
         """Have the matchers consume the step's tokens before their next mask."""
-        self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), pending))
+        self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), wait))
 
     def _filled(
         self, states: Sequence[GrammarState], positions: Sequence[int], unread: Sequence[_UnreadTokens]
     ) -> torch.Tensor:
         pool = states[0].pool
         for earlier in unread:
-            token_ids = earlier.pending.wait().token_ids[earlier.indices].tolist()
+            token_ids = earlier.wait().token_ids[earlier.indices].tolist()
             pairs = zip(earlier.states, token_ids, strict=True)
             followed = [(state.matcher, token) for state, token in pairs if state.follows(token)]
             if followed:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
+from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, Progress, no_progress
 from tidewheel.models.model_folder import one_line
@@ -21,22 +21,16 @@ from tidewheel.models.trial_prompt import TOLERANCE, random_tokens, relative_dif
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize
 from tidewheel.runner.step_graphs import GraphBytes, GraphSizes
-from tidewheel.sampling import SamplingParams
+from tidewheel.runner.warm_up import GREEDY, BatchRunner
 
 MOST_ROWS = 4
 LENGTHS = (3, 17, 8, 30)
 NUM_DECODES = 2
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(temperature=0.0)
 
 
-class TrialRunner(Protocol):
-    @property
-    def info(self) -> RunnerInfo: ...
-
+class TrialRunner(BatchRunner, Protocol):
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes: ...
-
-    def run(self, batch: ScheduledBatch) -> SampledTokens: ...
 
     def decode_without_waiting(self, batch: ScheduledBatch) -> None: ...
 

@@ -7,6 +7,7 @@ found in /proc, which ends with the process.
 from __future__ import annotations
 
 import ctypes
+import glob
 import logging
 import os
 import time
@@ -23,19 +24,16 @@ KEPT_BYTES = 1 << 30
 LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
-class _CgroupFiles(NamedTuple):
-    limit: str
-    use: str
-    caches: tuple[str, str]  # droppable file pages, in `memory.stat`
-
-
-_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_V2 = _CgroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+# Limit, use, and the droppable file pages in `memory.stat`.
+_CgroupFiles = tuple[str, str, tuple[str, str]]
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+_V2 = "memory.max", "memory.current", ("active_file", "inactive_file")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Return free bytes, the least of machine and cgroups; None if unknown."""
-    amounts = [_available(root / "proc/meminfo"), *(_left(*group) for group in _groups(root))]
+    of_machine = _amounts(root / "proc/meminfo", 1024).get("MemAvailable:")
+    amounts = [of_machine, *(_left(*group) for group in _groups(root))]
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -45,10 +43,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
-
-
-def _available(memory_info: Path) -> int | None:
-    return _amounts(memory_info, 1024).get("MemAvailable:")
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
@@ -65,11 +59,12 @@ def _groups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
 
 
 def _left(group: Path, files: _CgroupFiles) -> int | None:
-    limit, use = (_read(group / name).strip() for name in (files.limit, files.use))
+    *names, caches = files
+    limit, use = (_read(group / name).strip() for name in names)
     if not limit.isdecimal() or not use.isdecimal():  # "max": no limit
         return None
     stat = _amounts(group / "memory.stat")
-    return max(int(limit) - max(int(use) - sum(stat.get(name, 0) for name in files.caches), 0), 0)
+    return max(int(limit) - max(int(use) - sum(stat.get(name, 0) for name in caches), 0), 0)
 
 
 def _amounts(path: Path, unit: int = 1) -> dict[str, int]:
@@ -167,32 +162,22 @@ def resident_bytes(pid: int) -> int:
 
 def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
     found = defaultdict(list, {mine.pid: [mine]})
-    for folder in filter(_is_own, Path("/proc").glob("[0-9]*/fd")):
-        for claim in filter(None, map(_read_claim, _entries(folder))):
-            # A forked process may have inherited a claim: its name is the parent's.
-            if str(claim.pid) == folder.parent.name and (claim.pid, claim.began) != (mine.pid, mine.began):
-                found[claim.pid].append(claim)
+    for link in map(Path, glob.iglob("/proc/[0-9]*/fd/*")):  # noqa: PTH207  # Path.glob raises when a process ends
+        claim = _read_claim(link)
+        # A forked process may have inherited a claim: its name is the parent's.
+        if (
+            claim is not None
+            and str(claim.pid) == link.parts[2]
+            and (claim.pid, claim.began) != (mine.pid, mine.began)
+        ):
+            found[claim.pid].append(claim)
     return found
 
 
-def _is_own(folder: Path) -> bool:
-    """Return whether this user owns the process: claims of others may be forged."""
-    try:
-        return folder.stat().st_uid == os.getuid()
-    except OSError:
-        return False
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:  # ended, or another user's
-        return []
-
-
 def _read_claim(link: Path) -> ClaimRecord | None:
+    """Return the claim of this user's process; claims of others may be forged."""
     try:
-        if not str(link.readlink()).startswith(f"/memfd:{_NAME}"):
+        if not str(link.readlink()).startswith(f"/memfd:{_NAME}") or link.lstat().st_uid != os.getuid():
             return None
         with os.fdopen(os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             return msgspec.json.decode(file.read(_SIZE), type=ClaimRecord)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,10 +40,6 @@ class HostBlocks:
             for first in range(0, num_slots, self._slab_slots)
         ]
         self._staging = torch.empty(num_staged, *shape, dtype=dtype, device=kv.device)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs)
 
     def slot(self, index: int) -> torch.Tensor:
         """Return [2 * num_layers, block_size, num_kv_heads, head_dim]."""
@@ -93,46 +88,28 @@ def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_byt
 NUM_TIMED_BLOCKS = 8
 
 
-class TransferStream(Protocol):
-    def running(self) -> AbstractContextManager[object]:
-        """Return a context for work beside the computation, after all earlier work."""
+class TransferStream:
+    """Side stream for block copies; on a CPU they run at once."""
 
-    def join(self) -> None:
-        """Make later computation wait for all copies."""
-
-    def synchronize(self) -> None:
-        """Make the host wait."""
-
-
-class InlineTransferStream:
-    def running(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def join(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class CudaTransferStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def running(self) -> AbstractContextManager[object]:
+        """Return a context for copies beside the computation, after all earlier work."""
+        if self._stream is None:
+            return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        """Make later computation wait for all copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
-
-
-def transfer_stream(device: torch.device) -> TransferStream:
-    return CudaTransferStream(device) if device.type == "cuda" else InlineTransferStream()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class BlockTransfers:
@@ -144,23 +121,20 @@ class BlockTransfers:
     def __init__(self, kv: KVTensors, host: HostBlocks | None, stream: TransferStream | None = None) -> None:
         self._kv = kv
         self._host = host
-        self._transfer_stream = stream or transfer_stream(kv.device)
+        self._transfer_stream = stream or TransferStream(kv.device)
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
         """Queue the copies. Raise `InternalError` if the device refuses."""
         try:
-            self._start(batch)
+            if self._is_writing_out:
+                self._transfer_stream.join()
+                self._is_writing_out = False
+            if len(batch.swap_out_blocks) or len(batch.swap_in_blocks):
+                self._swap(batch)
+            self._kv.copy(batch.copy_sources, batch.copy_targets)
         except RuntimeError as error:  # not retried: the pool may have changed
             raise InternalError(f"step {batch.step_id}: blocks could not be copied: {error}") from error
-
-    def _start(self, batch: ScheduledBatch) -> None:
-        if self._is_writing_out:
-            self._transfer_stream.join()
-            self._is_writing_out = False
-        if len(batch.swap_out_blocks) or len(batch.swap_in_blocks):
-            self._swap(batch)
-        self._kv.copy(batch.copy_sources, batch.copy_targets)
 
     def _swap(self, batch: ScheduledBatch) -> None:
         if self._host is None:
@@ -184,7 +158,7 @@ class BlockTransfers:
         self._round_trip(self._host, ids)
         return (time.perf_counter() - started) / (2 * count)
 
-    def _round_trip(self, host: HostBlocks, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    def _round_trip(self, host: HostBlocks, ids: Int32Array) -> None:
         with self._transfer_stream.running():
             host.write_out(ids, ids)
             host.read_in(ids, ids)

@@ -17,13 +17,13 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    num_blocks: int
+    num_blocks: int = 0
     weights_bytes: int
-    activation_bytes: int  # measured on a GPU, estimated on a CPU
-    kv_cache_bytes: int
+    activation_bytes: int = 0  # measured on a GPU, estimated on a CPU
+    kv_cache_bytes: int = 0
     cache_source: str = ""  # origin of its size: "num_blocks 64"
     shortened: str = ""  # log line, if memory shortens the context
-    load_seconds: float
+    load_seconds: float = 0.0
     num_host_blocks: int = 0
     swap_seconds_per_block: float | None = None  # one way; None: no host tier
     graph_bytes: int = 0

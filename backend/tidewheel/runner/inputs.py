@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -11,33 +11,29 @@ from tidewheel.runner.staging import HostArray
 from tidewheel_kernels import AttentionMetadata, TokenHistory
 from tidewheel_kernels.attention.metadata import HostInts
 
-
-class HostInputs(NamedTuple):
-    """Host arrays of a step of T tokens in n rows, S of which sample."""
-
-    token_indices: Int64Array  # [T] index into the flat token table
-    positions: Int64Array  # [T]
-    slot_mapping: Int64Array  # [T]
-    cu_seqlens_q: Int32Array  # [n + 1]
-    seq_lens: Int32Array  # [n]
-    rows: Int32Array  # [n] rows of the block table
-    logit_indices: Int64Array  # [S] last token of each sampling row, in [0, T)
-    store_indices: Int64Array  # [S] index of the new token in the flat token table
+Longs = TypeVar("Longs")
+Ints = TypeVar("Ints")
 
 
-class DeviceInputs(NamedTuple):
-    token_indices: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    rows: torch.Tensor
-    logit_indices: torch.Tensor
-    store_indices: torch.Tensor
+class StepInputs(NamedTuple, Generic[Longs, Ints]):
+    """Arrays, int64 and int32, of a step of T tokens in n rows, S of which sample."""
+
+    token_indices: Longs  # [T] index into the flat token table
+    positions: Longs  # [T]
+    slot_mapping: Longs  # [T]
+    cu_seqlens_q: Ints  # [n + 1]
+    seq_lens: Ints  # [n]
+    rows: Ints  # [n] rows of the block table
+    logit_indices: Longs  # [S] last token of each sampling row, in [0, T)
+    store_indices: Longs  # [S] index of the new token in the flat token table
+
+
+HostInputs = StepInputs[Int64Array, Int32Array]
+DeviceInputs = StepInputs[torch.Tensor, torch.Tensor]
 
 
 class ForwardBounds(NamedTuple):
-    """Launch sizes: exact, or upper bounds in a graph."""
+    """Last fields of `AttentionMetadata`: exact, or upper bounds in a graph."""
 
     max_seqlen_q: int
     max_seq_len: int
@@ -68,20 +64,19 @@ class RowTable:
         self._max_num_seqs = max_num_seqs
         self._shares_memory = shares_memory
         self._blocks = np.zeros((max_num_seqs + 1, -(-max_model_len // block_size)), dtype=np.int32)
-        self._tokens = np.zeros((max_num_seqs + 1, self._width), dtype=np.int32) if shares_memory else None
-        if self._tokens is not None:
-            self._device_tokens, self._device_blocks = torch.from_numpy(self._tokens), torch.from_numpy(self._blocks)
-        else:
-            shape = (max_num_seqs + 1, self._width)
-            self._device_tokens = torch.zeros(shape, dtype=torch.int32, device=device)
-            self._device_blocks = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
+        tokens = np.zeros((max_num_seqs + 1, self._width), dtype=np.int32)
+        tables = (torch.from_numpy(table) for table in (tokens, self._blocks))
+        self._device_tokens, self._device_blocks = (
+            table if shares_memory else torch.zeros_like(table, device=device) for table in tables
+        )
+        self._tokens = tokens if shares_memory else None
         self._flat_tokens = self._device_tokens.view(-1)
         self._padding = self.padding(max_num_seqs)
 
     def padding(self, size: int, num_tokens: int | None = None) -> HostInputs:
         first = self._max_num_seqs * self._width
         num_tokens = size if num_tokens is None else num_tokens
-        return HostInputs(
+        return StepInputs(
             token_indices=np.full(num_tokens, first),
             positions=np.zeros(num_tokens, dtype=np.int64),
             slot_mapping=np.full(num_tokens, -1),
@@ -119,7 +114,7 @@ class RowTable:
         seq_lens = starts + counts
         bases = rows.astype(np.int64) * self._width
         sampling = np.flatnonzero(batch.samples)
-        return HostInputs(
+        return StepInputs(
             token_indices=bases[sequence] + positions,
             positions=positions,
             slot_mapping=self._slots(rows[sequence], positions),
@@ -133,7 +128,7 @@ class RowTable:
     def _decode_inputs(self, rows: Int32Array, starts: Int32Array) -> HostInputs:
         positions = starts.astype(np.int64)
         token_indices = rows.astype(np.int64) * self._width + positions
-        return HostInputs(
+        return StepInputs(
             token_indices=token_indices,
             positions=positions,
             slot_mapping=self._slots(rows, positions),
@@ -153,7 +148,7 @@ class RowTable:
         if extra == 0:
             return host
         pairs: Iterable[tuple[HostArray, HostArray]] = zip(host, self._padding, strict=True)
-        return HostInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
+        return StepInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
 
     def padded_tokens(self, host: HostInputs, num_tokens: int) -> HostInputs:
         extra = self.padding(0, num_tokens - len(host.positions))
@@ -183,18 +178,8 @@ class RowTable:
         return blocks.index_select(0, rows)
 
     def metadata(self, inputs: DeviceInputs, bounds: ForwardBounds) -> AttentionMetadata:
-        return AttentionMetadata(
-            slot_mapping=inputs.slot_mapping,
-            block_tables=self.block_tables(inputs.rows, bounds.max_seq_len),
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            seq_lens=inputs.seq_lens,
-            max_seqlen_q=bounds.max_seqlen_q,
-            max_seq_len=bounds.max_seq_len,
-            num_decodes=bounds.num_decodes,
-            cu_seqlens_q_cpu=bounds.cu_seqlens_q,
-            seq_lens_cpu=bounds.seq_lens,
-            may_split=bounds.may_split,
-        )
+        tables = self.block_tables(inputs.rows, bounds.max_seq_len)
+        return AttentionMetadata(inputs.slot_mapping, tables, inputs.cu_seqlens_q, inputs.seq_lens, *bounds)
 
     def tokens_at(self, indices: torch.Tensor) -> torch.Tensor:
         return self._flat_tokens.index_select(0, indices)

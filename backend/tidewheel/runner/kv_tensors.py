@@ -17,7 +17,7 @@ import torch
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, KVLayer, ModelShape
+from tidewheel.models.causal_lm import CausalLM, ForwardInput, KVLayer, ModelShape
 from tidewheel.models.trial_prompt import one_sequence, random_tokens
 from tidewheel.runner.host_memory import SpareMemory
 from tidewheel.settings import MIB, shown_bytes
@@ -40,24 +40,20 @@ class CacheLayout(NamedTuple):
         return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
 
-class MemoryShare(NamedTuple):
-    fraction: float
-    total: int  # bytes
-
-
 class MemoryBudget(NamedTuple):
     bytes: int
     source: str  # e.g. "kv_cache_memory_mb 512"
     setting: str
-    share: MemoryShare | None = None  # None: `setting` is in MiB
+    gpu_bytes: int | None = None  # memory of which `setting` is a fraction; None: `setting` is in MiB
+    fraction: float = 0.0
     host_bytes: int | None = None  # bound of a CPU cache; None: unknown
 
     def least_setting(self, num_bytes: int) -> float | None:
         """Return the least `setting` (MiB, or fraction of the GPU) for `num_bytes`; None if impossible."""
-        if self.share is None:
+        if self.gpu_bytes is None:
             fits = self.host_bytes is None or num_bytes <= self.host_bytes
             return -(-num_bytes // MIB) if fits else None
-        fraction = self.share.fraction + (num_bytes - self.bytes) / self.share.total
+        fraction = self.fraction + (num_bytes - self.bytes) / self.gpu_bytes
         rounded = math.ceil(100 * fraction) / 100
         return rounded if rounded <= MOST_OF_A_GPU else None
 
@@ -120,7 +116,7 @@ def decide_size(
         return CacheSize(num_blocks, max_model_len, source)
     need = f"{needed} blocks of {layout.block_size} tokens need {-(-needed * layout.block_bytes // MIB)} MiB"
     ways = [f"raise {setting} to at least {least:g}"] if least is not None else []
-    larger = f"use a {'machine with more memory' if budget.share is None else 'larger GPU'}"
+    larger = f"use a {'machine with more memory' if budget.gpu_bytes is None else 'larger GPU'}"
     if may_shorten and tokens:
         shortened = (
             f"max_model_len is {tokens} of a context of {max_model_len} tokens, because {source} gives no larger "
@@ -196,7 +192,7 @@ def with_scales(
     with torch.inference_mode():
         tokens = random_tokens(count, layout.shape.vocab_size, device)
         positions = torch.arange(count, device=device)
-        model.forward(tokens, positions, meta, kv.layers, positions[-1:])
+        model.forward(ForwardInput(tokens, positions, meta, kv.layers, positions[-1:]))
         scales = scales_of_largest(kv.largest().cpu())
     logger.info(
         "scales of the KV cache, from %d tokens: keys %g to %g, values %g to %g",

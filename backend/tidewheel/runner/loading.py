@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -11,10 +12,10 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, SplitLM
+from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress
+from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
-from tidewheel.runner.decode_graphs import decode_sizes, unsplit_sizes
 from tidewheel.runner.device import (
     check_deterministic,
     check_quantization,
@@ -38,8 +39,7 @@ from tidewheel.runner.kv_tensors import (
     with_scales,
 )
 from tidewheel.runner.profiling import StepMemory, gpu_budget
-from tidewheel.runner.prompt_graphs import prompt_sizes
-from tidewheel.runner.step_graphs import GraphSizes
+from tidewheel.runner.step_graphs import GraphSizes, decode_sizes, prompt_sizes, unsplit_sizes
 from tidewheel.settings import MIB
 from tidewheel_kernels import FP8
 
@@ -52,24 +52,18 @@ class StageClock:
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
         self._clock = clock
-        self._stage = FIRST
-        self._began = clock()
-        self._seconds: dict[str, float] = {}
+        self._begun = [(FIRST, clock())]
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if stage != self._stage:
-            self._end_stage()
-            self._stage = stage
+        if stage != self._begun[-1][0]:
+            self._begun.append((stage, self._clock()))
         self._report(stage, fraction)
 
     def seconds(self) -> dict[str, float]:
-        self._end_stage()
-        return dict(self._seconds)
-
-    def _end_stage(self) -> None:
-        now = self._clock()
-        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._began
-        self._began = now
+        seconds: dict[str, float] = {}
+        for (stage, began), (_, ended) in itertools.pairwise([*self._begun, ("", self._clock())]):
+            seconds[stage] = seconds.get(stage, 0.0) + ended - began
+        return seconds
 
 
 class RunnerParts(NamedTuple):
@@ -126,11 +120,7 @@ def _draft_info(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size or BLOCK_SIZES[device.type],
-        num_blocks=0,
         weights_bytes=loaded.model.weights_bytes,
-        activation_bytes=0,
-        kv_cache_bytes=0,
-        load_seconds=0.0,
         can_embed=isinstance(loaded.model, EmbeddingLM),
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
     )
@@ -139,7 +129,6 @@ def _draft_info(
 class RunnerCache(NamedTuple):
     kv: KVTensors
     host: HostBlocks | None
-    claim: MemoryClaim | None = None
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[RunnerCache, RunnerInfo]:
@@ -165,27 +154,18 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
         num_host_blocks=num_host_blocks,
         swap_seconds_per_block=BlockTransfers(kv, host).seconds_per_block(),
     )
-    return RunnerCache(kv, host, parts.claim), info
-
-
-def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
-    seconds = parts.stages.seconds()
-    if parts.compile_log is not None:
-        parts.compile_log.begin_serving()
-    return msgspec.structs.replace(
-        info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
-    )
+    return RunnerCache(kv, host), info
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
+    obstacle = "enforce_eager is set" if config.enforce_eager else ""
     if parts.device.type == "cpu":
-        logger.info("CUDA graphs: none, the device is a CPU")
-        return GraphSizes()
-    if config.enforce_eager:
-        logger.info("CUDA graphs: none, enforce_eager is set")
+        obstacle = "the device is a CPU"
+    if obstacle:
+        logger.info("CUDA graphs: none, %s", obstacle)
         return GraphSizes()
     budget = config.max_num_batched_tokens
-    prompts = prompt_sizes(budget) if isinstance(parts.model, SplitLM) else ()
+    prompts = prompt_sizes(budget) if isinstance(parts.model, Decoder) else ()
     decodes, shape = decode_sizes(min(config.max_num_seqs, budget)), parts.model.shape
     if config.deterministic:
         return GraphSizes(decodes, prompts)
@@ -206,17 +186,13 @@ def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget
     try:
         return KVTensors(layout, num_blocks, device)
     except (RuntimeError, OSError) as error:  # CUDA raises RuntimeError, mmap OSError
+        room = ""
+        if device.type == "cuda":
+            room = f"at most {torch.cuda.mem_get_info(device)[0] // layout.block_bytes} blocks are free; "
         raise ConfigError(
             f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
-            f"{_room(layout, device)}lower num_blocks or {budget.setting}"
+            f"{room}lower num_blocks or {budget.setting}"
         ) from error
-
-
-def _room(layout: CacheLayout, device: torch.device) -> str:
-    if device.type == "cpu":
-        return ""
-    free, _ = torch.cuda.mem_get_info(device)
-    return f"at most {free // layout.block_bytes} blocks are free; "
 
 
 def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> HostBlocks | None:

@@ -2,24 +2,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from tidewheel.batch import Launch, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress, no_progress
-from tidewheel.runner.accelerator import Accelerator, accelerator_of
-from tidewheel.runner.decode_graphs import DecodeGraph, Forward
+from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, ForwardInput, Progress, no_progress
+from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
 from tidewheel.runner.graph_trial import objection_to_graphs, trial_size
+from tidewheel.runner.host_memory import MemoryClaim
 from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs, RowTable
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs, RowTable, StepInputs
 from tidewheel.runner.kv_tensors import KVTensors
-from tidewheel.runner.loading import RunnerCache, RunnerParts, allocate_cache, complete_info, graph_sizes, load_parts
+from tidewheel.runner.loading import RunnerCache, RunnerParts, allocate_cache, graph_sizes, load_parts
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -30,9 +29,9 @@ from tidewheel.runner.profiling import (
     smallest_step,
 )
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_tokens, score_prompts
-from tidewheel.runner.sampling_plan import PoolingPlan, PromptScoring, SamplingPlan, SamplingTable
-from tidewheel.runner.staging import DeviceArrays, Group, Groups, InputSender, SharedMemorySender, StagingSender
-from tidewheel.runner.step_graphs import GraphBytes, GraphSizes, StepGraphs
+from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
+from tidewheel.runner.staging import DeviceArrays, Group, Groups, InputSender, StagingSender, share_memory
+from tidewheel.runner.step_graphs import DecodeGraph, Forward, GraphBytes, GraphSizes, StepGraphs
 from tidewheel.runner.warm_up import demanding_batch, warm_up
 from tidewheel_kernels import LogprobsOutput
 
@@ -43,22 +42,6 @@ NUM_TRIAL_GRAPHS = 3
 BYTES_PER_TOKEN = 24
 BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
-
-
-class _ExtraOutputs(NamedTuple):
-    scoring: PromptScoring | None
-    pooling: PoolingPlan | None
-
-    @property
-    def is_nothing(self) -> bool:
-        return self.scoring is None and self.pooling is None
-
-    def groups(self) -> Groups:
-        scoring, pooling = self
-        return {
-            "prompt": None if scoring is None else (scoring.scored, scoring.sampled_rows, scoring.scored_rows),
-            "pooling": None if pooling is None else (pooling.hidden_indices, pooling.owners),
-        }
 
 
 _LogitsAndMore = tuple[torch.Tensor, LogprobsOutput | None, torch.Tensor | None]
@@ -76,11 +59,10 @@ class ModelRunner:
         cache: RunnerCache,
         info: RunnerInfo,
         device: torch.device,
-        accelerator: Accelerator | None = None,
+        accelerator: CudaAccelerator | None = None,
     ) -> None:
         self.info = info
         self.kv = cache.kv
-        self._claim = cache.claim
         self._transfers = BlockTransfers(cache.kv, cache.host)
         self._accelerator = accelerator
         self._rows = RowTable(
@@ -88,11 +70,12 @@ class ModelRunner:
         )
         self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator)
         self._sender: InputSender = (
-            SharedMemorySender() if accelerator is None else StagingSender(accelerator, _static_bytes(info))
+            share_memory if accelerator is None else StagingSender(accelerator, _static_bytes(info))
         )
         self._model = model
         self._forward = _forward(model, self._rows, cache.kv)
         self._graphs: StepGraphs | None = None
+        self._claim: MemoryClaim | None = None  # ends with the runner
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
@@ -108,11 +91,17 @@ class ModelRunner:
         if accelerator is not None:
             warm_up(runner, report)
         graph_bytes = runner.capture(sizes, report).total
-        runner.info = complete_info(info, parts, graph_bytes)
+        seconds = parts.stages.seconds()
+        if parts.compile_log is not None:
+            parts.compile_log.begin_serving()
+        runner.info = msgspec.structs.replace(
+            info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
+        )
+        runner._claim = parts.claim
         return runner
 
     @classmethod
-    def _tried(cls, parts: RunnerParts, accelerator: Accelerator, sizes: GraphSizes) -> GraphSizes:
+    def _tried(cls, parts: RunnerParts, accelerator: CudaAccelerator, sizes: GraphSizes) -> GraphSizes:
         layout, size = parts.layout, trial_size(parts.info)
         cache = RunnerCache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
         objection = objection_to_graphs(cls(parts.model, cache, parts.info, parts.device, accelerator))
@@ -125,7 +114,7 @@ class ModelRunner:
         return sizes
 
     @classmethod
-    def _measured(cls, parts: RunnerParts, accelerator: Accelerator | None, sizes: GraphSizes) -> StepMemory:
+    def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> StepMemory:
         """Measure the largest step with a minimal cache; this also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
@@ -176,20 +165,18 @@ class ModelRunner:
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         changes = self._rows.update(batch)
         host = self._rows.host_inputs(batch)
-        samples = batch.samples
-        plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
-        more = _ExtraOutputs(self._sampling.scoring(batch, host.logit_indices), self._sampling.pooling(batch))
-        graph = self._graphs.find_decodes(batch) if self._graphs is not None and more.is_nothing else None
+        plan = self._sampling.plan(batch, host)
+        graph = None if self._graphs is None or plan.reads_prompts else self._graphs.find_decodes(batch)
         launch: Launch = "eager"
-        if not more.is_nothing:
-            sampled: SamplerOutput | None = self._computed_with_more(batch, host, plan, changes, more)
-        elif plan is not None and graph is not None:
+        if plan.reads_prompts:
+            sampled = self._computed_with_prompts(batch, host, plan, changes)
+        elif graph is not None:
             sampled, launch = self._replayed(batch, host, plan, changes, graph), "graph"
         else:
             sampled, launch = self._computed(batch, host, plan, changes)
-        pending = PendingStep(batch, plan, sampled, self._accelerator, *more, launch)
-        if plan is not None and plan.masks is not None:
-            self._sampling.grammars.sampled(plan.masks, batch, pending)
+        pending = PendingStep(batch, plan, sampled, self._accelerator, launch)
+        if plan.masks is not None:
+            self._sampling.grammars.sampled(plan.masks, batch, pending.wait)
         return pending
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,8 +186,8 @@ class ModelRunner:
         with torch.inference_mode():
             computed = self._eager_forward(batch)()
             self._send(batch, self._rows.padded(self._rows.host_inputs(batch), graph.num_rows), {}, ())
-            graph.forward.replay()
-        return computed, graph.logits[: len(batch.rows)]
+            graph.forward.graph.replay()
+        return computed, graph.forward.output[: len(batch.rows)]
 
     def decode_without_waiting(self, batch: ScheduledBatch) -> None:
         """Compute decodes twice; raise if the second pass, all compiled, waits for the device."""
@@ -213,67 +200,62 @@ class ModelRunner:
 
     def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
-        inputs = DeviceInputs(*self._send(batch, host, {}, changes).group("inputs"))
+        inputs = StepInputs(*self._send(batch, host, {}, changes)["inputs"])
         return partial(self._forward, inputs, ForwardBounds.exact(batch, host))
 
     def _computed(
-        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
-    ) -> tuple[SamplerOutput | None, Launch]:
-        bounds, graph = (
-            ForwardBounds.exact(batch, host),
-            None if self._graphs is None else self._graphs.find_prompts(batch),
-        )
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
+    ) -> tuple[SamplerOutput, Launch]:
+        graph = None if self._graphs is None else self._graphs.find_prompts(batch)
+        bounds = ForwardBounds.exact(batch, host)
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
-        sent = self._send(batch, host, {} if plan is None else plan.groups(), changes)
-        inputs = DeviceInputs(*sent.group("inputs"))
+        sent = self._send(batch, host, plan.groups(), changes)
+        inputs = StepInputs(*sent["inputs"])
         if graph is None:
             logits = self._forward(inputs, bounds)
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
-        sampled = None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if plan.samples else SamplerOutput()
         return sampled, "eager" if graph is None else "graphs of pieces"
 
-    def _computed_with_more(
-        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group, more: _ExtraOutputs
+    def _computed_with_prompts(
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
     ) -> SamplerOutput:
         compute = self._from_states
         if not isinstance(self._model, EmbeddingLM):
-            assert more.scoring is not None, "the front end refuses embeddings of such models"
-            compute, host = self._from_logits, host._replace(logit_indices=more.scoring.with_sampled)
-        sent = self._send(batch, host, {**({} if plan is None else plan.groups()), **more.groups()}, changes)
-        inputs = DeviceInputs(*sent.group("inputs"))
-        logits, of_prompts, pooled = compute(inputs, ForwardBounds.exact(batch, host), sent, more)
-        sampled = SamplerOutput(None) if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
-        return replace(sampled, prompt_logprobs=of_prompts, pooled=pooled)
+            assert plan.scoring is not None, "the front end refuses embeddings of such models"
+            compute, host = self._from_logits, host._replace(logit_indices=plan.scoring.with_sampled)
+        sent = self._send(batch, host, plan.groups(), changes)
+        inputs = StepInputs(*sent["inputs"])
+        logits, of_prompts, pooled = compute(inputs, ForwardBounds.exact(batch, host), sent, plan)
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if plan.samples else SamplerOutput()
+        return sampled._replace(prompt_logprobs=of_prompts, pooled=pooled)
 
     def _from_states(
-        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
+        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, plan: SamplingPlan
     ) -> _LogitsAndMore:
         model, rows = self._model, self._rows
         assert isinstance(model, EmbeddingLM)
-        token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
-        scored, pooled = sent.group("prompt")[:1], sent.group("pooling")
-        logits, states = model.forward_with_hidden(
-            token_ids, inputs.positions, rows.metadata(inputs, bounds), self.kv.layers, inputs.logit_indices,
-            torch.cat((*scored, *pooled[:1])),
-        )  # fmt: skip
+        scored, pooled = sent["prompt"][:1], sent["pooling"]
+        step = _forward_input(model, rows, self.kv, inputs, bounds)
+        logits, states = model.forward_with_hidden(step, torch.cat((*scored, *pooled[:1])))
         of_prompts = sums = None
-        if more.scoring is not None:
+        if plan.scoring is not None:
             before, states = states.tensor_split([len(scored[0])])
-            of_prompts = score_prompts(before, model.logits_of, self._tokens_after(scored[0], inputs), more.scoring)
-        if more.pooling is not None:
-            sums = pool_states(states, pooled[1], more.pooling)
+            of_prompts = score_prompts(before, model.logits_of, self._tokens_after(scored[0], inputs), plan.scoring)
+        if plan.pooling is not None:
+            sums = pool_states(states, pooled[1], plan.pooling)
         return logits, of_prompts, sums
 
     def _from_logits(
-        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, more: _ExtraOutputs
+        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, plan: SamplingPlan
     ) -> _LogitsAndMore:
-        assert more.scoring is not None
-        scored, sampled_rows, scored_rows = sent.group("prompt")
+        assert plan.scoring is not None
+        scored, sampled_rows, scored_rows = sent["prompt"]
         logits = self._forward(inputs, bounds)
         of_rows = partial(logits.index_select, 0)
-        of_prompts = score_prompts(scored_rows, of_rows, self._tokens_after(scored, inputs), more.scoring)
+        of_prompts = score_prompts(scored_rows, of_rows, self._tokens_after(scored, inputs), plan.scoring)
         return of_rows(sampled_rows), of_prompts, None
 
     def _tokens_after(self, tokens: torch.Tensor, inputs: DeviceInputs) -> torch.Tensor:
@@ -285,14 +267,16 @@ class ModelRunner:
         count = len(batch.rows)
         sampling = plan.groups(graph.num_rows if plan.is_plain else count)
         sent = self._send(batch, self._rows.padded(host, graph.num_rows), sampling, changes)
-        graph.forward.replay()
+        graph.forward.graph.replay()
         if plan.is_plain:
-            return SamplerOutput(graph.sample(any_sampled=plan.any_sampled)[:count])
-        return self._sampled(graph.logits[:count], plan, sent, graph.inputs.store_indices[:count])
+            sampler = graph.drawn if plan.any_sampled else graph.greedy
+            sampler.graph.replay()
+            return SamplerOutput(sampler.output[:count])
+        return self._sampled(graph.forward.output[:count], plan, sent, graph.inputs.store_indices[:count])
 
     def _send(self, batch: ScheduledBatch, host: HostInputs, sampling: Groups, changes: Group) -> DeviceArrays:
-        sent = self._sender.send({"inputs": host, **sampling, "changes": changes})
-        self._rows.apply(batch, sent.group("changes"))
+        sent = self._sender({"inputs": host, **sampling, "changes": changes})
+        self._rows.apply(batch, sent["changes"])
         return sent
 
     def _sampled(
@@ -308,11 +292,16 @@ def _forward(model: CausalLM, rows: RowTable, kv: KVTensors) -> Forward:
     """Return the forward pass without a reference to its runner, so trial graphs are freed with theirs."""
 
     def run(inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
-        token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
-        meta = rows.metadata(inputs, bounds)
-        return model.forward(token_ids, inputs.positions, meta, kv.layers, inputs.logit_indices)
+        return model.forward(_forward_input(model, rows, kv, inputs, bounds))
 
     return run
+
+
+def _forward_input(
+    model: CausalLM, rows: RowTable, kv: KVTensors, inputs: DeviceInputs, bounds: ForwardBounds
+) -> ForwardInput:
+    token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
+    return ForwardInput(token_ids, inputs.positions, rows.metadata(inputs, bounds), kv.layers, inputs.logit_indices)
 
 
 def _static_bytes(info: RunnerInfo) -> int:

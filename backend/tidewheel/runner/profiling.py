@@ -14,7 +14,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.kv_tensors import MemoryBudget, MemoryShare
+from tidewheel.runner.kv_tensors import MemoryBudget
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE
 from tidewheel.settings import MIB
 
@@ -99,4 +99,4 @@ def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) 
         f"by CUDA itself and other programs, and steps and graphs need {reserved_bytes // MIB})"
     )
     allowed = int(total * fraction) - taken - reserved_bytes
-    return MemoryBudget(allowed, source, "gpu_memory_utilization", MemoryShare(fraction, total))
+    return MemoryBudget(allowed, source, "gpu_memory_utilization", total, fraction)

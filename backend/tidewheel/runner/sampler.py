@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tidewheel.batch import Float32Array, Int32Array, Launch, SampledTokens, ScheduledBatch
-from tidewheel.runner.accelerator import Accelerator, DeviceEvent
+from tidewheel.batch import Int32Array, Launch, SampledTokens, ScheduledBatch
+from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.sampling_plan import SCORED_AT_ONCE, PoolingPlan, PromptScoring, SamplingPlan
 from tidewheel.runner.staging import DeviceArrays
 from tidewheel.sampling import TopLogprobs
@@ -27,11 +27,10 @@ from tidewheel_kernels import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """Device tensors of S sampled rows."""
+class SamplerOutput(NamedTuple):
+    """Tensors of S sampled rows."""
 
-    token_ids: torch.Tensor | None  # [S] int64, -1: non-finite logits; None: no row samples
+    token_ids: torch.Tensor | None = None  # [S] int64, -1: non-finite logits; None: no row samples
     logprobs: LogprobsOutput | None = None  # of the plan's `logprob_rows`
     prompt_logprobs: LogprobsOutput | None = None  # of the scored positions
     pooled: torch.Tensor | None = None  # [R, hidden_size] float32
@@ -53,23 +52,23 @@ def sample_tokens(
     """
     if plan.changes_logits and logits.dtype != torch.float32:
         logits = logits.float()
-    logprob_rows = sent.group("logprob_rows")
+    logprob_rows = sent["logprob_rows"]
     raw = logits.index_select(0, logprob_rows[0]) if logprob_rows else logits
     if plan.allowed is not None:
-        rows, words = sent.group("allowed")
+        rows, words = sent["allowed"]
         apply_token_mask(logits, rows, words.view(len(rows), -1))
     if plan.bias is not None:
-        apply_logit_bias(logits, *sent.group("bias"))
+        apply_logit_bias(logits, *sent["bias"])
     if plan.words is not None:
-        forbid_words(logits, history, WordTensors(*sent.group("words")))
+        forbid_words(logits, history, WordTensors(*sent["words"]))
     if plan.penalties is not None:
         longest = int(plan.penalties.num_tokens.max())
-        apply_penalties(logits, history, PenaltyTensors(longest, *sent.group("penalties")))
+        apply_penalties(logits, history, PenaltyTensors(longest, *sent["penalties"]))
     if plan.masks is not None:
         bits = plan.masks.bits.result().to(logits.device, non_blocking=True)
-        apply_token_mask(logits, sent.group("mask_rows")[0], bits)
+        apply_token_mask(logits, sent["mask_rows"][0], bits)
     flags = (plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p)
-    token_ids = draw_tokens(logits, sent.group("draw"), flags)
+    token_ids = draw_tokens(logits, sent["draw"], flags)
     if not logprob_rows:
         return SamplerOutput(token_ids)
     num_top = int(plan.num_top_logprobs.max())
@@ -101,22 +100,18 @@ class PendingStep:
     def __init__(
         self,
         batch: ScheduledBatch,
-        plan: SamplingPlan | None = None,
-        sampled: SamplerOutput | None = None,
-        accelerator: Accelerator | None = None,
-        scoring: PromptScoring | None = None,
-        pooling: PoolingPlan | None = None,
-        launch: Launch = "eager",
+        plan: SamplingPlan,
+        sampled: SamplerOutput,
+        accelerator: CudaAccelerator | None,
+        launch: Launch,
     ) -> None:
         self._batch = batch
-        self._launch = launch
         self._plan = plan
-        self._scoring = scoring
-        self._pooling = pooling
+        self._sampled = sampled
+        self._launch = launch
         self._result: SampledTokens | None = None
-        self._copied: DeviceEvent | None = None
-        self._sampled = sampled or SamplerOutput(None)
-        if sampled is not None and accelerator is not None:
+        self._copied: torch.cuda.Event | None = None
+        if accelerator is not None and any(output is not None for output in sampled):
             self._sampled = _host_copies(sampled, accelerator)
             self._copied = accelerator.event()
             self._copied.record()
@@ -131,45 +126,32 @@ class PendingStep:
     def _collected(self) -> SampledTokens:
         batch, plan, sampled = self._batch, self._plan, self._sampled
         token_ids = np.full(len(batch.rows), SampledTokens.NOT_SAMPLED, dtype=np.int32)
-        others = self._prompt_logprobs(sampled.prompt_logprobs), self._pooled(sampled.pooled)
-        if plan is None or sampled.token_ids is None:
-            return SampledTokens(batch.step_id, token_ids, None, *others, self._launch)
-        sampling = np.flatnonzero(batch.samples)
-        drawn = sampled.token_ids.numpy().astype(np.int32)
-        token_ids[sampling] = np.where(drawn < 0, SampledTokens.NOT_FINITE, drawn)
-        if sampled.logprobs is None:
-            return SampledTokens(batch.step_id, token_ids, None, *others, self._launch)
-        rows = plan.logprob_rows
-        pairs = zip(sampling[rows].tolist(), _top_logprobs(sampled.logprobs, plan.num_top_logprobs), strict=True)
-        logprobs = {index: entry for index, entry in pairs if token_ids[index] >= 0}
-        return SampledTokens(batch.step_id, token_ids, logprobs, *others, self._launch)
-
-    def _pooled(self, states: torch.Tensor | None) -> dict[int, Float32Array] | None:
-        if states is None or self._pooling is None:
-            return None
-        return dict(zip(self._pooling.batch_indices.tolist(), states.numpy(), strict=True))
-
-    def _prompt_logprobs(self, output: LogprobsOutput | None) -> dict[int, list[TopLogprobs]] | None:
-        scoring = self._scoring
-        if output is None or scoring is None:
-            return None
-        entries = iter(_top_logprobs(output, np.repeat(scoring.num_top, scoring.counts)))
-        counts = zip(scoring.batch_indices.tolist(), scoring.counts.tolist(), strict=True)
-        return {index: list(itertools.islice(entries, count)) for index, count in counts}
+        logprobs = prompt_logprobs = pooled = None
+        if sampled.token_ids is not None:
+            sampling = np.flatnonzero(batch.samples)
+            drawn = sampled.token_ids.numpy()
+            token_ids[sampling] = np.where(drawn < 0, SampledTokens.NOT_FINITE, drawn)
+            if sampled.logprobs is not None:
+                entries = _top_logprobs(sampled.logprobs, plan.num_top_logprobs)
+                indices = sampling[plan.logprob_rows].tolist()
+                logprobs = {i: entry for i, entry in zip(indices, entries, strict=True) if token_ids[i] >= 0}
+        if sampled.prompt_logprobs is not None and (scoring := plan.scoring) is not None:
+            scored = iter(_top_logprobs(sampled.prompt_logprobs, np.repeat(scoring.num_top, scoring.counts)))
+            counts = zip(scoring.batch_indices.tolist(), scoring.counts.tolist(), strict=True)
+            prompt_logprobs = {index: list(itertools.islice(scored, count)) for index, count in counts}
+        if sampled.pooled is not None and plan.pooling is not None:
+            pooled = dict(zip(plan.pooling.batch_indices.tolist(), sampled.pooled.numpy(), strict=True))
+        return SampledTokens(batch.step_id, token_ids, logprobs, prompt_logprobs, pooled, self._launch)
 
 
-def _host_copies(sampled: SamplerOutput, accelerator: Accelerator) -> SamplerOutput:
-    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else _host_copy(tensor, accelerator)
-
-    def all_copied(output: LogprobsOutput | None) -> LogprobsOutput | None:
-        return None if output is None else LogprobsOutput(*(_host_copy(tensor, accelerator) for tensor in output))
-
-    logprobs, of_prompts = all_copied(sampled.logprobs), all_copied(sampled.prompt_logprobs)
-    return SamplerOutput(copied(sampled.token_ids), logprobs, of_prompts, copied(sampled.pooled))
+def _host_copies(outputs: Any, accelerator: CudaAccelerator) -> Any:
+    """Return the tensors of nested named tuples as pinned copies."""
+    if isinstance(outputs, tuple):
+        return type(outputs)(*(_host_copies(output, accelerator) for output in outputs))
+    return None if outputs is None else _host_copy(outputs, accelerator)
 
 
-def _host_copy(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+def _host_copy(tensor: torch.Tensor, accelerator: CudaAccelerator) -> torch.Tensor:
     return accelerator.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 

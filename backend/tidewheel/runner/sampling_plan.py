@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
-from tidewheel.runner.accelerator import Accelerator
+from tidewheel.runner.accelerator import CudaAccelerator
 from tidewheel.runner.grammar_masks import GrammarRows, MaskJob, packed
-from tidewheel.runner.staging import Groups
+from tidewheel.runner.inputs import HostInputs
+from tidewheel.runner.staging import Group, Groups
 from tidewheel.sampling import LogitBias
 
 UInt64Array = npt.NDArray[np.uint64]
+Array = TypeVar("Array", Int32Array, Float32Array)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -20,6 +22,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 _MANTISSA_BITS = 24
 FORBIDDEN = np.float32(-np.inf)
 NO_LOGPROBS = -1
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
@@ -39,53 +42,41 @@ def _mixed(x: UInt64Array) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-class BiasEntries(NamedTuple):
-    token_ids: Int32Array
-    values: Float32Array
-
-
-NO_BIASES = BiasEntries(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
-
-
-class WordEntries(NamedTuple):
-    lengths: Int32Array
-    token_ids: Int32Array  # concatenated words
-
-
 class LogitRules:
     """Allowed tokens, biases, stop tokens forbidden before `min_tokens`, and forbidden words of a request."""
 
     def __init__(self, new: NewRow, vocab_size: int) -> None:
-        self._always = NO_BIASES
+        token_ids, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
         if new.sampling.logit_bias:
             bias = LogitBias.of(new.sampling.logit_bias)
-            self._always = BiasEntries(bias.token_ids, bias.amounts)
+            token_ids, values = bias.token_ids, bias.amounts
         # Grammar masks handle stop and allowed tokens.
         stops, allowed = ((), ()) if new.grammar else (new.stop_token_ids, new.sampling.allowed_token_ids)
         self.allowed = packed(allowed, -(-vocab_size // 32)).view(np.int32) if allowed else None
-        self._at_first = BiasEntries(
-            np.concatenate((self._always.token_ids, np.array(stops, dtype=np.int32))),
-            np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
+        self._always = token_ids, values
+        self._at_first = (
+            np.concatenate((token_ids, np.array(stops, dtype=np.int32))),
+            np.concatenate((values, np.full(len(stops), FORBIDDEN))),
         )
         self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
         words = sorted(new.bad_words_ids, key=len)
-        self._words = WordEntries(
-            np.array([len(word) for word in words], dtype=np.int32),
-            np.array([token for word in words for token in word], dtype=np.int32),
-        )
+        self._word_lengths = np.array([len(word) for word in words], dtype=np.int32)
+        self._word_tokens = np.array([token for word in words for token in word], dtype=np.int32)
 
     @staticmethod
     def needed(new: NewRow) -> bool:
         sampling = new.sampling
         return bool(sampling.logit_bias or sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
 
-    def biases(self, position: int) -> BiasEntries:
+    def biases(self, position: int) -> tuple[Int32Array, Float32Array]:
+        """Return token ids and values."""
         return self._at_first if position < self._first_stop_position else self._always
 
-    def words(self, position: int) -> WordEntries:
-        lengths, token_ids = self._words
-        count = int(np.searchsorted(lengths, position + 1, side="right"))
-        return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])
+    def words(self, position: int) -> tuple[Int32Array, Int32Array]:
+        """Return the lengths of the words that may end here, and their concatenated tokens."""
+        count = int(np.searchsorted(self._word_lengths, position + 1, side="right"))
+        lengths = self._word_lengths[:count]
+        return lengths, self._word_tokens[: int(lengths.sum())]
 
 
 class DrawColumns(NamedTuple):
@@ -110,28 +101,6 @@ def greedy_columns(num_rows: int) -> DrawColumns:
     return DrawColumns(zeros, zeros.astype(np.int32), np.ones(num_rows, dtype=np.float32), zeros, zeros)
 
 
-class AllowedColumns(NamedTuple):
-    rows: Int32Array  # [R]
-    words: Int32Array  # [R * words]
-
-
-class BiasColumns(NamedTuple):
-    """Columns [N]: `values[i]` is added to logit `token_ids[i]` of sampling row `rows[i]`."""
-
-    rows: Int32Array
-    token_ids: Int32Array
-    values: Float32Array
-
-
-class WordColumns(NamedTuple):
-    """Columns of `tidewheel_kernels.WordTensors`."""
-
-    rows: Int32Array  # [W]
-    starts: Int32Array  # [W]
-    lengths: Int32Array  # [W]
-    token_ids: Int32Array  # [N]
-
-
 class PenaltyColumns(NamedTuple):
     """Columns [P] of `tidewheel_kernels.PenaltyTensors`."""
 
@@ -141,44 +110,6 @@ class PenaltyColumns(NamedTuple):
     repetition: Float32Array
     presence: Float32Array
     frequency: Float32Array
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """Inputs to sample S rows; None for unneeded stages."""
-
-    draw: DrawColumns
-    any_sampled: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-    allowed: AllowedColumns | None
-    bias: BiasColumns | None
-    words: WordColumns | None
-    penalties: PenaltyColumns | None
-    logprob_rows: Int64Array  # [L] sampling rows
-    num_top_logprobs: Int32Array  # [L]
-    masks: MaskJob | None
-
-    @property
-    def changes_logits(self) -> bool:
-        changes = (self.allowed, self.bias, self.words, self.penalties, self.masks)
-        return any(change is not None for change in changes)
-
-    @property
-    def is_plain(self) -> bool:
-        return not self.changes_logits and not len(self.logprob_rows)
-
-    def groups(self, num_rows: int = 0) -> Groups:
-        return {
-            "draw": self.draw.padded(num_rows),
-            "allowed": self.allowed,
-            "bias": self.bias,
-            "words": self.words,
-            "penalties": self.penalties,
-            "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
-            "mask_rows": None if self.masks is None else (self.masks.rows,),
-        }
 
 
 # Prompt positions whose logits exist at once: 2,048 take 622 MB (152,000 tokens, bfloat16), 512 are compute-bound.
@@ -205,18 +136,64 @@ class PoolingPlan(NamedTuple):
     owners: Int64Array  # [P] in [0, R)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Inputs to sample S rows, to score prompts and to pool; None for unneeded stages."""
+
+    draw: DrawColumns
+    any_sampled: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+    allowed: Group | None  # sampling rows [R] and their bit sets [R * words]
+    bias: Group | None  # sampling rows, token ids and values [N], which are added to the logits
+    words: Group | None  # fields of `tidewheel_kernels.WordTensors`
+    penalties: PenaltyColumns | None
+    logprob_rows: Int64Array  # [L] sampling rows
+    num_top_logprobs: Int32Array  # [L]
+    masks: MaskJob | None
+    scoring: PromptScoring | None
+    pooling: PoolingPlan | None
+
+    @property
+    def samples(self) -> bool:
+        return len(self.draw.temperature) > 0
+
+    @property
+    def changes_logits(self) -> bool:
+        changes = (self.allowed, self.bias, self.words, self.penalties, self.masks)
+        return any(change is not None for change in changes)
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.changes_logits and not len(self.logprob_rows)
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.scoring is not None or self.pooling is not None
+
+    def groups(self, num_rows: int = 0) -> Groups:
+        scoring, pooling = self.scoring, self.pooling
+        return {
+            "draw": self.draw.padded(num_rows),
+            "allowed": self.allowed,
+            "bias": self.bias,
+            "words": self.words,
+            "penalties": self.penalties,
+            "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
+            "mask_rows": None if self.masks is None else (self.masks.rows,),
+            "prompt": None if scoring is None else (scoring.scored, scoring.sampled_rows, scoring.scored_rows),
+            "pooling": None if pooling is None else (pooling.hidden_indices, pooling.owners),
+        }
+
+
 class SamplingTable:
-    def __init__(self, max_num_seqs: int, vocab_size: int, accelerator: Accelerator | None = None) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, accelerator: CudaAccelerator | None = None) -> None:
         self._vocab_size = vocab_size
         self.grammars = GrammarRows(accelerator)
-        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._floats = {name: np.zeros(max_num_seqs, dtype=np.float32) for name in FLOATS}
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
-        self._top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._repetition = np.ones(max_num_seqs, dtype=np.float32)
-        self._presence = np.zeros(max_num_seqs, dtype=np.float32)
-        self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
@@ -242,14 +219,10 @@ class SamplingTable:
 
     def _fill(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
-        self._temperature[row] = sampling.temperature
+        for name, column in self._floats.items():
+            column[row] = getattr(sampling, name)
         self._top_k[row] = max(sampling.top_k, 0)
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
         self._seeds[row] = new.seed
-        self._repetition[row] = sampling.repetition_penalty
-        self._presence[row] = sampling.presence_penalty
-        self._frequency[row] = sampling.frequency_penalty
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._has_penalties[row] = sampling.has_penalties
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
@@ -259,26 +232,25 @@ class SamplingTable:
         self._pools_all[row] = new.pooling == "mean"
         if new.pooling or of_prompt is not None:
             self._with_more.add(row)
-        else:
-            self._with_more.discard(row)
-        self._rules.pop(row, None)
-        self._has_rules[row] = needed = LogitRules.needed(new)
-        if needed:
+        self._has_rules[row] = LogitRules.needed(new)
+        if self._has_rules[row]:
             self._rules[row] = LogitRules(new, self._vocab_size)
         self.grammars.enter(new)
 
-    def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
-        temperature = self._temperature[rows]
+    def plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:
+        rows, positions = batch.rows[batch.samples], host.seq_lens[batch.samples]
+        temperature = self._floats["temperature"][rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
         draw = DrawColumns(
             temperature,
             self._top_k[rows],
-            self._top_p[rows],
-            self._min_p[rows],
+            self._floats["top_p"][rows],
+            self._floats["min_p"][rows],
             uniform(self._seeds[rows], positions) if any_sampled else np.zeros(len(rows), dtype=np.float32),
         )
-        ruled = [(i, self._rules[int(rows[i])]) for i in np.flatnonzero(self._has_rules[rows]).tolist()]
+        indices = np.flatnonzero(self._has_rules[rows]).tolist()
+        ruled = [(i, int(positions[i]), self._rules[int(rows[i])]) for i in indices]
         num_logprobs = self._num_logprobs[rows]
         logprob_rows = np.flatnonzero(num_logprobs >= 0)
         return SamplingPlan(
@@ -288,18 +260,18 @@ class SamplingTable:
             any_top_p=any_sampled and bool((draw.top_p[sampled] < 1).any()),
             any_min_p=any_sampled and bool((draw.min_p[sampled] > 0).any()),
             allowed=_allowed_columns(ruled),
-            bias=_bias_columns(ruled, positions),
-            words=_word_columns(ruled, positions),
+            bias=_joined([(i, rules.biases(position)) for i, position, rules in ruled]),
+            words=_word_columns(ruled),
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
             masks=self.grammars.start(rows, positions),
+            scoring=self._scoring(batch, host.logit_indices) if self._with_more else None,
+            pooling=self._pooling(batch) if self._with_more else None,
         )
 
-    def scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
+    def _scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
         """Return the positions to score; `sampled` [S] are the tokens to sample from."""
-        if not self._with_more:
-            return None
         num_top = self._num_prompt_logprobs[batch.rows]
         num_left = self._num_prompt_tokens[batch.rows] - 1 - batch.start_positions
         counts = np.minimum(batch.num_scheduled_tokens, num_left)
@@ -320,9 +292,7 @@ class SamplingTable:
             np.searchsorted(indices, scored),
         )
 
-    def pooling(self, batch: ScheduledBatch) -> PoolingPlan | None:
-        if not self._with_more:
-            return None
+    def _pooling(self, batch: ScheduledBatch) -> PoolingPlan | None:
         of_all = self._pools_all[batch.rows]
         chosen = np.flatnonzero(of_all | (self._pools_last[batch.rows] & batch.samples))
         if not len(chosen):
@@ -344,46 +314,36 @@ class SamplingTable:
             rows=indices.astype(np.int32),
             num_prompt_tokens=self._num_prompt_tokens[rows],
             num_tokens=positions[indices],
-            repetition=self._repetition[rows],
-            presence=self._presence[rows],
-            frequency=self._frequency[rows],
+            repetition=self._floats["repetition_penalty"][rows],
+            presence=self._floats["presence_penalty"][rows],
+            frequency=self._floats["frequency_penalty"][rows],
         )
 
 
-def _allowed_columns(ruled: list[tuple[int, LogitRules]]) -> AllowedColumns | None:
-    entries = [(i, rules.allowed) for i, rules in ruled if rules.allowed is not None]
+Ruled = list[tuple[int, int, LogitRules]]  # sampling row, position
+
+
+def _allowed_columns(ruled: Ruled) -> Group | None:
+    entries = [(i, rules.allowed) for i, _, rules in ruled if rules.allowed is not None]
     if not entries:
         return None
     rows, words = zip(*entries, strict=True)
-    return AllowedColumns(np.array(rows, dtype=np.int32), np.concatenate(words))
+    return np.array(rows, dtype=np.int32), np.concatenate(words)
 
 
-def _bias_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) -> BiasColumns | None:
-    entries = [(i, rules.biases(int(positions[i]))) for i, rules in ruled]
-    entries = [(i, bias) for i, bias in entries if len(bias.token_ids)]
+def _word_columns(ruled: Ruled) -> Group | None:
+    words = _joined([(i, rules.words(position)) for i, position, rules in ruled])
+    if words is None:
+        return None
+    rows, lengths, token_ids = words
+    return rows, np.cumsum(lengths, dtype=np.int32) - lengths, lengths, token_ids
+
+
+def _joined(entries: list[tuple[int, tuple[Int32Array, Array]]]) -> tuple[Int32Array, Int32Array, Array] | None:
+    """Concatenate the arrays, after the row of each element of the first; None without elements."""
+    entries = [(row, arrays) for row, arrays in entries if len(arrays[0])]
     if not entries:
         return None
-    return BiasColumns(
-        rows=_repeated([(i, len(bias.values)) for i, bias in entries]),
-        token_ids=np.concatenate([bias.token_ids for _, bias in entries]),
-        values=np.concatenate([bias.values for _, bias in entries]),
-    )
-
-
-def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) -> WordColumns | None:
-    entries = [(i, rules.words(int(positions[i]))) for i, rules in ruled]
-    entries = [(i, words) for i, words in entries if len(words.lengths)]
-    if not entries:
-        return None
-    lengths = np.concatenate([words.lengths for _, words in entries])
-    return WordColumns(
-        rows=_repeated([(i, len(words.lengths)) for i, words in entries]),
-        starts=np.cumsum(lengths, dtype=np.int32) - lengths,
-        lengths=lengths,
-        token_ids=np.concatenate([words.token_ids for _, words in entries]),
-    )
-
-
-def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
-    numbers, times = zip(*counts, strict=True)
-    return np.repeat(np.array(numbers, dtype=np.int32), times)
+    rows, counts = np.array([(row, len(arrays[0])) for row, arrays in entries], dtype=np.int32).T
+    first, second = (np.concatenate(parts) for parts in zip(*(arrays for _, arrays in entries), strict=True))
+    return np.repeat(rows, counts), first, second

@@ -1,19 +1,41 @@
+"""CUDA graphs of steps, for fixed sizes; a step takes the next larger size.
+
+Decodes: the forward pass, and samplers, greedy, or by row with all filters; other changes of logits run eagerly.
+Large sizes have a second graph without split contexts, for steps that need no split.
+
+Prompts: the parts between attentions, which depend on prompt lengths and stay outside. Padding writes no key.
+"""
+
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.causal_lm import CausalLM, KVLayer, Progress, SplitLM
-from tidewheel.runner.accelerator import GraphPool
-from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs, Forward
-from tidewheel.runner.inputs import RowTable
-from tidewheel.runner.prompt_graphs import PromptGraph, PromptGraphs
+from tidewheel.models.causal_lm import AttentionInput, CausalLM, KVLayer, Progress, TokenLocations
+from tidewheel.models.decoder import Decoder, DecoderLayer
+from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
+from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, RowTable, StepInputs
+from tidewheel.runner.sampler import draw_tokens
+from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel.runner.staging import InputSender
+from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.launch_config import decode_splits, multiprocessors, splits_none
 
 STAGE = "graphs"
+# From here a row is split only above 1,024 keys and twice the mean; at 24 rows, equal rows are split too.
+LEAST_UNSPLIT = 64
+MOST_TOKENS = 2048  # beyond, device time hides launches
+FINE_STEP, FINE_TOKENS = 16, 128
+STEP = 64  # matrix products compute tiles of about 64 rows
+
+Forward = Callable[[DeviceInputs, ForwardBounds], torch.Tensor]  # logits
 
 
 class GraphSizes(NamedTuple):
@@ -25,20 +47,71 @@ class GraphSizes(NamedTuple):
         return GraphSizes(*(sizes[-count:] for sizes in self))
 
 
-class GraphBytes(NamedTuple):
-    decodes: Sequence[int] = ()
-    prompts: Sequence[int] = ()
-    unsplit: Sequence[int] = ()
+class GraphBytes(GraphSizes):
+    """Bytes of graphs by size, the largest size first."""
 
     @property
     def total(self) -> int:
         return sum(map(sum, self))
 
 
+def decode_sizes(max_num_rows: int) -> list[int]:
+    """Return 1, 2, 4, 8, 16, 24, … (steps of 16 from 512, of 24 from 768, …), `max_num_rows`."""
+    sizes, size = [], 1
+    while size < max_num_rows:
+        sizes.append(size)
+        size += size if size < 8 else 8 * max(1, size // 256)
+    return [*sizes, max_num_rows]
+
+
+def unsplit_sizes(sizes: Sequence[int], num_kv_heads: int, max_model_len: int, device: torch.device) -> list[int]:
+    large = [size for size in sizes if size >= LEAST_UNSPLIT]
+    return [s for s in large if decode_splits(s, num_kv_heads, max_model_len, multiprocessors(device)).extra]
+
+
+def prompt_sizes(max_num_tokens: int) -> list[int]:
+    """Return 16, 32, …, 128, 192, … up to the first size of at least `max_num_tokens`."""
+    sizes = [*range(FINE_STEP, FINE_TOKENS, FINE_STEP), *range(FINE_TOKENS, MOST_TOKENS + 1, STEP)]
+    return sizes[: bisect_left(sizes, max_num_tokens) + 1]
+
+
+class DecodeGraph(NamedTuple):
+    """Graphs of one batch size. A replay overwrites logits and tokens of all sizes."""
+
+    num_rows: int
+    inputs: DeviceInputs
+    forward: CapturedGraph[torch.Tensor]  # logits [num_rows, vocab_size]
+    greedy: CapturedGraph[torch.Tensor]  # sampled ids [num_rows] int64
+    drawn: CapturedGraph[torch.Tensor]
+
+
+class PromptGraph(NamedTuple):
+    """Graphs of one number of tokens: before, between and after attentions."""
+
+    num_tokens: int
+    model: Decoder
+    kv_layers: Sequence[KVLayer]
+    pieces: list[torch.cuda.CUDAGraph]
+    queries: list[torch.Tensor]  # [num_tokens, num_q_heads, head_dim] before each attention
+    attended: torch.Tensor  # same shape, after it
+    x: torch.Tensor  # [num_tokens, hidden_size] after the last layer
+    residual: torch.Tensor
+
+    def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
+        """Run a step whose padded inputs have been sent; return logits [S, vocab_size]."""
+        first, *others = self.pieces
+        attended = self.attended[:num_tokens]
+        first.replay()
+        for layer, kv, queries, piece in zip(self.model.layers, self.kv_layers, self.queries, others, strict=True):
+            layer.attend(queries[:num_tokens], meta, kv, out=attended)
+            piece.replay()
+        return self.model.logits(self.x, self.residual, logit_indices)
+
+
 class StepGraphs:
     def __init__(
         self,
-        pool: GraphPool,
+        pool: CudaGraphPool,
         model: CausalLM,
         forward: Forward,
         rows: RowTable,
@@ -46,30 +119,99 @@ class StepGraphs:
         sender: InputSender,
         max_model_len: int,
     ) -> None:
-        self._decodes = DecodeGraphs(pool, forward, rows, kv_layers[0].keys, sender, max_model_len)
-        self.prompts = PromptGraphs(pool, model, rows, kv_layers, sender) if isinstance(model, SplitLM) else None
+        self._pool = pool
+        self._model = model
+        self._forward = forward
+        self._rows = rows
+        self._kv_layers = kv_layers
+        self._sender = sender
+        self._max_model_len = max_model_len
+        keys = kv_layers[0].keys
+        self._num_kv_heads, self._num_sms = keys.shape[2], multiprocessors(keys.device)
+        self._decodes: list[DecodeGraph] = []  # ascending
+        self._unsplit: dict[int, DecodeGraph] = {}
+        self._prompts: list[PromptGraph] = []  # ascending
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
         """Capture graphs with padding rows, the largest first: smaller graphs reuse their memory."""
-        num_decodes, num_prompts, num_unsplit = map(len, sizes)
-        num_graphs = num_decodes + num_prompts + num_unsplit
-
-        def tell(first: int) -> Callable[[int], None]:
-            return lambda num_done: progress(STAGE, (first + num_done) / num_graphs)
-
+        captures = [(self._add_decodes, size) for size in sorted(sizes.decodes, reverse=True)]
+        captures += [(self._add_unsplit, size) for size in sorted(sizes.unsplit, reverse=True)]
+        captures += [(self._add_prompts, size) for size in sorted(sizes.prompts, reverse=True)]
+        taken: list[int] = []
         with _without_collections():
-            of_decodes = self._decodes.capture(sizes.decodes, tell(0))
-            of_unsplit = self._decodes.capture_unsplit(sizes.unsplit, tell(num_decodes))
-            tell_prompts = tell(num_decodes + num_unsplit)
-            of_prompts = self.prompts.capture(sizes.prompts, tell_prompts) if self.prompts is not None else []
+            for num_done, (add, size) in enumerate(captures):
+                progress(STAGE, num_done / len(captures))
+                before = self._pool.num_bytes
+                add(size)
+                taken.append(self._pool.num_bytes - before)
         progress(STAGE, 1.0)
-        return GraphBytes(of_decodes, of_prompts, of_unsplit)
+        num_decodes, num_both = len(sizes.decodes), len(sizes.decodes) + len(sizes.unsplit)
+        return GraphBytes(taken[:num_decodes], taken[num_both:], taken[num_decodes:num_both])
 
     def find_decodes(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        return self._decodes.find(batch)
+        count = len(batch.rows)
+        if batch.num_decodes < count or not batch.samples.all():
+            return None
+        index = bisect_left(self._decodes, count, key=lambda graph: graph.num_rows)
+        graph = self._decodes[index] if index < len(self._decodes) else None
+        unsplit = None if graph is None else self._unsplit.get(graph.num_rows)
+        if unsplit is None:
+            return graph
+        limits = decode_splits(unsplit.num_rows, self._num_kv_heads, self._max_model_len, self._num_sms)
+        return unsplit if splits_none(batch.start_positions + 1, limits) else graph
 
     def find_prompts(self, batch: ScheduledBatch) -> PromptGraph | None:
-        return None if self.prompts is None else self.prompts.find(batch)
+        index = bisect_left(self._prompts, batch.num_tokens, key=lambda graph: graph.num_tokens)
+        return self._prompts[index] if index < len(self._prompts) else None
+
+    def _add_decodes(self, size: int) -> None:
+        self._decodes.insert(0, self._captured_decodes(size, may_split=True))
+
+    def _add_unsplit(self, size: int) -> None:
+        self._unsplit[size] = self._captured_decodes(size, may_split=False)
+
+    def _captured_decodes(self, size: int, *, may_split: bool) -> DecodeGraph:
+        sent = self._sender({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
+        inputs, draw = StepInputs(*sent["inputs"]), sent["draw"]
+        bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
+        forward = self._pool.capture(lambda: self._forward(inputs, bounds))
+
+        def sample(any_sampled: bool) -> torch.Tensor:
+            token_ids = draw_tokens(forward.output, draw, (any_sampled,) * 4)
+            self._rows.store(inputs.store_indices, token_ids)
+            return token_ids
+
+        captured = forward, *(self._pool.capture(partial(sample, any_sampled)) for any_sampled in (False, True))
+        return DecodeGraph(
+            size, inputs, *(CapturedGraph(graph, self._pool.unowned(output)) for graph, output in captured)
+        )
+
+    def _add_prompts(self, size: int) -> None:
+        pool, model, kv_layers = self._pool, self._model, self._kv_layers
+        assert isinstance(model, Decoder)
+        inputs = StepInputs(*self._sender({"inputs": self._rows.padding(0, size)})["inputs"])
+        places = TokenLocations(inputs.positions, inputs.slot_mapping)
+
+        def begin() -> AttentionInput:
+            x = model.embed(self._rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
+            return model.layers[0].begin(x, None, places, kv_layers[0])
+
+        def go_on(
+            before: DecoderLayer, after: DecoderLayer, kv: KVLayer, attended: torch.Tensor, cut: AttentionInput
+        ) -> AttentionInput:
+            return after.begin(*before.end(attended, cut.residual), places, kv)
+
+        graph, cut = pool.capture(begin)
+        # Outside the pool, as it is written between replays. Larger graphs have room for smaller ones.
+        attended = self._prompts[0].attended[:size] if self._prompts else torch.zeros_like(cut.queries)
+        pieces, queries = [graph], [pool.unowned(cut.queries)]
+        for before, after, kv in zip(model.layers, model.layers[1:], kv_layers[1:], strict=False):
+            graph, cut = pool.capture(partial(go_on, before, after, kv, attended, cut))
+            pieces.append(graph)
+            queries.append(pool.unowned(cut.queries))
+        graph, (x, residual) = pool.capture(partial(model.layers[-1].end, attended, cut.residual))
+        x, residual = pool.unowned(x), pool.unowned(residual)
+        self._prompts.insert(0, PromptGraph(size, model, kv_layers, [*pieces, graph], queries, attended, x, residual))
 
 
 @contextmanager

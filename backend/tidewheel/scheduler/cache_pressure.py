@@ -162,7 +162,7 @@ def _alone(
 def _num_returning_blocks(state: SchedulerState) -> int:
     departures = state.kv.departures()
     ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
-    return state.kv.num_held_blocks + sum([departures.add(row) for row in ending])
+    return state.kv.transfers.num_returning_blocks() + sum([departures.add(row) for row in ending])
 
 
 def _num_growing_next(columns: RowColumns) -> int:

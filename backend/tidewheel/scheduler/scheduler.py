@@ -110,7 +110,7 @@ class Scheduler:
         state = self._state
         self._in_flight.clear()
         state.last_applied = state.stats.num_steps - 1
-        state.kv.all_steps_done()
+        state.kv.transfers.abandon()
         failed = list(state.requests.values())
         for request in failed:
             request.error = error
@@ -157,7 +157,7 @@ class Scheduler:
         state = self._state
         step = self._in_flight.popleft()
         state.last_applied = batch.step_id
-        state.kv.step_done(batch.step_id)
+        state.kv.transfers.done(batch.step_id)
         outputs = commit_step(state, batch, step, sampled, now)
         if outputs.finished:
             self._admission.observe_ends(outputs.finished, now)
@@ -205,6 +205,6 @@ class Scheduler:
             columns, rows = state.columns, state.columns.running
             in_flight = columns.num_inflight_tokens[rows].sum() + columns.num_inflight_samples[rows].sum()
             require(int(in_flight) == 0, "tokens are in flight without a batch")
-            require(state.kv.num_held_blocks == 0, "blocks are held without a batch")
+            require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")
         if not self._in_flight and not state.requests:
             require(state.kv.num_free_blocks == state.kv.num_blocks, "blocks are lost")

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import torch
 
-from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
+from tidewheel_kernels.attention.cpu import paged_attention_cpu
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.reference import paged_attention_reference
 from tidewheel_kernels.choice import Op
 from tidewheel_kernels.kv_cache.reference import FP8
+from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
+_decode_attention = NativeKernel("decode_attention", *[POINTER] * 6, *[LONG] * 11, FLOAT, FLOAT, THREADS)
+_prompt_attention = NativeKernel("prompt_attention", *[POINTER] * 7, *[LONG] * 13, FLOAT, FLOAT, THREADS)
+MAX_GROUP = 256  # MAX_ROWS of native/prompt_attention.c
 
 
 def paged_attention(
@@ -72,6 +76,40 @@ def _check(
         raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window < 0 or soft_cap < 0:
         raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must not be negative; 0 is off")
+
+
+def paged_attention_native(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    scales: torch.Tensor | None,
+) -> None:
+    """Attend in C; in torch with scales, or for more query heads than a job holds."""
+    if scales is not None or q.shape[1] > MAX_GROUP * k_cache.shape[2]:
+        paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, scales)
+        return
+    _, num_q_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    strides = *q.stride()[:2], k_cache.stride(0), v_cache.stride(0), meta.block_tables.stride(0)
+    heads = num_kv_heads, num_q_heads // num_kv_heads, head_dim
+    num_seqs = meta.seq_lens.shape[0]
+    if meta.num_decodes:
+        _decode_attention[q.dtype](
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
+            meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, *heads, block_size, *strides, sliding_window,
+            scale, soft_cap, torch.get_num_threads(),
+        )  # fmt: skip
+    if meta.num_decodes < num_seqs:
+        _prompt_attention[q.dtype](
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
+            meta.cu_seqlens_q.data_ptr(), meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, num_seqs,
+            *heads, block_size, *strides, meta.max_seqlen_q, sliding_window, scale, soft_cap, torch.get_num_threads(),
+        )  # fmt: skip
 
 
 _OP = Op(

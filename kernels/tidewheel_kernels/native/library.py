@@ -32,8 +32,6 @@ CPU_INFO = Path("/proc/cpuinfo")
 MAPS = Path("/proc/self/maps")
 FOLDER = Path("tidewheel", "kernels")
 TIMEOUT_S = 120
-# A row takes as long as waking a thread.
-MIN_ROWS_TO_SHARE = 4
 POINTER, LONG, FLOAT, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
@@ -41,34 +39,26 @@ class NativeUnavailable(RuntimeError):
     pass
 
 
-class NativeKernel:
+class NativeKernel(dict[torch.dtype, Callable[..., None]]):
+    """C function by element type, each loaded at its first use."""
+
     def __init__(self, name: str, *types: Any) -> None:
+        super().__init__()
         self._name = name
         self._types = types
-        self._functions: dict[torch.dtype, Callable[..., None]] = {}
 
-    def of(self, dtype: torch.dtype) -> Callable[..., None]:
-        function = self._functions.get(dtype)
-        if function is None:
-            library = native_library(dtype)
-            assert library is not None, f"no native kernels for {dtype}"
-            function = getattr(library, self._name)
-            function.argtypes, function.restype = self._types, None
-            self._functions[dtype] = function
-        return function
+    def __missing__(self, dtype: torch.dtype) -> Callable[..., None]:
+        library = native_library(dtype)
+        assert library is not None, f"no native kernels for {dtype}"
+        function = getattr(library, self._name)
+        function.argtypes, function.restype = self._types, None
+        self[dtype] = function
+        return self[dtype]
 
 
-def address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
-    """Raise `TypeError` for another element type."""
-    if tensor is None:
-        return None
-    if tensor.dtype != like.dtype:
-        raise TypeError(f"a native kernel for {like.dtype} was given {tensor.dtype}: convert it")
-    return tensor.data_ptr()
-
-
-def num_threads(num_rows: int) -> int:
-    return torch.get_num_threads() if num_rows >= MIN_ROWS_TO_SHARE else 1
+def mixed_dtypes(dtype: torch.dtype, *tensors: torch.Tensor | None) -> TypeError:
+    other = next(tensor.dtype for tensor in tensors if tensor is not None and tensor.dtype != dtype)
+    return TypeError(f"a native kernel for {dtype} was given {other}: convert it")
 
 
 @functools.cache

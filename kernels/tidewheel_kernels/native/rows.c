@@ -1,6 +1,8 @@
 /* Row operations between the matrix products, one pass each. */
 #include "element.h"
 
+enum { MIN_ROWS_TO_SHARE = 4 }; /* a row takes as long as waking a thread */
+
 API void rms_norm(
     const element *x,        /* [num_rows, width] */
     const element *residual, /* [num_rows, width]; or NULL */
@@ -9,7 +11,7 @@ API void rms_norm(
     element *total,          /* [num_rows, width]: x + residual; untouched without residual */
     int64_t num_rows, int64_t width, int64_t x_stride, int64_t residual_stride, float eps, float weight_offset,
     int32_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows >= MIN_ROWS_TO_SHARE)
     for (int64_t row = 0; row < num_rows; row++) {
         const element *from = x + row * x_stride;
         if (residual) {
@@ -33,7 +35,7 @@ API void silu_and_mul(
     const element *gate_up, /* [num_rows, 2 * width] */
     element *out,           /* [num_rows, width] */
     int64_t num_rows, int64_t width, int64_t stride, int32_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows >= MIN_ROWS_TO_SHARE)
     for (int64_t row = 0; row < num_rows; row++) {
         const element *gate = gate_up + row * stride, *up = gate + width;
 #pragma omp simd
@@ -83,7 +85,7 @@ API void rope_and_cache(
     int64_t v_head_stride, int64_t block_size, int64_t k_block_stride, int64_t v_block_stride, float eps,
     int32_t num_threads) {
     size_t head_bytes = head_dim * sizeof(element);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens >= MIN_ROWS_TO_SHARE)
     for (int64_t token = 0; token < num_tokens; token++) {
         const float *cos = cos_sin + positions[token] * 2 * half, *sin = cos + half;
         for (int64_t h = 0; h < num_q_heads; h++)

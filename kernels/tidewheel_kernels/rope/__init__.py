@@ -5,8 +5,11 @@ import torch
 from tidewheel_kernels.choice import Op
 from tidewheel_kernels.kv_cache import check_scales
 from tidewheel_kernels.kv_cache.reference import FP8
-from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
+from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel, mixed_dtypes
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu
 from tidewheel_kernels.rope.reference import rope_and_cache_reference
+
+_rope_and_cache = NativeKernel("rope_and_cache", *[POINTER] * 10, *[LONG] * 14, FLOAT, THREADS)
 
 
 def rope_and_cache(
@@ -40,6 +43,40 @@ def rope_and_cache(
     rope_and_cache = _OP.chosen[q.device, q.dtype]
     weights = (q_norm_weight, k_norm_weight)
     rope_and_cache(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
+
+
+def rope_and_cache_native(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+    scales: torch.Tensor | None,
+) -> None:
+    if scales is not None:
+        weights = (q_norm_weight, k_norm_weight)
+        rope_and_cache_cpu(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
+        return
+    norms: tuple[int | None, int | None] = (None, None)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        if q_norm_weight.dtype != q.dtype or k_norm_weight.dtype != q.dtype:
+            raise mixed_dtypes(q.dtype, q_norm_weight, k_norm_weight)
+        norms = q_norm_weight.data_ptr(), k_norm_weight.data_ptr()
+    num_tokens, num_q_heads, head_dim = q.shape
+    positions = positions.long()
+    _rope_and_cache[q.dtype](
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_sin_cache.data_ptr(), positions.data_ptr(),
+        slot_mapping.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *norms,
+        num_tokens, num_q_heads, k.shape[1], head_dim, cos_sin_cache.shape[-1] // 2,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_cache.shape[1], k_cache.stride(0), v_cache.stride(0),
+        eps, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 _OP = Op(

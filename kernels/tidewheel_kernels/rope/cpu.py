@@ -3,9 +3,6 @@ from __future__ import annotations
 import torch
 
 from tidewheel_kernels.kv_cache.cpu import write_kv_cache_cpu
-from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel, address, num_threads
-
-_rope_and_cache = NativeKernel("rope_and_cache", *[POINTER] * 10, *[LONG] * 14, FLOAT, THREADS)
 
 
 def rope_and_cache_cpu(
@@ -54,32 +51,3 @@ def _rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> N
     from_second, from_first = second * sin, first * sin
     first.mul_(cos).sub_(from_second)
     second.mul_(cos).add_(from_first)
-
-
-def rope_and_cache_native(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    q_norm_weight: torch.Tensor | None,
-    k_norm_weight: torch.Tensor | None,
-    eps: float,
-    scales: torch.Tensor | None,
-) -> None:
-    if scales is not None:
-        weights = (q_norm_weight, k_norm_weight)
-        rope_and_cache_cpu(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights, eps, scales)
-        return
-    num_tokens, num_q_heads, head_dim = q.shape
-    positions = positions.long()
-    _rope_and_cache.of(q.dtype)(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_sin_cache.data_ptr(), positions.data_ptr(),
-        slot_mapping.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), address(q_norm_weight, q),
-        address(k_norm_weight, q), num_tokens, num_q_heads, k.shape[1], head_dim, cos_sin_cache.shape[-1] // 2,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_cache.shape[1], k_cache.stride(0), v_cache.stride(0),
-        eps, num_threads(num_tokens),
-    )  # fmt: skip

@@ -150,7 +150,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def num_free(self) -> int:
         """Count the blocks that neither a row nor a transfer holds."""
-        held = self.references().keys() | set(self.kv._transfers.held_sources())
+        held = self.references().keys() | set(self.kv.transfers.held_sources())
         return self.kv.num_blocks - len(held)
 
     def num_pool_hits(self, request: Request) -> int:
@@ -161,7 +161,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def num_host_hits(self, request: Request, num_pool_hits: int) -> int:
         """Count the blocks behind them that the host tier has."""
-        pending = dict(zip(self.kv._transfers._out_slots, self.kv._transfers._out_blocks, strict=True))
+        pending = dict(zip(self.kv.transfers._out_slots, self.kv.transfers._out_blocks, strict=True))
         tails = {session.tail_key for session in self.kv.sessions.table._sessions.values()}
         slots = [slot for key, slot in self.kv._host._slots.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
@@ -268,7 +268,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def give_table(self, request: Request, hit: PrefixHit, keep_free: int = 0) -> None:
         num_new = self.kv.num_blocks_for(request.num_tokens) - len(hit.block_ids)
-        references, held = self.references(), self.kv._transfers.held_sources()
+        references, held = self.references(), self.kv.transfers.held_sources()
         revived = [b for b in hit.block_ids if not references[b] and b not in held]
         num_left = self.num_free() - num_new - len(revived)
         is_tail_free = hit.tail_block >= 0 and not references[hit.tail_block] and hit.tail_block not in held
@@ -325,7 +325,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def move(self, step_id: int) -> None:
         """Carry out the transfers of the batch in the promised order."""
-        arriving = dict(self.kv._transfers.arrivals)
+        arriving = dict(self.kv.transfers.arrivals)
         moves = self.kv.take_transfers(step_id)
         for target in (moves.copy_targets, moves.swap_in_blocks):
             assert len(set(target.tolist())) == len(target), "a block is filled twice"
@@ -361,7 +361,7 @@ class KVMachine(RuleBasedStateMachine):
             return
         step_id = min(self.batches)
         batch = self.batches.pop(step_id)
-        self.kv.step_done(step_id)
+        self.kv.transfers.done(step_id)
         for index, (row, end) in batch.ends.items():
             if self.rows.get(index) is row:
                 row.num_computed = end
@@ -370,7 +370,7 @@ class KVMachine(RuleBasedStateMachine):
     def commit(self, index: int) -> None:
         row = self.rows[index]
         self.kv.commit(index, row.request, row.num_computed)
-        if index not in self.kv._transfers.arrivals:
+        if index not in self.kv.transfers.arrivals:
             self.note_commit(row, row.num_computed // self.kv.block_size)
 
     def note_commit(self, row: NaiveRow, num_full: int) -> None:
@@ -403,7 +403,7 @@ class KVMachine(RuleBasedStateMachine):
         if index is None:
             index = self.any_row()
         row = self.rows[index]
-        is_arriving = index in self.kv._transfers.arrivals
+        is_arriving = index in self.kv.transfers.arrivals
         self.commit(index)
         self.kv.keep_session(index, row.request, row.num_computed, self.now)
         if row.request.session_id and not is_arriving:
@@ -503,12 +503,12 @@ class KVMachine(RuleBasedStateMachine):
         for index in list(self.rows):
             self.leave(index)
         self.kv.take_transfers(self.num_steps)
-        self.kv.step_done(self.num_steps)
+        self.kv.transfers.done(self.num_steps)
         for step_id in list(self.batches):
-            self.kv.step_done(step_id)
+            self.kv.transfers.done(step_id)
         self.kv.check_invariants()
         assert self.kv.num_free_blocks == self.kv.num_blocks
-        assert self.kv.num_held_blocks == 0
+        assert self.kv.transfers.num_returning_blocks() == 0
         self.kv.sessions.expire(self.now + 1000.0)
         stats = self.kv.update_stats()
         assert stats.num_free_host_blocks == stats.num_host_blocks

@@ -14,14 +14,13 @@ import torch
 from support.runner.recorded_graphs import RecordingAccelerator
 from support.runner.step_loop import StepLoop
 from tidewheel.engine.core import EngineCore
-from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.models.causal_lm import ForwardInput, ModelShape
 from tidewheel.request import Request
 from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel_kernels import AttentionMetadata
 
 VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
 CPU = torch.device("cpu")
@@ -41,30 +40,16 @@ class LookUp:
         self._fails_at = set(fails_at)
         self._num_steps = 0
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, step: ForwardInput) -> torch.Tensor:
         self._num_steps += 1
         if self._num_steps in self._fails_at:
             raise torch.OutOfMemoryError
-        return LOGITS[token_ids[logit_indices].long()]
+        return LOGITS[step.token_ids[step.logit_indices].long()]
 
     def forward_with_hidden(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        meta: AttentionMetadata,
-        kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,
-        hidden_indices: torch.Tensor,
+        self, step: ForwardInput, hidden_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.forward(token_ids, positions, meta, kv_layers, logit_indices)
-        return logits, HIDDEN[token_ids[hidden_indices].long()]
+        return self.forward(step), HIDDEN[step.token_ids[hidden_indices].long()]
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         return states @ LOGITS

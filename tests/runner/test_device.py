@@ -20,6 +20,7 @@ from tidewheel.runner.device import (
 from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
 from tidewheel.settings import MIB
 from tidewheel_kernels import FP8
+from tidewheel_kernels.native import library
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -36,13 +37,13 @@ CUDA = torch.device("cuda", 0)
         ("", False),
     ],
 )
-def test_native_bfloat16_is_read_from_the_processor(tmp_path: Path, line: str, expected: bool) -> None:
+def test_native_bfloat16_is_read_from_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: bool
+) -> None:
+    monkeypatch.setattr(library, "CPU_INFO", tmp_path / "cpuinfo")
+    assert cpu_has_bf16() is False  # an unknown processor
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
-    assert cpu_has_bf16(tmp_path / "cpuinfo") is expected
-
-
-def test_an_unknown_processor_has_none(tmp_path: Path) -> None:
-    assert cpu_has_bf16(tmp_path / "absent") is False
+    assert cpu_has_bf16() is expected
 
 
 @pytest.mark.parametrize(

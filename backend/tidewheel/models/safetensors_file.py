@@ -77,7 +77,6 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
-    """Return entries in the order of their data."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -132,8 +131,6 @@ def _check_tiling(entries: list[tuple[str, TensorEntry]], data_size: int) -> Non
 
 
 class FileChunk(NamedTuple):
-    """Contiguous bytes of a tensor in a file."""
-
     file: SafetensorsFile
     begin: int  # bytes from the start of the data
     dtype: torch.dtype  # in the file
@@ -151,7 +148,6 @@ class FileChunk(NamedTuple):
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[FileChunk]:
-    """Return chunks of the tensors with a destination, in the order of the files."""
     chunks: list[FileChunk] = []
     for file in files:
         for name, entry in file.entries.items():

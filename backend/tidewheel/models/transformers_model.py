@@ -1,7 +1,6 @@
 """Models that run through transformers, whose attention interface is put on the paged cache.
 
-The library passes the layer but not the step, so all layers share a slot with the step's attention. A probe shows
-that both compute the same.
+The library passes the layer but not the step, so all layers share a slot with the step's attention.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 def attend_paged(meta: AttentionMetadata, kv: KVLayer, call: AttentionCall) -> torch.Tensor:
-    """Write keys and values; return [T, num_q_heads, head_dim]."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
     write_kv_cache(key, value, meta.slot_mapping, kv.keys, kv.values, scales=kv.scales)
     return paged_attention(
@@ -227,7 +225,8 @@ class TransformersModel:
 
 def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
     name = architecture(fields)
-    if name not in _names():
+    offered = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if not any(name in ((names,) if isinstance(names, str) else names) for names in offered):
         raise ConfigError(
             f"{fields.where}: architecture {name!r} is unknown; offered are {', '.join(NATIVE)} "
             "and the causal decoders of transformers"
@@ -241,11 +240,6 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
         raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {one_line(error)}") from error
     check_config(config, name)
     return cls, config
-
-
-def _names() -> set[str]:
-    values = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return {name for value in values for name in ((value,) if isinstance(value, str) else value)}
 
 
 @torch.inference_mode()
@@ -266,7 +260,9 @@ def load_transformers_model(
         if dummy_seed is None:
             model = _from_files(folder, cls, config, dtype)
         else:
-            model = _random(cls, config, dtype, device, dummy_seed)
+            torch.manual_seed(dummy_seed)
+            with device:
+                model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except ConfigError:
         raise
     except Exception as error:
@@ -275,12 +271,6 @@ def load_transformers_model(
         raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
     progress(STAGE, 1.0)
     return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
-
-
-def _random(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    torch.manual_seed(seed)
-    with device:
-        return cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _from_files(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Any:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
@@ -10,6 +9,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES
 from tidewheel_kernels import FP8, runs_triton
 from tidewheel_kernels.choice import ENVIRONMENT_VARIABLE as KERNELS_VARIABLE
+from tidewheel_kernels.native.library import processor
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,6 @@ SMALL_MODEL_BYTES = 64 << 20
 LEAST_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 
-CPU_INFO = Path("/proc/cpuinfo")
 # CPU flags: x86 AVX-512 BF16 and AMX, Arm BF16.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -33,7 +32,12 @@ def resolve_device(config: EngineConfig) -> torch.device:
         logger.info("runs on the CPU: %s", obstacle)
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    _check_capability(device)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}: bfloat16 and the "
+            f"kernels need at least {_dotted(LEAST_CAPABILITY)} (Ampere); use a newer GPU, or set device to 'cpu'"
+        )
     return device
 
 
@@ -50,15 +54,6 @@ def cuda_obstacle() -> str:
         first_sentences = " ".join(str(error).split()).split(" Please ")[0].rstrip(". ")
         return f"{build} cannot use a GPU: {first_sentences}"
     return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
-
-
-def _check_capability(device: torch.device) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}: bfloat16 and the "
-            f"kernels need at least {_dotted(LEAST_CAPABILITY)} (Ampere); use a newer GPU, or set device to 'cpu'"
-        )
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -129,10 +124,5 @@ def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
     return "float16" if checkpoint == "float16" else "bfloat16"
 
 
-def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:
-    try:
-        lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return not BF16_FLAGS.isdisjoint(flags.split())
+def cpu_has_bf16() -> bool:
+    return not BF16_FLAGS.isdisjoint(processor().split())

@@ -132,7 +132,8 @@ class BlockTransfers:
                 self._is_writing_out = False
             if len(batch.swap_out_blocks) or len(batch.swap_in_blocks):
                 self._swap(batch)
-            self._kv.copy(batch.copy_sources, batch.copy_targets)
+            if len(batch.copy_sources):
+                self._kv.copy(batch.copy_sources, batch.copy_targets)
         except RuntimeError as error:  # not retried: the pool may have changed
             raise InternalError(f"step {batch.step_id}: blocks could not be copied: {error}") from error
 
@@ -142,7 +143,8 @@ class BlockTransfers:
         with self._transfer_stream.running():
             self._host.write_out(batch.swap_out_blocks, batch.swap_out_slots)
             self._host.read_in(batch.swap_in_slots, batch.swap_in_blocks)
-        if len(batch.swap_in_blocks) or _rewrites_swapped_out(batch):
+        rewritten = np.concatenate((batch.block_ids, batch.copy_targets))
+        if len(batch.swap_in_blocks) or np.isin(batch.swap_out_blocks, rewritten).any():
             self._transfer_stream.join()
         else:
             self._is_writing_out = True
@@ -163,8 +165,3 @@ class BlockTransfers:
             host.write_out(ids, ids)
             host.read_in(ids, ids)
         self._transfer_stream.synchronize()
-
-
-def _rewrites_swapped_out(batch: ScheduledBatch) -> bool:
-    taken = np.concatenate((batch.block_ids, batch.copy_targets))
-    return bool(np.isin(batch.swap_out_blocks, taken).any())

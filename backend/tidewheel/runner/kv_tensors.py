@@ -164,9 +164,8 @@ class KVTensors:
         return self._tensor.abs().amax(dim=(2, 3, 5))
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
-        if len(sources):
-            source, target = (index_on(self._tensor.device, ids) for ids in (sources, targets))
-            copy_blocks(self._tensor.flatten(0, 1), source, target)
+        source, target = (index_on(self._tensor.device, ids) for ids in (sources, targets))
+        copy_blocks(self._tensor.flatten(0, 1), source, target)
 
 
 def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:

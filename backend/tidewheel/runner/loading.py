@@ -140,7 +140,12 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     is_automatic = config.max_model_len == "auto"
     size = decide_size(config.num_blocks, budget, layout, parts.info.max_model_len, may_shorten=is_automatic)
     kv = _allocate(layout, size.num_blocks, device, budget)
-    host = _allocate_host(kv, num_host_blocks, config.swap_space)
+    try:
+        host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
+    except RuntimeError as error:
+        raise ConfigError(
+            f"swap_space is {config.swap_space:g} GiB: so much host memory cannot be had; lower it"
+        ) from error
     if parts.claim is not None:
         parts.claim.take(kv.num_bytes)
     info = msgspec.structs.replace(
@@ -193,12 +198,3 @@ def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget
             f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
             f"{room}lower num_blocks or {budget.setting}"
         ) from error
-
-
-def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> HostBlocks | None:
-    if num_host_blocks == 0:
-        return None
-    try:
-        return HostBlocks(kv, num_host_blocks)
-    except RuntimeError as error:
-        raise ConfigError(f"swap_space is {swap_space:g} GiB: so much host memory cannot be had; lower it") from error

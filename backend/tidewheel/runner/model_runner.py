@@ -69,9 +69,10 @@ class ModelRunner:
             info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
         )
         self._sampling = SamplingTable(info.max_num_seqs, info.vocab_size, accelerator)
-        self._sender: InputSender = (
-            share_memory if accelerator is None else StagingSender(accelerator, _static_bytes(info))
-        )
+        self._sender: InputSender = share_memory
+        if accelerator is not None:
+            num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
+            self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
         self._model = model
         self._forward = _forward(model, self._rows, cache.kv)
         self._graphs: StepGraphs | None = None
@@ -166,9 +167,10 @@ class ModelRunner:
         changes = self._rows.update(batch)
         host = self._rows.host_inputs(batch)
         plan = self._sampling.plan(batch, host)
-        graph = None if self._graphs is None or plan.reads_prompts else self._graphs.find_decodes(batch)
+        reads_prompts = plan.scoring is not None or plan.pooling is not None
+        graph = None if self._graphs is None or reads_prompts else self._graphs.find_decodes(batch)
         launch: Launch = "eager"
-        if plan.reads_prompts:
+        if reads_prompts:
             sampled = self._computed_with_prompts(batch, host, plan, changes)
         elif graph is not None:
             sampled, launch = self._replayed(batch, host, plan, changes, graph), "graph"
@@ -216,7 +218,8 @@ class ModelRunner:
             logits = self._forward(inputs, bounds)
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if plan.samples else SamplerOutput()
+        samples = host.store_indices.size > 0
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if samples else SamplerOutput()
         return sampled, "eager" if graph is None else "graphs of pieces"
 
     def _computed_with_prompts(
@@ -229,7 +232,8 @@ class ModelRunner:
         sent = self._send(batch, host, plan.groups(), changes)
         inputs = StepInputs(*sent["inputs"])
         logits, of_prompts, pooled = compute(inputs, ForwardBounds.exact(batch, host), sent, plan)
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if plan.samples else SamplerOutput()
+        samples = host.store_indices.size > 0
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if samples else SamplerOutput()
         return sampled._replace(prompt_logprobs=of_prompts, pooled=pooled)
 
     def _from_states(
@@ -282,7 +286,7 @@ class ModelRunner:
     def _sampled(
         self, logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, store_indices: torch.Tensor
     ) -> SamplerOutput:
-        sampled = sample_tokens(logits, plan, sent, self._rows.history(store_indices))
+        sampled = sample_tokens(logits, plan, sent, partial(self._rows.history, store_indices))
         assert sampled.token_ids is not None
         self._rows.store(store_indices, sampled.token_ids)
         return sampled
@@ -302,7 +306,3 @@ def _forward_input(
 ) -> ForwardInput:
     token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
     return ForwardInput(token_ids, inputs.positions, rows.metadata(inputs, bounds), kv.layers, inputs.logit_indices)
-
-
-def _static_bytes(info: RunnerInfo) -> int:
-    return BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs + SPARE_BYTES

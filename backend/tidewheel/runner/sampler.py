@@ -43,14 +43,14 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
 
 
 def sample_tokens(
-    logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, history: TokenHistory
+    logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, history: Callable[[], TokenHistory]
 ) -> SamplerOutput:
     """Sample a token per row of `logits` [S, V], which it may overwrite.
 
     Order of vLLM: log-probabilities, allowed tokens, biases, forbidden words, penalties, grammar masks, temperature,
     top_k, top_p, min_p, draw.
     """
-    if plan.changes_logits and logits.dtype != torch.float32:
+    if logits.dtype != torch.float32 and plan.changes_logits:
         logits = logits.float()
     logprob_rows = sent["logprob_rows"]
     raw = logits.index_select(0, logprob_rows[0]) if logprob_rows else logits
@@ -60,10 +60,10 @@ def sample_tokens(
     if plan.bias is not None:
         apply_logit_bias(logits, *sent["bias"])
     if plan.words is not None:
-        forbid_words(logits, history, WordTensors(*sent["words"]))
+        forbid_words(logits, history(), WordTensors(*sent["words"]))
     if plan.penalties is not None:
         longest = int(plan.penalties.num_tokens.max())
-        apply_penalties(logits, history, PenaltyTensors(longest, *sent["penalties"]))
+        apply_penalties(logits, history(), PenaltyTensors(longest, *sent["penalties"]))
     if plan.masks is not None:
         bits = plan.masks.bits.result().to(logits.device, non_blocking=True)
         apply_token_mask(logits, sent["mask_rows"][0], bits)
@@ -145,7 +145,6 @@ class PendingStep:
 
 
 def _host_copies(outputs: Any, accelerator: CudaAccelerator) -> Any:
-    """Return the tensors of nested named tuples as pinned copies."""
     if isinstance(outputs, tuple):
         return type(outputs)(*(_host_copies(output, accelerator) for output in outputs))
     return None if outputs is None else _host_copy(outputs, accelerator)

@@ -69,7 +69,6 @@ class LogitRules:
         return bool(sampling.logit_bias or sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
 
     def biases(self, position: int) -> tuple[Int32Array, Float32Array]:
-        """Return token ids and values."""
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> tuple[Int32Array, Int32Array]:
@@ -156,10 +155,6 @@ class SamplingPlan:
     pooling: PoolingPlan | None
 
     @property
-    def samples(self) -> bool:
-        return len(self.draw.temperature) > 0
-
-    @property
     def changes_logits(self) -> bool:
         changes = (self.allowed, self.bias, self.words, self.penalties, self.masks)
         return any(change is not None for change in changes)
@@ -167,10 +162,6 @@ class SamplingPlan:
     @property
     def is_plain(self) -> bool:
         return not self.changes_logits and not len(self.logprob_rows)
-
-    @property
-    def reads_prompts(self) -> bool:
-        return self.scoring is not None or self.pooling is not None
 
     def groups(self, num_rows: int = 0) -> Groups:
         scoring, pooling = self.scoring, self.pooling

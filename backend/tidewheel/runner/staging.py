@@ -32,7 +32,6 @@ DTYPES: dict[np.dtype[Any], torch.dtype] = {
 
 
 def share_memory(groups: Groups) -> DeviceArrays:
-    """Return CPU tensors that share the arrays' memory."""
     return {name: [torch.from_numpy(array) for array in group or ()] for name, group in groups.items()}
 
 
@@ -96,8 +95,6 @@ class _PinnedBuffer:
 
 
 class _PackedArrays(dict[GroupName, list[torch.Tensor]]):
-    """Views of the buffers, made at their first use."""
-
     def __init__(
         self, placed: dict[GroupName, list[Placement]], split: int, static: TypedViews, rest: torch.Tensor
     ) -> None:

@@ -134,15 +134,15 @@ class StepGraphs:
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
         """Capture graphs with padding rows, the largest first: smaller graphs reuse their memory."""
-        captures = [(self._add_decodes, size) for size in sorted(sizes.decodes, reverse=True)]
-        captures += [(self._add_unsplit, size) for size in sorted(sizes.unsplit, reverse=True)]
-        captures += [(self._add_prompts, size) for size in sorted(sizes.prompts, reverse=True)]
+        captures = [partial(self._add_decodes, size) for size in sorted(sizes.decodes, reverse=True)]
+        captures += [partial(self._add_decodes, s, may_split=False) for s in sorted(sizes.unsplit, reverse=True)]
+        captures += [partial(self._add_prompts, size) for size in sorted(sizes.prompts, reverse=True)]
         taken: list[int] = []
         with _without_collections():
-            for num_done, (add, size) in enumerate(captures):
+            for num_done, capture in enumerate(captures):
                 progress(STAGE, num_done / len(captures))
                 before = self._pool.num_bytes
-                add(size)
+                capture()
                 taken.append(self._pool.num_bytes - before)
         progress(STAGE, 1.0)
         num_decodes, num_both = len(sizes.decodes), len(sizes.decodes) + len(sizes.unsplit)
@@ -164,13 +164,7 @@ class StepGraphs:
         index = bisect_left(self._prompts, batch.num_tokens, key=lambda graph: graph.num_tokens)
         return self._prompts[index] if index < len(self._prompts) else None
 
-    def _add_decodes(self, size: int) -> None:
-        self._decodes.insert(0, self._captured_decodes(size, may_split=True))
-
-    def _add_unsplit(self, size: int) -> None:
-        self._unsplit[size] = self._captured_decodes(size, may_split=False)
-
-    def _captured_decodes(self, size: int, *, may_split: bool) -> DecodeGraph:
+    def _add_decodes(self, size: int, *, may_split: bool = True) -> None:
         sent = self._sender({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
         inputs, draw = StepInputs(*sent["inputs"]), sent["draw"]
         bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
@@ -182,9 +176,12 @@ class StepGraphs:
             return token_ids
 
         captured = forward, *(self._pool.capture(partial(sample, any_sampled)) for any_sampled in (False, True))
-        return DecodeGraph(
-            size, inputs, *(CapturedGraph(graph, self._pool.unowned(output)) for graph, output in captured)
-        )
+        kept = (CapturedGraph(graph, self._pool.unowned(output)) for graph, output in captured)
+        decode = DecodeGraph(size, inputs, *kept)
+        if may_split:
+            self._decodes.insert(0, decode)
+        else:
+            self._unsplit[size] = decode
 
     def _add_prompts(self, size: int) -> None:
         pool, model, kv_layers = self._pool, self._model, self._kv_layers

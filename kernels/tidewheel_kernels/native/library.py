@@ -102,7 +102,7 @@ def find_compiler(environment: Mapping[str, str]) -> str:
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     sources = sorted(SOURCES.glob("*.c"))
     options = [*FLAGS, f"-D{ELEMENTS[dtype]}", *_processor_flags()]
-    digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
+    digest = hashlib.sha256(repr((options, compiler, _version(compiler), processor())).encode())
     for file in [*sources, *sorted(SOURCES.glob("*.h"))]:
         digest.update(file.read_bytes())
     path = folder / f"native-{digest.hexdigest()[:24]}.so"
@@ -144,8 +144,8 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _processor() -> str:
-    """Identify the processor: machines may share a home folder."""
+def processor() -> str:
+    """Return the processor's machine type and flags, in lower case: machines may share a home folder."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").lower().splitlines()
     except OSError:
@@ -155,7 +155,7 @@ def _processor() -> str:
 
 
 def _processor_flags() -> list[str]:
-    features = _processor().split()
+    features = processor().split()
     wide = ["-mprefer-vector-width=512"] if "avx512f" in features else []  # gcc chooses 256
     return [*wide, "-DTILES"] if "amx_bf16" in features and _may_use_tiles() else wide
 

@@ -17,6 +17,7 @@ from support.runner.step_loop import StepLoop, request
 from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.models.decoder import Decoder
 from tidewheel.runner.loading import graph_sizes
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
@@ -69,7 +70,7 @@ def test_a_cpu_has_no_graphs_and_says_so_once(
 
 
 def test_graphs_are_for_a_gpu_and_whoever_wants_them(config: EngineConfig) -> None:
-    gpu = mock.Mock(device=torch.device("cuda"))
+    gpu = mock.Mock(device=torch.device("cuda"), model=mock.Mock(spec=Decoder, shape=mock.Mock()))
     config = dataclasses.replace(config, max_num_seqs=9, max_num_batched_tokens=6)
     assert graph_sizes(config, gpu) == ([1, 2, 4, 6], [16], [])
     assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == GraphSizes()

@@ -113,7 +113,13 @@ class SessionTable:
     def put(self, session: KVSession) -> list[KVSession]:
         """Add a session and return the evicted ones, first the older session of that name."""
         former = self.remove(*session.name)
-        self._count_in(session)
+        self._sessions[session.name] = session
+        of_tenant = self._tenants.setdefault(session.tenant, _TenantSessions())
+        of_tenant.sessions[session.name] = session
+        if session.blocks:
+            self._resident[session.name] = of_tenant.resident[session.name] = session
+            of_tenant.num_blocks += len(session.blocks)
+        self._tally(session, 1)
         self._expiries.push(session.expires_at, session, len(self._sessions))
         gone = [] if former is None else [former]
         limits = limits_of(self.limits.tenants, session.tenant)
@@ -177,15 +183,6 @@ class SessionTable:
             del self._tenants[session.tenant]
         self._tally(session, -1)
         return session
-
-    def _count_in(self, session: KVSession) -> None:
-        self._sessions[session.name] = session
-        of_tenant = self._tenants.setdefault(session.tenant, _TenantSessions())
-        of_tenant.sessions[session.name] = session
-        if session.blocks:
-            self._resident[session.name] = of_tenant.resident[session.name] = session
-            of_tenant.num_blocks += len(session.blocks)
-        self._tally(session, 1)
 
     def _tally(self, session: KVSession, change: int) -> None:
         account = self._account(session)

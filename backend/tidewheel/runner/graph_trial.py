@@ -7,7 +7,6 @@ with waiting forbidden, which would fail a capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +20,7 @@ from tidewheel.models.trial_prompt import TOLERANCE, random_tokens, relative_dif
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize
 from tidewheel.runner.step_graphs import GraphBytes, GraphSizes
-from tidewheel.runner.warm_up import GREEDY, BatchRunner
+from tidewheel.runner.warm_up import GREEDY, BatchRunner, sampling_batch
 
 MOST_ROWS = 4
 LENGTHS = (3, 17, 8, 30)
@@ -50,7 +49,11 @@ def objection_to_graphs(runner: TrialRunner) -> str | None:
     if longest < 1:
         return f"max_model_len is {info.max_model_len}, too short for a trial"
     lengths = [min(length, longest) for length in LENGTHS[: size.num_rows]]
-    decodes = [_step(range(size.num_rows), lengths, done) for done in range(NUM_DECODES)]
+    rows = range(size.num_rows)
+    decodes = [
+        sampling_batch(rows, [length + done for length in lengths], [1] * size.num_rows)
+        for done in range(NUM_DECODES)
+    ]
     try:
         _fill(runner, lengths, size.num_blocks(info.block_size))
         runner.decode_without_waiting(decodes[0])
@@ -70,26 +73,9 @@ def _fill(runner: TrialRunner, lengths: Sequence[int], blocks_per_row: int) -> N
     for row, length in enumerate(lengths):
         tokens = random_tokens(length, runner.info.vocab_size, CPU).numpy().astype(np.int32)
         blocks = np.arange(row * blocks_per_row, (row + 1) * blocks_per_row, dtype=np.int32)
-        prompt = _step([row], [0], 0, length)
-        runner.run(
-            replace(
-                prompt,
-                new_rows=(NewRow(row, "", tokens, length, GREEDY, 0, (), ()),),
-                block_rows=np.full(blocks_per_row, row, dtype=np.int32),
-                block_indices=np.arange(blocks_per_row, dtype=np.int32),
-                block_ids=blocks,
-            )
-        )
-
-
-def _step(rows: Sequence[int], starts: Sequence[int], done: int, num_tokens: int = 1) -> ScheduledBatch:
-    count = len(rows)
-    return ScheduledBatch(
-        step_id=0,
-        rows=np.array(rows, dtype=np.int32),
-        start_positions=np.array(starts, dtype=np.int32) + np.int32(done),
-        num_scheduled_tokens=np.full(count, num_tokens, dtype=np.int32),
-        samples=np.ones(count, dtype=np.bool_),
-        num_decodes=count if num_tokens == 1 else 0,
-        num_tokens=count * num_tokens,
-    )
+        prompt = sampling_batch(
+            [row], [0], [length], new_rows=(NewRow(row, "", tokens, length, GREEDY, 0, (), ()),),
+            block_rows=np.full(blocks_per_row, row, dtype=np.int32),
+            block_indices=np.arange(blocks_per_row, dtype=np.int32), block_ids=blocks,
+        )  # fmt: skip
+        runner.run(prompt)

@@ -68,10 +68,14 @@ def prepare_kernels(device: torch.device, report: Progress = no_progress) -> Com
         import triton
 
         triton.knobs.compilation.listener = log
-        first, second = (torch.full((1,), index, dtype=torch.int64, device=device) for index in (0, 1))
-        copy_blocks(torch.zeros(1, 2, 16, device=device), first, second)
-        torch.cuda.synchronize(device)
+        _run_a_kernel(device)
     return log
+
+
+def _run_a_kernel(device: torch.device) -> None:
+    first, second = (torch.full((1,), index, dtype=torch.int64, device=device) for index in (0, 1))
+    copy_blocks(torch.zeros(1, 2, 16, device=device), first, second)
+    torch.cuda.synchronize(device)
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

@@ -161,24 +161,34 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: Int32Array) -> ScheduledBatch:
-    num_rows = len(rows)
-    lengths = [row.context + row.num_tokens for row in rows]
-    num_blocks = [-(-length // block_size) for length in lengths]
+    num_blocks = [-(-(row.context + row.num_tokens) // block_size) for row in rows]
     block_ids = np.concatenate([np.arange(count, dtype=np.int32) for count in num_blocks])
-    counts = np.array([row.num_tokens for row in rows], dtype=np.int32)
-    return ScheduledBatch(
+    return sampling_batch(
+        range(len(rows)),
+        [row.context for row in rows],
+        [row.num_tokens for row in rows],
         step_id=step_id,
-        rows=np.arange(num_rows, dtype=np.int32),
-        start_positions=np.array([row.context for row in rows], dtype=np.int32),
-        num_scheduled_tokens=counts,
-        samples=np.ones(num_rows, dtype=np.bool_),
-        num_decodes=int(np.cumprod(counts == 1).sum()),
-        num_tokens=int(counts.sum()),
         new_rows=tuple(_new_row(i, row) for i, row in enumerate(rows)),
-        block_rows=np.repeat(np.arange(num_rows, dtype=np.int32), num_blocks),
+        block_rows=np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks),
         block_indices=block_ids,
         block_ids=block_ids,
         **moves,
+    )
+
+
+def sampling_batch(
+    rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], *, step_id: int = 0, **columns: Any
+) -> ScheduledBatch:
+    num_tokens = np.array(counts, dtype=np.int32)
+    return ScheduledBatch(
+        step_id=step_id,
+        rows=np.array(rows, dtype=np.int32),
+        start_positions=np.array(starts, dtype=np.int32),
+        num_scheduled_tokens=num_tokens,
+        samples=np.ones(len(rows), dtype=np.bool_),
+        num_decodes=int(np.cumprod(num_tokens == 1).sum()),
+        num_tokens=int(num_tokens.sum()),
+        **columns,
     )
 
 

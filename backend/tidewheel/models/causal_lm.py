@@ -42,20 +42,12 @@ class ForwardInput(NamedTuple):
 
 
 class CausalLM(Protocol):
-    @property
-    def shape(self) -> ModelShape: ...
-
-    @property
-    def weights_bytes(self) -> int: ...
-
-    @property
-    def is_capturable(self) -> bool:
-        """Return whether `forward` is known never to wait for the device."""
-        ...
+    shape: ModelShape
+    weights_bytes: int
+    is_capturable: bool  # `forward` is known never to wait for the device
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
         """Return logits [S, vocab_size] in the model's dtype or float32."""
-        ...
 
 
 @runtime_checkable
@@ -64,7 +56,6 @@ class EmbeddingLM(CausalLM, Protocol):
         self, step: ForwardInput, hidden_indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits as `forward` does, and normed states [P, hidden_size] of `hidden_indices` [P] int64."""
-        ...
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor: ...
 

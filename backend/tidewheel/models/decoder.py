@@ -117,11 +117,11 @@ class Weights:
 
 class Attention:
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str, cos_sin: torch.Tensor) -> None:
-        self._cos_sin, self._is_invariant = cos_sin, weights.is_invariant
+        self._cos_sin, self.is_invariant = cos_sin, weights.is_invariant
         self._num_q_heads, self._num_kv_heads = config.num_q_heads, config.num_kv_heads
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
-        self._scale = config.head_dim**-0.5
-        self._sliding_window = config.sliding_windows[layer]
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[layer]
         hidden, q_width = config.hidden_size, config.num_q_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         projections = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
@@ -138,15 +138,6 @@ class Attention:
             q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps, scales=kv.scales,
         )  # fmt: skip
         return q
-
-    def __call__(
-        self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        return paged_attention(
-            queries, kv.keys, kv.values, meta,
-            scale=self._scale, sliding_window=self._sliding_window, scales=kv.scales, out=out,
-            invariant=self._is_invariant,
-        )  # fmt: skip
 
 
 class GatedMLP:
@@ -181,7 +172,12 @@ class DecoderLayer:
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return [T, num_q_heads, head_dim], in `out` if given."""
-        return self.attention(queries, meta, kv, out)
+        attention = self.attention
+        return paged_attention(
+            queries, kv.keys, kv.values, meta,
+            scale=attention.scale, sliding_window=attention.sliding_window, scales=kv.scales, out=out,
+            invariant=attention.is_invariant,
+        )  # fmt: skip
 
     def end(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's output and the residual, both [T, hidden_size]; the next norm adds them."""

@@ -27,8 +27,7 @@ GROWTH = 4
 
 
 class BatchRunner(Protocol):
-    @property
-    def info(self) -> RunnerInfo: ...
+    info: RunnerInfo
 
     def run(self, batch: ScheduledBatch) -> SampledTokens: ...
 

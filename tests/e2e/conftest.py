@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -86,4 +87,4 @@ def reference() -> Callable[[str, int], tuple[list[int], list[int], str]]:
         tokens = answer.sequences[0, ids.shape[1] :].tolist()
         return ids[0].tolist(), tokens, tokenizer.decode(tokens, skip_special_tokens=True)
 
-    return generate
+    return functools.cache(generate)

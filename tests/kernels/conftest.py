@@ -21,9 +21,9 @@ import torch
 
 import tidewheel_kernels
 from support.kernels.covering import covering
+from support.kernels.interpreted_runs import ON_GPU
 
 FOLDER = Path(__file__).parent
-ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1"
 
 
 def _import_interpreted() -> str:

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from support.kernels.interpreted_runs import slow_interpreted
 from support.kernels.kernel_harness import assert_close
 from tidewheel_kernels import compute_logprobs
 from tidewheel_kernels.launch_config import vocabulary_config
@@ -24,18 +25,27 @@ def assert_same(logits: torch.Tensor, ours: LogprobsOutput, reference: LogprobsO
     assert torch.equal(ours.top_token_ids, by_value_then_id[:, : ours.top_token_ids.shape[1]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "num_top"),
-    [(1, 1, 1), (3, 63, 20), (2, 8200, 20), (1, 8200, 256), (2, CHUNK, 0), (0, 10, 3)],
-    ids=str,
-)
-def test_kernel_equals_reference(device: str, rows: int, vocabulary: int, num_top: int, dtype: torch.dtype) -> None:
+def compare(device: str, rows: int, vocabulary: int, num_top: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, vocabulary, generator=generator) * 4).to(device, dtype)
     ids = torch.randint(0, vocabulary, (rows,), generator=generator).to(device)
     ours = kernels.compute_logprobs(logits, ids, num_top)
     assert_same(logits, ours, compute_logprobs_reference(logits, ids, num_top))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "num_top"),
+    [(1, 1, 1), (3, 63, 20), (2, 8200, 20), (2, CHUNK, 0), (0, 10, 3)],
+    ids=str,
+)
+def test_kernel_equals_reference(device: str, rows: int, vocabulary: int, num_top: int, dtype: torch.dtype) -> None:
+    compare(device, rows, vocabulary, num_top, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*slow_interpreted([torch.float32, torch.float16]), torch.bfloat16], ids=str)
+def test_many_log_probabilities(device: str, dtype: torch.dtype) -> None:
+    compare(device, 2, 8200, 256, dtype)
 
 
 def test_the_most_likely_tokens_may_all_tie_or_all_stand_in_one_chunk(device: str) -> None:

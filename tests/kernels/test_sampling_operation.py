@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from support.kernels.interpreted_runs import fewer
 from support.kernels.sampling_rows import GREEDY, Row, possible_draws, tensors
-from support.long_runs import examples
 from tidewheel_kernels import SamplingTensors, sample
 from tidewheel_kernels.sampling.cpu import MIN_PARTED, NUM_CANDIDATES, greedy_tokens_cpu, sample_cpu
 from tidewheel_kernels.sampling.reference import filtered_weights, greedy_tokens, sample_reference
@@ -54,7 +54,7 @@ def test_draws_equal_the_reference(implementation: Implementation, where: str, v
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(len(ROWS), vocabulary, generator=generator) * 3
     host = tensors(ROWS)
-    likely = filtered_weights(logits, host).topk(min(examples(2, 4), vocabulary), dim=-1)
+    likely = filtered_weights(logits, host).topk(min(fewer(2, 4), vocabulary), dim=-1)
     # Where fewer tokens are kept, the most likely one is drawn again.
     candidates = likely.indices.where(likely.values > 0, likely.indices[:, :1])
     for ids in candidates.unbind(-1):

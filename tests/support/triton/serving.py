@@ -51,13 +51,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
-    """Poll until the condition is true and return its value. Fail the test after the limit."""
-    deadline = time.monotonic() + limit_s
+    """Poll until the condition is true and return its value, less often with time. Fail the test after the limit."""
+    deadline, pause_s = time.monotonic() + limit_s, 0.02
     while time.monotonic() < deadline:
         value = condition()
         if value:
             return value
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.15)
     pytest.fail(f"{what}: not within {limit_s} s")
 
 

@@ -46,8 +46,8 @@ serve: venv
 TEST_JOBS ?= 4
 test: venv
 	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target \
-		faults/server test-kernels e2e/loads faults/running unit/engine e2e/rest e2e/shared unit/runner unit/rest \
-		faults/cluster lint
+		e2e/loads faults/running test-kernels e2e/pages faults/server unit/engine e2e/shared unit/runner e2e/rest \
+		faults/cluster unit/rest lint
 
 lint: venv
 	$(BIN)/ruff check .
@@ -77,18 +77,21 @@ unit/rest: venv
 test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
-# Files that load models again and again; those that only read from the server of tests/e2e/conftest.py; the rest.
-LOADS := $(patsubst %,tests/e2e/test_%.py,load_failures passing_faults readiness recipes reload)
+# Files that load models again and again; commands of pages, and figures; what shares the server of conftest.py; the rest.
+LOADS := $(patsubst %,tests/e2e/test_%.py,load_failures passing_faults readiness reload)
+PAGES := $(patsubst %,tests/e2e/test_%.py,new_user_walk recipes request_events top) tests/deploy
 SHARED := $(patsubst %,tests/e2e/test_%.py,bench_e2e clients_of_triton documented_examples gateway grammars locust \
 	lost_server many_streams playground_e2e request_values scrape security service transports)
-E2E_PARTS := e2e/loads e2e/shared e2e/rest
+E2E_PARTS := e2e/loads e2e/pages e2e/shared e2e/rest
 test-e2e: $(E2E_PARTS)
 e2e/loads: venv
 	$(E2E) $(LOADS)
+e2e/pages: venv
+	$(E2E) $(PAGES)
 e2e/shared: venv
 	$(E2E) $(SHARED)
 e2e/rest: venv
-	$(E2E) $(addprefix --ignore ,$(LOADS) $(SHARED)) tests/e2e tests/deploy
+	$(E2E) $(addprefix --ignore ,$(LOADS) $(PAGES) $(SHARED)) tests/e2e
 
 # A real model on every path, against transformers: its package has 93 MB, so `make test` leaves it out.
 test-chat-model: venv

@@ -80,7 +80,8 @@ class EngineFrontend:
         if self.client.is_owner:
             for line in info.describe():
                 log.info("%s", line)
-        self._metrics = self._publish_metrics(settings, info) if settings.has_metrics else None
+        has_metrics = settings.frontend.REPORT_CUSTOM_METRICS and not settings.engine.disable_log_stats
+        self._metrics = self._publish_metrics(settings, info) if has_metrics else None
 
     def close(self) -> None:
         self.frontend.close()

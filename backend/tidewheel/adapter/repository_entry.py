@@ -38,14 +38,6 @@ class ModelEntry:
     model_label: str = ""  # of metrics; empty: name
 
     @property
-    def repository(self) -> Path:
-        return self.folder.parent
-
-    @property
-    def version_folder(self) -> Path:
-        return self.folder / self.version
-
-    @property
     def labels(self) -> dict[str, str]:
         return {
             "model_name": self.model_label or self.name,
@@ -61,10 +53,6 @@ class ModelSettings:
     frontend: FrontendSettings
     entry: ModelEntry
     owner: ModelEntry  # of the engine
-
-    @property
-    def has_metrics(self) -> bool:
-        return self.frontend.REPORT_CUSTOM_METRICS and not self.engine.disable_log_stats
 
 
 def real_entry(folder: Path) -> Path:
@@ -108,7 +96,7 @@ def resolve_settings(entry: ModelEntry) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(coerce_setting("engine_of", engine_of, str)))
-    engine = _engine_config(settings, owner.version_folder)
+    engine = _engine_config(settings, owner.folder / owner.version)
     return ModelSettings(
         engine=engine,
         frontend=frontend,
@@ -170,7 +158,7 @@ def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
 
 
 def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
-    path = twin.repository / name / "config.pbtxt"
+    path = twin.folder.parent / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
     folder = path.parent

@@ -17,6 +17,17 @@ from tidewheel.frontend.output import OutputChunk, Response, is_last
 from tidewheel.sampling import TopLogprobs
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Figures of `RequestStats` by tensor of `return_perf_metrics`.
+_PERF_TENSORS: Mapping[str, tuple[str, type[np.generic]]] = {
+    "arrival_time_ns": ("arrival_ns", np.int64),
+    "first_scheduled_time_ns": ("first_scheduled_ns", np.int64),
+    "first_token_time_ns": ("first_token_ns", np.int64),
+    "last_token_time_ns": ("last_token_ns", np.int64),
+    "kv_cache_reused_blocks": ("num_reused_blocks", np.int32),
+    "kv_cache_alloc_new_blocks": ("num_new_blocks", np.int32),
+    "num_cached_tokens": ("num_cached_tokens", np.int32),
+    "priority": ("priority", np.int32),
+}
 
 
 class TritonSink:
@@ -138,7 +149,11 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
         arrays["token_ids"] = np.array([i for chunk in response for i in chunk.token_ids], np.int32)
     if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
         # After a stop string a sequence has no figures.
-        arrays |= _perf_arrays([chunk.stats or RequestStats() for chunk in response])
+        figures = [chunk.stats or RequestStats() for chunk in response]
+        arrays |= {
+            name: np.array([getattr(one, figure) for one in figures], dtype)
+            for name, (figure, dtype) in _PERF_TENSORS.items()
+        }
     return arrays
 
 
@@ -194,22 +209,6 @@ def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, s
             "decoded_token": texts[known],
         }
         for known, (logprob, rank) in found.items()
-    }
-
-
-def _perf_arrays(stats: Sequence[RequestStats]) -> Arrays:
-    def column(dtype: type[np.generic], of: Callable[[RequestStats], int]) -> npt.NDArray[Any]:
-        return np.array([of(one) for one in stats], dtype)
-
-    return {
-        "arrival_time_ns": column(np.int64, lambda s: s.arrival_ns),
-        "first_scheduled_time_ns": column(np.int64, lambda s: s.first_scheduled_ns),
-        "first_token_time_ns": column(np.int64, lambda s: s.first_token_ns),
-        "last_token_time_ns": column(np.int64, lambda s: s.last_token_ns),
-        "kv_cache_reused_blocks": column(np.int32, lambda s: s.num_reused_blocks),
-        "kv_cache_alloc_new_blocks": column(np.int32, lambda s: s.num_new_blocks),
-        "num_cached_tokens": column(np.int32, lambda s: s.num_cached_tokens),
-        "priority": column(np.int32, lambda s: s.priority),
     }
 
 

@@ -47,7 +47,7 @@ class TritonPythonModel:
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:
             self._settings = settings = load_settings(args)
-            model_dir = engine_dir(settings.owner.repository, settings.owner.name)
+            model_dir = engine_dir(settings.owner.folder.parent, settings.owner.name)
             self._follower = _follow(model_dir, settings, choose_engine(model_dir, settings.engine), name)
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None

@@ -263,10 +263,10 @@ def prompt_in_a_file(submit: Function, frontend: Any, request: Any, sink: Any) -
 
 
 @planted("tidewheel.adapter.triton_model", "read_request", LEAKS)
-def prompt_in_a_metric(read: Function, request: Any, **named: Any) -> Any:
+def prompt_in_a_metric(read: Function, request: Any, *arguments: Any, **named: Any) -> Any:
     import triton_python_backend_utils as pb_utils
 
-    found = read(request, **named)
+    found = read(request, *arguments, **named)
     family = pb_utils.MetricFamily(name="last_prompt", description="a leak", kind=pb_utils.MetricFamily.GAUGE)
     _kept.extend([family, family.Metric(labels={"text": found[0].text.decode()})])
     return found

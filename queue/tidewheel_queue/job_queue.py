@@ -1,20 +1,37 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from tidewheel_client.errors import RequestTimeout
+from tidewheel_client.errors import Busy, InvalidRequest, NotFound, RequestTimeout
 from tidewheel_client.facade import Facade, blocking, iterating, run
-from tidewheel_queue import queue_calls as calls
-from tidewheel_queue.jobs import MAX_JOB_BYTES, DeadJob, EnqueuedJob, Job, JobCounts, Result, TextChunk, pack
-from tidewheel_queue.lua_scripts import SCRIPTS
+from tidewheel_queue.jobs import (
+    MAX_JOB_BYTES,
+    DeadJob,
+    EnqueuedJob,
+    Job,
+    JobCounts,
+    PackedJob,
+    Result,
+    TextChunk,
+    check_id,
+    pack,
+    unpack,
+)
+from tidewheel_queue.lua_scripts import QueueNames
 from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint, RedisEndpoint
 
 BOUND = 10_000
 RESULT_TTL_S = 86_400.0
+_BLOCK_MS = 1000  # of a waiting read
+_READ_COUNT = 1000
+_PIECE_JOBS, _PIECE_BYTES = 500, 4 << 20  # of one script, which blocks Redis
+_RETRY_AFTER_MS = 1000
 
 
 class AsyncQueue:
@@ -31,20 +48,21 @@ class AsyncQueue:
         max_job_bytes: int = MAX_JOB_BYTES,
         result_ttl_s: float = RESULT_TTL_S,
     ) -> None:
-        self._names = calls.QueueNames(name)
-        self._limits = calls.QueueLimits(bound, max_job_bytes, result_ttl_s)
+        self._names = QueueNames(name)
+        for limit, value, most, unit in (
+            ("bound", bound, 10_000_000, " jobs"),
+            ("max_job_bytes", max_job_bytes, 64 * MAX_JOB_BYTES, ""),
+            ("result_ttl_s", result_ttl_s, 30 * 86_400, " seconds"),
+        ):
+            if not 1 <= value <= most:
+                raise InvalidRequest(f"{limit} is {value}: 1 to {most}{unit}")
+        self._bound, self._max_job_bytes, self._ttl_ms = bound, max_job_bytes, int(result_ttl_s * 1000)
         self._where = where
 
     async def open(self, /) -> Self:
         """Connect. Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
         self._endpoint = await self._endpoint_type.open(self._where)
         self._redis = self._endpoint.redis
-        try:
-            self._endpoint.check_version(await self._call(self._redis.info))
-        except BaseException:
-            await self._endpoint.close()
-            raise
-        self._scripts = {name: self._redis.register_script(text) for name, text in SCRIPTS.items()}
         return self
 
     async def enqueue(self, /, job: Job | Mapping[str, object] | None = None, **fields: Any) -> EnqueuedJob:
@@ -56,11 +74,18 @@ class AsyncQueue:
 
         A group is added whole or refused with `Busy`; earlier groups stay. Repeated ids are safe.
         """
-        packed = [pack(job, self._limits.max_job_bytes) for job in jobs]
+        packed = [pack(job, self._max_job_bytes) for job in jobs]
         enqueued: list[EnqueuedJob] = []
-        for piece in calls.pieces(packed):
-            answer = await self._run("enqueue", calls.enqueue_arguments(self._names, self._limits, piece))
-            enqueued += calls.read_enqueued(self._names, self._limits, piece, answer)
+        for piece in _pieces(packed):
+            fields = [field for job in piece for field in job]
+            before, *added = await self._run("enqueue", self._bound, self._ttl_ms, *fields)
+            if len(added) != len(piece):
+                raise Busy(
+                    f"queue {self._names.name!r} holds {before} jobs that wait or run, and {len(piece)} more would "
+                    f"pass its bound of {self._bound}: none of them was taken",
+                    retry_after_ms=_RETRY_AFTER_MS,
+                )
+            enqueued += [EnqueuedJob(job.id, bool(is_new)) for job, is_new in zip(piece, added, strict=True)]
         return enqueued
 
     async def result(self, /, job_id: str, *, wait_s: float = 0.0) -> Result:
@@ -75,7 +100,7 @@ class AsyncQueue:
             left_ms = int(1000 * (end - time.monotonic()))
             if left_ms <= 0:
                 raise RequestTimeout(f"job {job_id!r} is {result.state} after {wait_s:g} s")
-            entries = await self._read(self._names.ended, last, min(left_ms, calls.BLOCK_MS))
+            entries = await self._read(self._names.ended, last, min(left_ms, _BLOCK_MS))
             last = entries[-1][0] if entries else last
             if not entries or any(fields["id"] == job_id for _, fields in entries):
                 result = await self._look(job_id)
@@ -85,12 +110,11 @@ class AsyncQueue:
         """Yield the kept results, oldest first, with `follow` also new ones, without end."""
         last = "0-0"
         while True:
-            entries = await self._read(self._names.ended, last, calls.BLOCK_MS if follow else None)
+            entries = await self._read(self._names.ended, last, _BLOCK_MS if follow else None)
             for entry, fields in entries:
                 last = entry
-                found = await self._fields(fields["id"])
-                if found[0] is not None:
-                    yield calls.read_result(self._names, fields["id"], found)
+                with contextlib.suppress(NotFound):
+                    yield await self._look(fields["id"])
             if not entries and not follow:
                 return
 
@@ -99,7 +123,7 @@ class AsyncQueue:
         last, stream = "0-0", self._names.tokens(job_id)
         while True:
             has_ended = (await self._look(job_id)).has_ended
-            for entry, fields in await self._read(stream, last, None if has_ended else calls.BLOCK_MS):
+            for entry, fields in await self._read(stream, last, None if has_ended else _BLOCK_MS):
                 last = entry
                 if "end" in fields:
                     return
@@ -109,15 +133,24 @@ class AsyncQueue:
 
     async def cancel(self, /, job_id: str) -> bool:
         """Cancel a job. Return False if it had ended. Raise `NotFound`."""
-        self._names.job(job_id)
-        return calls.read_cancelled(self._names, job_id, await self._run("cancel", [self._names.prefix, job_id]))
+        check_id(job_id)
+        answer = await self._run("cancel", job_id)
+        if answer < 0:
+            raise self._unknown(job_id)
+        return bool(answer)
 
     async def counts(self, /) -> JobCounts:
-        return calls.read_counts(await self._run("count", [self._names.prefix]))
+        *totals, dead = await self._run("count")
+        running = tuple(totals[4:])
+        return JobCounts(tuple(total - runs for total, runs in zip(totals[:4], running, strict=True)), running, dead)
 
     async def dead(self, /, limit: int = 1000) -> list[DeadJob]:
         """Return the jobs given up last, newest first."""
-        return calls.read_dead(await self._call(lambda: self._redis.xrevrange(self._names.dead, count=limit)))
+        entries = await self._call(lambda: self._redis.xrevrange(self._names.dead, count=limit))
+        return [
+            DeadJob(found["id"], found["reason"], int(found["attempts"]), unpack(found["job"]))
+            for _, found in entries
+        ]
 
     async def close(self, /) -> None:
         """Close the connection; an embedded Redis ends after its last user."""
@@ -132,25 +165,45 @@ class AsyncQueue:
         await self.close()
 
     async def _look(self, job_id: str) -> Result:
-        return calls.read_result(self._names, job_id, await self._fields(job_id))
-
-    async def _fields(self, job_id: str) -> list[str | None]:
         key = self._names.job(job_id)
-        return list(await self._call(lambda: self._redis.hmget(key, calls.RESULT_FIELDS)))
+        state, attempts, found = await self._call(lambda: self._redis.hmget(key, "state", "attempts", "result"))
+        if state is None:
+            raise self._unknown(job_id)
+        answer: dict[str, Any] = json.loads(found or "{}")
+        error, tag = answer.pop("error", None), answer.pop("tag", None)
+        return Result(
+            id=job_id, state=state, attempts=int(attempts or 0), answer=answer or None, error=error, tag=tag
+        )
+
+    def _unknown(self, job_id: str) -> NotFound:
+        return NotFound(f"queue {self._names.name!r} has no job {job_id!r}: unknown, or its time to live is over")
 
     async def _last_ended(self) -> str:
         found = await self._call(lambda: self._redis.xrevrange(self._names.ended, count=1))
         return str(found[0][0]) if found else "0-0"
 
     async def _read(self, stream: str, last: str, block_ms: int | None) -> list[tuple[str, dict[str, str]]]:
-        answer = await self._call(lambda: self._redis.xread({stream: last}, count=calls.READ_COUNT, block=block_ms))
+        answer = await self._call(lambda: self._redis.xread({stream: last}, count=_READ_COUNT, block=block_ms))
         return list(answer[0][1]) if answer else []
 
-    async def _run(self, script: str, arguments: list[str]) -> Any:
-        return await self._call(lambda: self._scripts[script](keys=self._names.keys, args=arguments))
+    async def _run(self, script: str, *arguments: Any) -> Any:
+        return await self._call(lambda: self._endpoint.run(script, self._names, *arguments))
 
     async def _call(self, command: Callable[[], Any]) -> Any:
         return await self._endpoint.call(command)
+
+
+def _pieces(jobs: Sequence[PackedJob]) -> Iterator[list[PackedJob]]:
+    piece: list[PackedJob] = []
+    size = 0
+    for job in jobs:
+        if piece and (len(piece) == _PIECE_JOBS or size + len(job.payload) > _PIECE_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(job)
+        size += len(job.payload)
+    if piece:
+        yield piece
 
 
 class _BlockingQueue(AsyncQueue):

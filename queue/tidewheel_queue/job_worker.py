@@ -16,7 +16,7 @@ from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient
 from tidewheel_client.errors import Busy, DeadlineExceeded, Draining, InvalidRequest, RequestError
 from tidewheel_queue.jobs import Job, unpack
-from tidewheel_queue.queue_calls import QueueNames
+from tidewheel_queue.lua_scripts import QueueNames
 from tidewheel_queue.redis_endpoint import RedisEndpoint
 from tidewheel_queue.server_gate import ServerGate
 from tidewheel_queue.worker_store import (
@@ -103,7 +103,8 @@ class Worker:
         endpoint = await RedisEndpoint.open(self._where)
         try:
             self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)
-            await self._store.check()
+            if not endpoint.writes_file:
+                self._note(f"Redis at {endpoint.name} writes no append-only file: jobs are lost when it ends")
             self._finishes: Batcher[FinishedJob, bool] = Batcher(self._store.finish)
             self._emits: Batcher[StreamChunk, None] = Batcher(self._store.emit)
             with _first_error():
@@ -198,19 +199,14 @@ class Worker:
 
     async def _work(self, taken: TakenJob) -> None:
         try:
-            answered = await self._answer(taken)
-            if answered is not None and await self._finishes.add(answered):
-                self._count(answered.state)
+            ended = await self._answer(taken)
+            if ended is not None and await self._finishes.add(ended):
+                self.figures.done += ended.state == "done"
+                self.figures.failed += ended.state != "done"
         finally:
             if self._held.get(taken.id) is asyncio.current_task():
                 del self._held[taken.id]
             self._wake.set()
-
-    def _count(self, state: str) -> None:
-        if state == "done":
-            self.figures.done += 1
-        else:
-            self.figures.failed += 1
 
     async def _answer(self, taken: TakenJob) -> FinishedJob | None:
         """Return None if the job goes on elsewhere, or is dead."""
@@ -218,9 +214,6 @@ class Worker:
             job = unpack(taken.payload)
         except InvalidRequest as error:
             return _failed(taken, error)
-        return await self._answer_job(taken, job)
-
-    async def _answer_job(self, taken: TakenJob, job: Job) -> FinishedJob | None:
         begun, attempt, busy_s = time.monotonic(), taken.attempt, 0.0
         while await self._gate.wait():
             left_ms = _left_ms(job, taken.age_ms, begun)
@@ -233,17 +226,21 @@ class Worker:
                 busy_s += wait_s
                 if not await self._wait_for_room(taken, error, wait_s, busy_s):
                     return None
+                continue
             except RequestError as error:
                 if not error.retryable:
                     return _failed(taken, error)
-                self._gate.shut(str(error))
-                if not await self._try_again(taken.id, attempt, str(error)):
-                    return None
-                attempt += 1
+                reason = str(error)
+                self._gate.shut(reason)
             except Exception as error:  # of a client: the job must still end
-                if not await self._try_again(taken.id, attempt, f"{type(error).__name__}: {error}"):
-                    return None
-                attempt += 1
+                reason = f"{type(error).__name__}: {error}"
+            if not await self._store.fail(taken.id, attempt, reason):
+                self.figures.dead += 1
+                self._note(
+                    f"job {taken.id} is given up, or another worker's: `tidewheel results --dead` has the reason"
+                )
+                return None
+            attempt += 1
         return None
 
     async def _ask(self, job: Job, job_id: str, attempt: int, left_ms: float | None) -> Completion:
@@ -272,13 +269,6 @@ class Worker:
         async with self._taking:
             self.figures.given_back += await self._store.give_back(set(self._held) - {taken.id})
         return False
-
-    async def _try_again(self, job_id: str, attempt: int, reason: str) -> bool:
-        may = await self._store.fail(job_id, attempt, reason)
-        if not may:
-            self.figures.dead += 1
-            self._note(f"job {job_id} is given up, or another worker's: `tidewheel results --dead` has the reason")
-        return may
 
 
 def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:

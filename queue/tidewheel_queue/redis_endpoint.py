@@ -15,6 +15,7 @@ from redis.retry import Retry
 
 from tidewheel_client.errors import Busy, RequestError, ServerUnavailable, Unsupported
 from tidewheel_queue.embedded_redis import EmbeddedRedis
+from tidewheel_queue.lua_scripts import SCRIPTS, QueueNames
 
 T = TypeVar("T")
 
@@ -47,10 +48,24 @@ class RedisEndpoint:
             raise RequestError(
                 f"the URL of Redis at {self.name} has an option, or a value of one, that is unknown"
             ) from None
+        self._scripts = {name: self.redis.register_script(text) for name, text in SCRIPTS.items()}
+        self.writes_file = False  # known once open
 
     @classmethod
     async def open(cls, where: str | Path) -> Self:
-        return await asyncio.to_thread(cls, where)
+        """Connect. Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
+        endpoint = await cls._make(where)
+        try:
+            info = await endpoint.call(endpoint.redis.info)
+            endpoint.check_version(str(info.get("redis_version", "0")))
+        except BaseException:
+            await endpoint.close()
+            raise
+        endpoint.writes_file = bool(info.get("aof_enabled"))
+        return endpoint
+
+    def run(self, script: str, names: QueueNames, *arguments: Any) -> Any:
+        return self._scripts[script](keys=names.keys, args=[names.prefix, *arguments])
 
     async def call(self, command: Callable[[], Any]) -> Any:
         """Run a repeatable command, once more after a lost connection. Raise `RequestError`."""
@@ -84,11 +99,14 @@ class RedisEndpoint:
             return ServerUnavailable(f"no Redis answers at {self.name} ({text})")
         return RequestError(f"Redis at {self.name} refuses: {text}")
 
-    def check_version(self, info: Any) -> None:
+    def check_version(self, version: str) -> None:
         """Raise `Unsupported` before Redis 6.2."""
-        version = str(info.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
             raise Unsupported(f"Redis at {self.name} is {version}: a queue needs 6.2 or later")
+
+    @classmethod
+    async def _make(cls, where: str | Path) -> Self:
+        return await asyncio.to_thread(cls, where)
 
     def _client(self) -> Any:
         return redis_asyncio.Redis.from_url(self._url, retry=AsyncRetry(NoBackoff(), 0), **_OPTIONS)
@@ -105,7 +123,7 @@ class BlockingRedisEndpoint(RedisEndpoint):
     """Endpoint whose coroutines block."""
 
     @classmethod
-    async def open(cls, where: str | Path) -> Self:
+    async def _make(cls, where: str | Path) -> Self:
         return cls(where)
 
     async def revive(self) -> None:

@@ -9,8 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from redis import exceptions
 
 from tidewheel_client.errors import RequestError
-from tidewheel_queue import queue_calls as calls
-from tidewheel_queue.lua_scripts import SCRIPTS
+from tidewheel_queue.lua_scripts import QueueNames
 from tidewheel_queue.redis_endpoint import RedisEndpoint, heeding_cancels, is_lost
 
 T = TypeVar("T")
@@ -54,29 +53,17 @@ class WorkerStore:
     def __init__(
         self,
         endpoint: RedisEndpoint,
-        names: calls.QueueNames,
+        names: QueueNames,
         consumer: str,
         max_attempts: int,
         note: Callable[[str], None],
     ) -> None:
         self._endpoint = endpoint
         self._names = names
-        self._identity = [names.prefix, consumer]
-        self._max_attempts = str(max_attempts)
+        self._consumer = consumer
+        self._max_attempts = max_attempts
         self._note = note
-        self._redis = endpoint.redis
-        self._scripts = {name: self._redis.register_script(text) for name, text in SCRIPTS.items()}
         self._is_away = False
-
-    async def check(self) -> None:
-        """Raise `RequestError` unless Redis 6.2 or later answers."""
-        try:
-            info = await heeding_cancels(self._redis.info())
-        except exceptions.RedisError as error:
-            raise self._endpoint.error_of(error) from None
-        self._endpoint.check_version(info)
-        if not info.get("aof_enabled"):
-            self._note(f"Redis at {self._endpoint.name} writes no append-only file: jobs are lost when it ends")
 
     async def take(
         self, room: int, held: Iterable[str], *, gone: Mapping[str, str], claim: bool, lowest_first: bool
@@ -86,46 +73,45 @@ class WorkerStore:
         `gone` maps dead workers to last heartbeats; a newer heartbeat keeps the jobs. `claim` includes jobs given
         back.
         """
-        given = [*self._identity, str(room), self._max_attempts, str(int(claim)), str(int(lowest_first))]
-        given += [part for worker in gone.items() for part in worker]
+        workers = [part for worker in gone.items() for part in worker]
+        options = (room, self._max_attempts, int(claim), int(lowest_first))
         try:
-            found = await self._once("take", given)
+            found = await self._once("take", self._consumer, *options, *workers)
         except exceptions.RedisError as error:
             if "NOGROUP" not in str(error):
                 await self._away(error, _FIRST_WAIT_S)
             await self.give_back(held)
             return []
-        return [TakenJob(job_id, attempt, age_ms, payload) for job_id, attempt, age_ms, payload in found]
+        return [TakenJob(*job) for job in found]
 
     async def finish(self, endings: Sequence[FinishedJob]) -> list[bool]:
         """Write results. Return False for each job that already had one."""
         given = [part for one in endings for part in one]
-        return [bool(is_first) for is_first in await self._persistently("finish", [self._names.prefix, *given])]
+        return [bool(is_first) for is_first in await self._persistently("finish", *given)]
 
     async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
         """Count a failed attempt. Return False if the job is dead or lost."""
-        given = [*self._identity, job_id, str(attempt), self._max_attempts, reason]
-        return bool(await self._persistently("fail", given))
+        given = (job_id, attempt, self._max_attempts, reason)
+        return bool(await self._persistently("fail", self._consumer, *given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         """Beat. Return lost jobs' ids, and heartbeats of other workers with jobs."""
-        lost, others = await self._persistently("beat", [*self._identity, *ids])
+        lost, others = await self._persistently("beat", self._consumer, *ids)
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 
     async def emit(self, parts: Sequence[StreamChunk]) -> list[None]:
-        await self._persistently("emit", [*self._identity, *(str(field) for part in parts for field in part)])
+        await self._persistently("emit", self._consumer, *(field for part in parts for field in part))
         return [None] * len(parts)
 
     async def give_back(self, kept: Iterable[str] = ()) -> int:
         """Give back all jobs but `kept`; return their number."""
-        return int(await self._persistently("give_back", [*self._identity, *kept]))
+        return int(await self._persistently("give_back", self._consumer, *kept))
 
     async def leave(self) -> None:
-        await self._persistently("leave", self._identity)
+        await self._persistently("leave", self._consumer)
 
     async def has_jobs(self) -> bool:
-        counts = calls.read_counts(await self._persistently("count", [self._names.prefix]))
-        return any((*counts.waiting, *counts.running))
+        return any((await self._persistently("count"))[:4])
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
         """Call back for messages; `take` and `beat` find missed ones."""
@@ -135,31 +121,29 @@ class WorkerStore:
             await asyncio.sleep(_LONGEST_WAIT_S)
 
     async def _hear_until_lost(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        async with self._redis.pubsub() as channel:
+        async with self._endpoint.redis.pubsub() as channel:
             await heeding_cancels(channel.subscribe(self._names.bell))
             while True:
-                await self._hear(channel, on_work, on_cancel)
+                message = await heeding_cancels(
+                    channel.get_message(ignore_subscribe_messages=True, timeout=_LONGEST_WAIT_S)
+                )
+                word, _, job_id = str(message["data"]).partition(" ") if message else ("", "", "")
+                if word == "work":
+                    on_work()
+                elif word == "cancel":
+                    on_cancel(job_id)
 
-    async def _hear(self, channel: Any, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        message = await heeding_cancels(channel.get_message(ignore_subscribe_messages=True, timeout=_LONGEST_WAIT_S))
-        word, _, job_id = str(message["data"]).partition(" ") if message else ("", "", "")
-        if word == "work":
-            on_work()
-        elif word == "cancel":
-            on_cancel(job_id)
-
-    async def _persistently(self, script: str, arguments: list[str]) -> Any:
+    async def _persistently(self, script: str, *arguments: Any) -> Any:
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                return await self._once(script, arguments)
+                return await self._once(script, *arguments)
             except exceptions.RedisError as error:
                 await self._away(error, wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    async def _once(self, script: str, arguments: list[str]) -> Any:
-        called: Awaitable[Any] = self._scripts[script](keys=self._names.keys, args=arguments)
-        answer = await heeding_cancels(called)
+    async def _once(self, script: str, *arguments: Any) -> Any:
+        answer = await heeding_cancels(self._endpoint.run(script, self._names, *arguments))
         if self._is_away:
             self._is_away = False
             self._note(f"Redis at {self._endpoint.name} answers again")

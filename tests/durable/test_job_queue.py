@@ -23,8 +23,7 @@ from tidewheel_client import (
 )
 from tidewheel_client.facade import run
 from tidewheel_queue import AsyncQueue, EnqueuedJob, Job, Queue
-from tidewheel_queue.lua_scripts import SCRIPTS
-from tidewheel_queue.queue_calls import QueueNames
+from tidewheel_queue.lua_scripts import SCRIPTS, QueueNames
 from tidewheel_queue.redis_endpoint import BlockingRedisEndpoint
 
 
@@ -176,9 +175,9 @@ def test_an_unreachable_redis_is_unavailable() -> None:
 def test_an_old_redis_is_refused(redis_folder: Path, version: str) -> None:
     endpoint = BlockingRedisEndpoint(redis_folder)
     with pytest.raises(Unsupported, match=f"is {version}: a queue needs 6.2 or later"):
-        endpoint.check_version({"redis_version": version})
-    endpoint.check_version({"redis_version": "6.2.0"})
-    endpoint.check_version({"redis_version": "7.4.1-rc"})
+        endpoint.check_version(version)
+    endpoint.check_version("6.2.0")
+    endpoint.check_version("7.4.1-rc")
     run(endpoint.close())
 
 

@@ -41,7 +41,7 @@ def is_own(path: Path) -> bool:
 
 
 def try_lock(path: Path, timeout_s: float = 0.0) -> IO[bytes] | None:
-    """Lock a file until it is closed or this process ends. None: another process holds the lock.
+    """Lock a file until `unlock` or the end of this process. None: another process holds the lock.
 
     Raise OSError, also for a link or another user's file.
     """
@@ -58,6 +58,12 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> IO[bytes] | None:
             return None
         without_lock.pop_all()
         return file
+
+
+def unlock(lock: IO[bytes]) -> None:
+    """Unlock a file, also for a child that has not executed its program yet."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    lock.close()
 
 
 def is_locked(path: Path) -> bool:
@@ -109,7 +115,7 @@ class LockedFolder:
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            unlock(self._lock)
             self._lock = None
 
 
@@ -144,6 +150,6 @@ def remove_left_over(base: Path, prefix: str) -> None:
 def is_free(path: Path) -> bool:
     with contextlib.suppress(OSError):
         if (lock := try_lock(path)) is not None:
-            lock.close()
+            unlock(lock)
             return True
     return False

@@ -25,6 +25,7 @@ from tidewheel_process.locked_folder import (
     make_private,
     new_folder,
     try_lock,
+    unlock,
 )
 
 HOLD = """
@@ -112,7 +113,7 @@ def test_a_child_does_not_inherit_a_lock(tmp_path: Path) -> None:
     lock = try_lock(tmp_path / LOCK)
     assert lock is not None
     with subprocess.Popen(["/bin/sleep", "60"], close_fds=False) as child:
-        lock.close()
+        unlock(lock)
         assert is_free(tmp_path / LOCK)
         child.kill()
 

@@ -18,7 +18,7 @@ from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel_process import process_tree
 from tidewheel_process.guard import Guard, guard
-from tidewheel_process.locked_folder import LOOK_S, is_free, is_left_over, is_own, new_folder, try_lock
+from tidewheel_process.locked_folder import LOOK_S, is_free, is_left_over, is_own, new_folder, try_lock, unlock
 
 CLUSTER = "cluster"  # folder of a cluster, whose `run` holds its servers' folders
 ENDPOINTS = "endpoints.json"
@@ -65,7 +65,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
             raise unwritable(base, error) from None
         with contextlib.suppress(OSError):  # no room: Triton will say so
             if (lock := try_lock(shared_memory / f"{folder.shm_prefix}{_OWNER}", LOOK_S)) is not None:
-                held.enter_context(lock)
+                held.callback(unlock, lock)
         os.environ[RUN_DIR] = str(folder.run)
         held.callback(_restore, named)
         yield folder

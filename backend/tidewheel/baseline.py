@@ -67,9 +67,8 @@ class Generator:
         eos = GenerationDefaults.load(folder).eos_token_ids | tokenizer.eos_token_ids
         return cls(model, tokenizer, eos)
 
-    def encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text).tolist()
-        return token_ids
+    def encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text).tolist()  # type: ignore[no-any-return]
 
     def check(self, row: Row) -> None:
         vocab_size, length = self._tokenizer.vocab_size, len(row.token_ids)
@@ -86,21 +85,16 @@ class Generator:
                 f"together at most {self._max_model_len} fit"
             )
 
+    @torch.inference_mode()
     def generate(self, rows: Sequence[Row]) -> list[RowOutput]:
         """Return outputs in row order. Rows must have passed `check`."""
         if not rows:
             return []
-        width = max(len(row.token_ids) for row in rows)
-        tokens = self._generate(rows, width)[:, width:].tolist()
-        return [self._output(row, new) for row, new in zip(rows, tokens, strict=True)]
-
-    @torch.inference_mode()
-    def _generate(self, rows: Sequence[Row], width: int) -> torch.Tensor:
-        device = self._model.device
+        device, width = self._model.device, max(len(row.token_ids) for row in rows)
         padding = [width - len(row.token_ids) for row in rows]
         ids = [[_PAD] * pad + list(row.token_ids) for pad, row in zip(padding, rows, strict=True)]
         mask = [[0] * pad + [1] * (width - pad) for pad in padding]
-        output: torch.Tensor = self._model.generate(
+        output = self._model.generate(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(mask, device=device),
             do_sample=False,
@@ -110,7 +104,7 @@ class Generator:
             use_cache=True,
             stopping_criteria=StoppingCriteriaList([RowEnds(rows, width, self._eos)]),
         )
-        return output
+        return [self._output(row, new) for row, new in zip(rows, output[:, width:].tolist(), strict=True)]
 
     def _output(self, row: Row, tokens: list[int]) -> RowOutput:
         tokens = tokens[: row.max_tokens]

@@ -21,6 +21,8 @@ class Metric(NamedTuple):
 
 _gauge = partial(Metric, "engine", "gauge")
 _counter = partial(Metric, "engine", "counter")
+_class_gauge = partial(Metric, "engine", "gauge", label="class")
+_class_counter = partial(Metric, "engine", "counter", label="class")
 _tenant = partial(Metric, "tenant", "counter", label="tenant")
 _requests = partial(Metric, "requests", "counter")
 _histogram = partial(Metric, "requests", "histogram")
@@ -36,14 +38,12 @@ WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait to be schedule
 KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", "kv_usage")
 OLD_KV_USAGE = _gauge("vllm:gpu_cache_usage_perc", "The same, by its older name", "kv_usage")
 WAITING_TOKENS = _gauge("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", "num_waiting_tokens")
-WAITING_BY_CLASS = _gauge(
-    "tidewheel_requests_waiting", "Waiting requests of one QoS class", "waiting_by_class", label="class"
+WAITING_BY_CLASS = _class_gauge("tidewheel_requests_waiting", "Waiting requests of one QoS class", "waiting_by_class")
+LONGEST_WAIT = _class_gauge(
+    "tidewheel_wait_max_seconds", "Longest wait of a request that started", "max_wait_by_class"
 )
-LONGEST_WAIT = _gauge(
-    "tidewheel_wait_max_seconds", "Longest wait of a request that started", "max_wait_by_class", label="class"
-)
-OLDEST_WAIT = _gauge(
-    "tidewheel_wait_oldest_seconds", "Age of the oldest waiting request", "oldest_wait_by_class", label="class"
+OLDEST_WAIT = _class_gauge(
+    "tidewheel_wait_oldest_seconds", "Age of the oldest waiting request", "oldest_wait_by_class"
 )
 BLOCKS_CACHED = _gauge("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", "num_cached_blocks")
 FRAGMENTATION = _gauge(
@@ -76,13 +76,9 @@ SWAP_PREEMPTIONS = _counter(
 STEPS = _counter("tidewheel_steps_total", "Steps", "num_steps")
 STEP_SECONDS = _counter("tidewheel_step_seconds_total", "Time in steps", "step_seconds")
 SCHEDULED_TOKENS = _counter("tidewheel_scheduled_tokens_total", "Tokens computed", "num_scheduled_tokens")
-STARTED = _counter("tidewheel_requests_started_total", "Requests that started", "started_by_class", label="class")
-EVICTED = _counter(
-    "tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class", label="class"
-)
-SHED = _counter(
-    "tidewheel_requests_shed_total", "Requests refused by the breaker", "num_shed_by_class", label="class"
-)
+STARTED = _class_counter("tidewheel_requests_started_total", "Requests that started", "started_by_class")
+EVICTED = _class_counter("tidewheel_requests_evicted_total", "Requests displaced by newcomers", "evicted_by_class")
+SHED = _class_counter("tidewheel_requests_shed_total", "Requests refused by the breaker", "num_shed_by_class")
 RATE_LIMITED = _counter("tidewheel_requests_rate_limited_total", "Requests over a tenant's rates", "num_rate_limited")
 EXPIRED = _counter("tidewheel_requests_expired_total", "Requests whose deadline passed", "num_expired")
 HOPELESS = _counter("tidewheel_requests_hopeless_total", "Requests whose deadline could not be met", "num_hopeless")

@@ -91,11 +91,11 @@ class Parameter(NamedTuple):
             self.check_integer(name, value)
 
     def _check_range(self, name: str, value: float) -> None:
-        low, high, above = self.low, self.high, self.above
-        if (low is not None and value < low) or (high is not None and value > high):
-            is_within = False
-        else:
-            is_within = above is None or value > above
+        is_within = (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+        )
         if not is_within and value not in self.outside:
             raise InvalidRequest(f"{name} is {_number(value)}: it must be {self.range}")
 

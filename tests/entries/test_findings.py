@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.entries.findings import Field, Position, by_path, json_fields, pbtxt_fields, place_of
+from tidewheel.entries.findings import Field, by_path, json_fields, pbtxt_fields, place_of
 
 TEXT = """# backend: "none"
 backend : 'tide' "wheel" ; max_batch_size:0,
@@ -23,7 +23,7 @@ def cut(field: Field) -> str:
 def test_every_form_of_a_field() -> None:
     text_format.Parse(TEXT, model_config_pb2.ModelConfig())
     fields = by_path(pbtxt_fields(TEXT))
-    assert (fields["backend"].value, place_of(TEXT, fields["backend"].start)) == ("tidewheel", Position(2, 1))
+    assert (fields["backend"].value, place_of(TEXT, fields["backend"].start)) == ("tidewheel", (2, 1))
     assert cut(fields["max_batch_size"]) == "max_batch_size:0"
     assert cut(fields["input.a"]) == '{ name: "a" dims: [ -1, 2 ] }'
     assert cut(fields["input.b # c"]) == '< name: "b # c" data_type: TYPE_FP32 >'
@@ -38,4 +38,4 @@ def test_every_form_of_a_field() -> None:
 def test_keys_of_the_outermost_object() -> None:
     text = '{"a": {"b": 1}, "c": [{"d": ":"}, 2], "e\\"": "f",\n "g": {}}'
     assert [field.name for field in json_fields(text)] == ["a", "c", 'e\\"', "g"]
-    assert place_of(text, json_fields(text)[-1].start) == Position(2, 2)
+    assert place_of(text, json_fields(text)[-1].start) == (2, 2)

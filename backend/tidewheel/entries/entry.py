@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Entry:
     config: Any  # `ModelConfig`
     model_json: Mapping[str, object]  # empty if unreadable, which a rule reports
     others: Mapping[str, Any] = field(default_factory=dict)  # `ModelConfig` by name of all entries of the repository
-    machine: Machine | None = None  # that will serve the entry; None: another than this
+    machine: Machine | None = None  # serves the entry; None: another machine
 
     @property
     def name(self) -> str:
@@ -100,24 +101,10 @@ def served_version(folder: Path, config: Any) -> str:
 
 def read_entry(folder: Path) -> Entry:
     """Raise `UnreadableConfig`."""
-    text, config = _read_config(folder / CONFIG_NAME)
-    try:
-        model_json = read_object(folder / served_version(folder, config) / MODEL_JSON)
-    except ConfigError:
-        model_json = {}
-    return Entry(folder=folder, text=text, config=config, model_json=model_json)
-
-
-def parse_config(text: str) -> Any:
-    """Return a `ModelConfig` without the fields that it does not know. Raise `ParseError`."""
-    return text_format.Parse(text, model_config_pb2.ModelConfig(), allow_unknown_field=True)
-
-
-def _read_config(path: Path) -> tuple[str, Any]:
-    text = ""
+    path, text = folder / CONFIG_NAME, ""
     try:
         text = read_text(path) or ""
-        return text, parse_config(text)
+        config = parse_config(text)
     except ConfigError as error:
         raise UnreadableConfig(path, 1, 1, str(error)) from None
     except text_format.ParseError as error:
@@ -125,6 +112,15 @@ def _read_config(path: Path) -> tuple[str, Any]:
     except RecursionError:
         reason = "the messages are nested too deeply: no field of Triton needs that"
         raise UnreadableConfig(path, 1, 1, reason) from None
+    model_json: Mapping[str, object] = {}
+    with contextlib.suppress(ConfigError):
+        model_json = read_object(folder / served_version(folder, config) / MODEL_JSON)
+    return Entry(folder=folder, text=text, config=config, model_json=model_json)
+
+
+def parse_config(text: str) -> Any:
+    """Return a `ModelConfig` without the fields that it does not know. Raise `ParseError`."""
+    return text_format.Parse(text, model_config_pb2.ModelConfig(), allow_unknown_field=True)
 
 
 def _explained(error: text_format.ParseError, text: str) -> str:

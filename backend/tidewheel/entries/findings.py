@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -57,35 +56,27 @@ class Finding(NamedTuple):
     column: int | None
     field: str
     message: str
-    edit: Edit | None = None  # that mends it
+    edit: Edit | None = None  # mends the problem
 
 
 def mend(findings: Iterable[Finding]) -> list[Finding]:
     """Edit the files; return the findings that had an edit."""
     mended = [finding for finding in findings if finding.edit is not None]
-    edits: dict[str, list[Edit]] = defaultdict(list)
-    for finding in mended:
-        if finding.edit is not None:
-            edits[finding.file].append(finding.edit)
-    for file, changes in edits.items():
+    for file in dict.fromkeys(finding.file for finding in mended):
+        edits = [finding.edit for finding in mended if finding.file == file and finding.edit is not None]
         path = Path(file)
         newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
-        path.write_text(edited(path.read_text(encoding="utf-8"), changes), encoding="utf-8", newline=newline)
+        path.write_text(edited(path.read_text(encoding="utf-8"), edits), encoding="utf-8", newline=newline)
     return mended
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
     """Return the text after the edits, which must not overlap."""
-    for edit in sorted(edits, reverse=True):  # the last first, so that offsets hold
+    for edit in sorted(edits, reverse=True):  # from the end, so that offsets hold
         end = edit.start + len(edit.old)
-        assert text[edit.start : end] == edit.old, "the text is another than the one that was checked"
+        assert text[edit.start : end] == edit.old, "the text has changed since its check"
         text = text[: edit.start] + edit.new + text[end:]
     return text
-
-
-class Position(NamedTuple):
-    line: int  # from 1, like columns
-    column: int
 
 
 class Field(NamedTuple):
@@ -104,8 +95,9 @@ class Field(NamedTuple):
         return next((field for field in self.fields if field.name == name), None)
 
 
-def place_of(text: str, offset: int) -> Position:
-    return Position(text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset))
+def place_of(text: str, offset: int) -> tuple[int, int]:
+    """Return line and column, from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
 def pbtxt_fields(text: str) -> tuple[Field, ...]:

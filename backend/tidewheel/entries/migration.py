@@ -43,7 +43,7 @@ class NewEntry(NamedTuple):
 
 class Migration(NamedTuple):
     entries: list[NewEntry]
-    lost: list[Finding]  # what could not be kept, with its old place
+    lost: list[Finding]  # settings and fields that are not kept, at their old places
     unknown: list[Finding]  # settings that stay, and stop the load
 
 
@@ -51,7 +51,8 @@ def migrate(path: Path, model: str = "") -> Migration:
     """Migrate an entry, or all entries of a repository, to `model` or their own. Raise `ConfigError`."""
     target = find_target(path)
     entries = [read_entry(target.repository / name) for name in target.names]
-    parts = _find_parts(entries)
+    engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
+    parts = [_parts(engine, entries) for engine in engines]
     if parts and path.resolve() != target.repository.resolve():
         raise ConfigError(f"{path} is a part of a model of several entries: name the model repository")
     vllm = [entry for entry in entries if entry.config.backend == "vllm"]
@@ -180,11 +181,6 @@ class TrtllmModel(NamedTuple):
     @property
     def all(self) -> list[Entry]:
         return [self.engine, *self.faces, *self.others]
-
-
-def _find_parts(entries: Sequence[Entry]) -> list[TrtllmModel]:
-    engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
-    return [_parts(engine, entries) for engine in engines]
 
 
 def _parts(engine: Entry, entries: Sequence[Entry]) -> TrtllmModel:

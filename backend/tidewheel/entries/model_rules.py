@@ -45,7 +45,7 @@ from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 from tidewheel.settings import GIB, MIB, shown_bytes
 
 UNKNOWN_VOCABULARY = 1 << 19  # tokens, without a size in `config.json`
-_BEHIND_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
+_AFTER_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
 
 
 class ModelPlan(NamedTuple):
@@ -88,13 +88,13 @@ class ModelJudge:
             return
         for file, step in (
             (None, self._find_device),
-            (folder / "config.json", self._read_config),
-            (folder, self._read_files),
-            (Path(self._config.tokenizer or folder), self._try_tokenizer),
-            (folder, self._read_defaults),
+            (folder / "config.json", partial(self._read_config, folder)),
+            (folder, partial(self._read_files, folder)),
+            (Path(self._config.tokenizer or folder), partial(self._try_tokenizer, folder)),
+            (folder, partial(self._read_defaults, folder)),
             (None, self._judge_memory),
         ):
-            yield from _with_refusal(file, partial(step, folder))
+            yield from _with_refusal(file, step)
 
     def _find_folder(self) -> Iterator[Problem]:
         config = self._config
@@ -110,7 +110,7 @@ class ModelJudge:
             raise ConfigError(refusal)
         self._folder = folder
 
-    def _find_device(self, _folder: Path) -> None:
+    def _find_device(self) -> None:
         if self._is_this_machine:
             self._device = resolve_device(self._config)
 
@@ -142,7 +142,7 @@ class ModelJudge:
         config = self._config
         GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
 
-    def _judge_memory(self, _folder: Path) -> Iterable[Problem]:
+    def _judge_memory(self) -> Iterable[Problem]:
         if self._plan is None:
             return ()
         if (decoder := self._plan.native) is not None:
@@ -150,8 +150,50 @@ class ModelJudge:
             self.cache_of_a_request = _cache_of_a_request(self._plan, CacheLayout(decoder.shape, 1, of_cache))
         if not self._is_this_machine:
             return ()
-        self.needs, shortened = _needs(self._plan, self._files, self._config, self._dtype, self._device)
+        self.needs, shortened = self._needs(self._plan)
         return [note("", shortened)] if shortened else ()
+
+    def _needs(self, plan: ModelPlan) -> tuple[MemoryNeeds, str]:
+        """Return the memory, and a note if the context is shortened. Raise `ConfigError` if it does not suffice."""
+        config, decoder, dtype, device = self._config, plan.native, self._dtype, self._device
+        weights = (
+            decoder.weights_bytes if decoder else sum(file.num_elements for file in self._files) * dtype.itemsize
+        )
+        check_weights_fit(weights, dtype, device)
+        of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+        check_deterministic(config.deterministic, device)
+        check_quantization(config.quantization, dtype, device)
+        cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
+        if decoder is not None:
+            layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
+            budget = self._budget(layout, weights, plan.max_model_len)
+            is_automatic = config.max_model_len == "auto"
+            size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
+            one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
+            num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
+            cache, shortened = num_blocks * layout.block_bytes, size.shortened
+        needs = MemoryNeeds(device.type, weights, cache, int(config.swap_space * GIB))
+        _check_host_memory(needs)
+        return needs, shortened
+
+    def _budget(self, layout: CacheLayout, weights: int, max_model_len: int) -> MemoryBudget:
+        config, device = self._config, self._device
+        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
+        steps = estimated_activation_bytes(step, layout.shape, self._dtype)
+        if device.type == "cpu" or config.kv_cache_memory_mb is not None:
+            spare, available = None, available_host_bytes()
+            if device.type == "cpu" and available is not None:
+                others = weights + steps + int(config.swap_space * GIB)
+                spare = MemoryClaim(takes_share=False, others=others).spare(available, others)
+            return cpu_budget(config, spare, full_bytes(config, layout, max_model_len))
+        free, total = torch.cuda.mem_get_info(device)
+        source = (
+            f"gpu_memory_utilization {config.gpu_memory_utilization} of {total // MIB} MiB ({(total - free) // MIB} "
+            f"are taken, weights need {weights // MIB}, and steps about {steps // MIB})"
+        )
+        allowed = int(total * config.gpu_memory_utilization) - (total - free) - weights - steps
+        return MemoryBudget(allowed, source, "gpu_memory_utilization", total, config.gpu_memory_utilization)
 
 
 def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None]) -> Iterator[Problem]:
@@ -159,7 +201,7 @@ def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None
     try:
         yield from step() or ()
     except ConfigError as refusal:
-        blamed = Path(_BEHIND_PATH.split(str(refusal), maxsplit=1)[0])
+        blamed = Path(_AFTER_PATH.split(str(refusal), maxsplit=1)[0])
         yield error("", str(refusal), file=blamed if blamed.is_absolute() else file)
 
 
@@ -177,57 +219,6 @@ def _plan(fields: ConfigFields, config: EngineConfig, dtype: torch.dtype) -> Mod
     decoder = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
     decoder.check_quantization(config.quantization)
     return ModelPlan(resolve_max_model_len(config.max_model_len, shape.context_length), shape.vocab_size, decoder)
-
-
-def _needs(
-    plan: ModelPlan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[MemoryNeeds, str]:
-    """Return the memory, and a note if the context is shortened. Raise `ConfigError` if it does not suffice."""
-    decoder = plan.native
-    weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
-    check_weights_fit(weights, dtype, device)
-    of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
-    check_deterministic(config.deterministic, device)
-    check_quantization(config.quantization, dtype, device)
-    cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
-    if decoder is not None:
-        layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
-        budget = _budget(plan, decoder, layout, config, dtype, device)
-        is_automatic = config.max_model_len == "auto"
-        size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
-        one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
-        num_blocks = one_request if config.has_automatic_cache else size.num_blocks  # it takes what is left
-        cache, shortened = num_blocks * layout.block_bytes, size.shortened
-    needs = MemoryNeeds(device.type, weights, cache, int(config.swap_space * GIB))
-    _check_host_memory(needs)
-    return needs, shortened
-
-
-def _budget(
-    plan: ModelPlan,
-    decoder: Decoder,
-    layout: CacheLayout,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> MemoryBudget:
-    weights = decoder.weights_bytes
-    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
-    steps = estimated_activation_bytes(step, decoder.shape, dtype)
-    if device.type == "cpu" or config.kv_cache_memory_mb is not None:
-        spare, available = None, available_host_bytes()
-        if device.type == "cpu" and available is not None:
-            others = weights + steps + int(config.swap_space * GIB)
-            spare = MemoryClaim(takes_share=False, others=others).spare(available, others)
-        return cpu_budget(config, spare, full_bytes(config, layout, plan.max_model_len))
-    free, total = torch.cuda.mem_get_info(device)
-    source = (
-        f"gpu_memory_utilization {config.gpu_memory_utilization} of {total // MIB} MiB ({(total - free) // MIB} are "
-        f"taken, weights need {weights // MIB}, and steps about {steps // MIB})"
-    )
-    allowed = int(total * config.gpu_memory_utilization) - (total - free) - weights - steps
-    return MemoryBudget(allowed, source, "gpu_memory_utilization", total, config.gpu_memory_utilization)
 
 
 def _check_host_memory(needs: MemoryNeeds) -> None:

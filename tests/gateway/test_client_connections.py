@@ -21,7 +21,7 @@ from aiohttp import web
 from support.gateway.running_gateway import RunningGateway, gateway_to, say
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
-from tidewheel.gateway import client_connections, run_gateway
+from tidewheel.gateway import client_connections
 from tidewheel.gateway.client_connections import ClientConnection, ConnectionTable, HttpListener
 
 NUM_DESCRIPTORS = 59
@@ -43,7 +43,7 @@ def triton() -> Iterator[FakeTriton]:
 @pytest.fixture
 def small(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
     """Gateway that may have few connections."""
-    monkeypatch.setattr(run_gateway, "raise_descriptor_limit", lambda: NUM_DESCRIPTORS)
+    monkeypatch.setattr(client_connections, "raise_descriptor_limit", lambda: NUM_DESCRIPTORS)
     with gateway_to(triton.port) as gateway:
         yield gateway
 
@@ -205,9 +205,7 @@ def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ConnectionTable, "make_room", lambda table: rooms.append(table))
 
     async def count_rooms() -> list[int]:
-        runner = web.AppRunner(web.Application())
-        await runner.setup()
-        listener = await HttpListener.open(runner, "127.0.0.1", 0, num_descriptors=NUM_DESCRIPTORS, shares_port=False)
+        listener = await HttpListener.open(web.Application(), "127.0.0.1", 0, 0)
         loop = asyncio.get_running_loop()
         counts = []
         for _ in range(2):
@@ -223,10 +221,8 @@ def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyP
 
 
 def test_errors_of_the_loop_are_logged_without_their_messages(caplog: pytest.LogCaptureFixture) -> None:
-    gateway: Any = SimpleNamespace(application=web.Application)
-
     async def fail() -> None:
-        listener = await run_gateway.listen(gateway, "127.0.0.1", 0, 0)
+        listener = await HttpListener.open(web.Application(), "127.0.0.1", 0, 0)
         context = {"message": "no task took it", "exception": ValueError("a prompt")}
         asyncio.get_running_loop().call_exception_handler(context)
         await listener.cleanup()

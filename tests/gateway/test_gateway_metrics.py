@@ -22,8 +22,8 @@ g 3e+06
 def test_figures_of_workers(tmp_path: Path) -> None:
     first, second = (GatewayWorker(tmp_path, index, 2) for index in range(2))
     assert not first.is_listening()
-    counters = Counters(num_open=2, num_hang_ups=3, open_upstream={"u": 1, "idle": 0})
-    counters.count("/v1/completions", 200)
+    requests = {"/v1/completions 200": 1}
+    counters = Counters(requests=requests, num_open=2, num_hang_ups=3, open_upstream={"u": 1, "idle": 0})
     for error in (KvCacheFull("full"), WrongKey("wrong"), ServerUnavailable("gone"), KvCacheFull("full")):
         counters.count_error(error)
     first.publish(counters)

@@ -114,7 +114,7 @@ class ReplicaUpstreams(Upstreams):
             replicas = {one.address.grpc: one for one in self._feed.replicas.values()}
             for authority in replicas.keys() - self._members.keys():
                 self._counts[authority] = RequestCount(time.monotonic())
-                await self._add(replicas[authority].address, "replica")
+                self._add(replicas[authority].address, "replica")
             self._known_models = self.models
             for authority in self._members.keys() - replicas.keys():
                 self._remove(authority)

@@ -34,7 +34,7 @@ class GatewayActor:
         from tidewheel.confidential import protect_texts
         from tidewheel.gateway.api_keys import ApiKeys
         from tidewheel.gateway.application import Gateway
-        from tidewheel.gateway.run_gateway import listen
+        from tidewheel.gateway.client_connections import HttpListener
 
         settings = read_settings(arguments)
         protect_texts()
@@ -47,7 +47,9 @@ class GatewayActor:
         limit = loop.time() + _REBIND_S
         while True:
             try:
-                self._listener = await listen(gateway, settings.host, settings.port, settings.drain_s)
+                self._listener = await HttpListener.open(
+                    gateway.application(), settings.host, settings.port, settings.drain_s
+                )
                 return
             except ServeError:
                 if loop.time() > limit:

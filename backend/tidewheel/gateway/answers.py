@@ -6,28 +6,27 @@ import base64
 import itertools
 import math
 import time
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tidewheel.gateway.bodies import ChatBody, EmbeddingBody, GenerateBody, StreamOptions, UpstreamRequest
 from tidewheel.gateway.errors import openai_body
 from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning, ToolCall
-from tidewheel.gateway.upstreams import R
 from tidewheel_client import Chunk, Completion, TokenLogprob
 from tidewheel_client.errors import InternalError, InvalidRequest, RequestError
 
 DONE = b"data: [DONE]\n\n"
-STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+STREAM_HEADERS: Mapping[str, str] = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _OPENAI_REASONS = ("stop", "length")
 
 Json = dict[str, Any]
 IndexedChunks = Sequence[tuple[int, Chunk]]  # with the index of the prompt
+R_contra = TypeVar("R_contra", contravariant=True)  # a server's response
 Logprobs = Sequence[Mapping[int, TokenLogprob]]  # by token
 
 
@@ -61,22 +60,19 @@ class _ChoiceState:
     has_role: bool = False  # the role was sent
 
 
-class StreamWriter(ABC, Generic[R]):
+class StreamWriter(Protocol[R_contra]):
     headers: Mapping[str, str]
 
-    @abstractmethod
-    def events(self, index: int, response: R) -> bytes:
+    def events(self, index: int, response: R_contra) -> bytes:
         """Return a prompt's events, empty if text is held back."""
 
-    @abstractmethod
     def end(self) -> bytes:
         """Return the last events."""
 
-    @abstractmethod
     def error(self, error: RequestError) -> bytes: ...
 
 
-class AnswerWriter(StreamWriter[list[Chunk]]):
+class AnswerWriter:
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
         body = request.body
         assert isinstance(body, GenerateBody)
@@ -95,7 +91,10 @@ class AnswerWriter(StreamWriter[list[Chunk]]):
             "created": int(time.time()),
             "model": request.model,
         }
-        self.headers = {"x-request-id": request.request_id} | (STREAM_HEADERS if request.stream else {})
+        self.headers: Mapping[str, str] = {
+            "x-request-id": request.request_id,
+            **(STREAM_HEADERS if request.stream else {}),
+        }
         self._states: dict[int, _ChoiceState] = {}  # by choice
         self._prompt_logprobs: dict[int, Logprobs] = {}  # by prompt
 

@@ -164,18 +164,12 @@ class ApiKeys:
         self._anonymous = Account(None, self._ledger)
         self._version: tuple[int, int, int] | None = None
         if path is not None:
-            self._version = _version(path)
-            self._read(path)
+            self._read_changed(path)
 
     def refresh(self) -> None:
         """Read a changed file; keep the keys if that fails."""
-        if self._path is None:
-            return
         try:
-            version = _version(self._path)
-            if version != self._version:
-                self._version = version
-                self._read(self._path)
+            if self._path is not None and self._read_changed(self._path):
                 logger.warning("API keys: %d were read", len(self._accounts))
         except ConfigError as error:
             logger.warning("API keys stay as they were: %s", error)
@@ -192,8 +186,14 @@ class ApiKeys:
             raise WrongKey("the API key is missing or wrong: send Authorization: Bearer KEY")
         return found[0]
 
-    def _read(self, path: Path) -> None:
+    def _read_changed(self, path: Path) -> bool:
+        """Return False if the file is the same. Raise `ConfigError`."""
         try:
+            stat = path.stat()
+            version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if version == self._version:
+                return False
+            self._version = version
             keys = msgspec.toml.decode(read_at_most(path, MAX_FILE_BYTES), type=_KeyFile).keys
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -208,11 +208,4 @@ class ApiKeys:
             raise ConfigError(f"{path}: two keys have the same sha256")
         same = {known: one for known, one in self._accounts.items() if known in accounts}
         self._accounts = accounts | {known: one for known, one in same.items() if one.key == accounts[known].key}
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return True

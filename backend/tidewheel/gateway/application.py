@@ -149,7 +149,8 @@ class Gateway:
         finally:
             self._counters.num_open -= 1
         resource = request.match_info.route.resource
-        self._counters.count("other" if resource is None else resource.canonical, response.status)
+        key = f"{'other' if resource is None else resource.canonical} {response.status}"
+        self._counters.requests[key] = self._counters.requests.get(key, 0) + 1
         return response
 
     def _refuse(self, http: web.Request, error: RequestError) -> web.Response:

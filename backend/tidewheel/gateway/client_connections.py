@@ -15,8 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
+from tidewheel.confidential import TracebackFormatter
 from tidewheel.gateway import errors
+from tidewheel.server import ServeError
 from tidewheel_client.errors import Busy
+from tidewheel_process.current_process import raise_descriptor_limit
 
 HEADERS_S = 10.0
 _KEEPALIVE_S = 75.0
@@ -220,12 +223,15 @@ class HttpListener:
 
     @classmethod
     async def open(
-        cls, runner: web.AppRunner, host: str, port: int, *, num_descriptors: int, shares_port: bool
+        cls, application: web.Application, host: str, port: int, drain_s: float, *, shares_port: bool = False
     ) -> HttpListener:
-        """Listen for a runner after its `setup`. Raise `OSError` if the port cannot be had."""
+        """Serve until `cleanup`. Raise `ServeError` if the port cannot be had."""
+        num_descriptors = raise_descriptor_limit()
+        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=drain_s)
+        await runner.setup()
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None
-        handler, log_failure = server.request_handler, loop.get_exception_handler()
+        handler = server.request_handler
         made_room = asyncio.Event()  # in this iteration of the loop
 
         async def answer(request: Any) -> web.StreamResponse:
@@ -234,22 +240,23 @@ class HttpListener:
 
         def note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
             # Without a free descriptor, asyncio tries up to 128 accepts before this close frees one.
-            if isinstance(context.get("exception"), OSError) and "socket" in context:
-                if not made_room.is_set():
-                    made_room.set()
-                    loop.call_soon(made_room.clear)
-                    table.make_room()
-            elif log_failure is not None:
-                log_failure(loop, context)
-            else:
-                loop.default_exception_handler(context)
+            if not isinstance(context.get("exception"), OSError) or "socket" not in context:
+                _log_failure(context)
+            elif not made_room.is_set():
+                made_room.set()
+                loop.call_soon(made_room.clear)
+                table.make_room()
 
         server.request_handler = answer
         loop.set_exception_handler(note_failure)
         at_once = max(1, min(num_descriptors // 32, _MOST_AT_ONCE))
-        sockets = await loop.create_server(
-            lambda: ClientConnection(server, table), host, port, backlog=at_once, reuse_port=shares_port or None
-        )
+        try:
+            sockets = await loop.create_server(
+                lambda: ClientConnection(server, table), host, port, backlog=at_once, reuse_port=shares_port or None
+            )
+        except OSError as error:
+            await runner.cleanup()
+            raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
         for each in sockets.sockets:  # asyncio gave the kernel the same number
             with each.dup() as same:
                 same.listen(_BACKLOG)
@@ -267,3 +274,11 @@ class HttpListener:
 def _address_of(peer: tuple[str, int]) -> str:
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     return str(address if address.version == 4 else ipaddress.ip_network((address, _IPV6_SITE), strict=False))
+
+
+def _log_failure(context: dict[str, Any]) -> None:
+    """Log an error of the loop without its message, which may quote a prompt."""
+    lines = [context["message"]]
+    if (error := context.get("exception")) is not None:
+        lines.append(TracebackFormatter().formatException((type(error), error, error.__traceback__)))
+    logger.error("%s", "\n".join(lines))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import core as prometheus
+from prometheus_client import generate_latest
+from prometheus_client.registry import Collector
 
 from tidewheel import metrics
 from tidewheel_client.errors import RequestError, WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Values = Iterable[tuple[Sequence[str], int]]  # by the values of labels
 
 
 class Counters(msgspec.Struct):
@@ -25,10 +26,6 @@ class Counters(msgspec.Struct):
     num_hang_ups: int = 0
     num_moved: int = 0
     open_upstream: dict[str, int] = {}  # requests by server's authority
-
-    def count(self, path: str, status: int) -> None:
-        key = f"{path} {status}"
-        self.requests[key] = self.requests.get(key, 0) + 1
 
     def count_error(self, error: RequestError) -> None:
         self.errors[error.label] = self.errors.get(error.label, 0) + 1
@@ -48,41 +45,34 @@ class Counters(msgspec.Struct):
         return total
 
     def render(self, upstream_ready: Mapping[str, bool]) -> str:
-        registry = CollectorRegistry()
-        registry.register(_Collector(self, upstream_ready))
-        return generate_latest(registry).decode()
+        return generate_latest(_Collector(self, upstream_ready)).decode()
 
 
-class _Collector:
-    def __init__(self, counters: Counters, ready: Mapping[str, bool]) -> None:
-        self._counters = counters
-        self._ready = ready  # by authority
+@dataclass
+class _Collector(Collector):
+    figures: Counters
+    ready: Mapping[str, bool]  # by authority
 
     def collect(self) -> Iterator[prometheus.Metric]:
-        figures = self._counters
-        requests = [(key.rsplit(" ", 1), count) for key, count in figures.requests.items()]
-        errors = {WrongKey.tag: 0} | figures.errors
-        yield _family(metrics.GATEWAY_REQUESTS, requests, "path", "status")
-        yield _family(metrics.GATEWAY_ERRORS, _labelled_values(errors), "tag")
-        yield _family(metrics.GATEWAY_OPEN, [((), figures.num_open)])
-        yield _family(metrics.GATEWAY_HANG_UPS, [((), figures.num_hang_ups)])
-        yield _family(metrics.GATEWAY_MOVED, [((), figures.num_moved)])
-        yield _family(metrics.UPSTREAM_READY, _labelled_values(self._ready), "upstream")
-        yield _family(metrics.UPSTREAM_OPEN, _labelled_values(figures.open_upstream), "upstream")
+        figures = self.figures
+        yield _family(metrics.GATEWAY_REQUESTS, figures.requests, "path", "status")
+        yield _family(metrics.GATEWAY_ERRORS, {WrongKey.tag: 0} | figures.errors, "tag")
+        yield _family(metrics.GATEWAY_OPEN, {"": figures.num_open})
+        yield _family(metrics.GATEWAY_HANG_UPS, {"": figures.num_hang_ups})
+        yield _family(metrics.GATEWAY_MOVED, {"": figures.num_moved})
+        yield _family(metrics.UPSTREAM_READY, self.ready, "upstream")
+        yield _family(metrics.UPSTREAM_OPEN, figures.open_upstream, "upstream")
 
 
-def _labelled_values(values: Mapping[str, int]) -> Values:
-    return [((label,), value) for label, value in values.items()]
-
-
-def _family(metric: metrics.Metric, values: Values, *labels: str) -> prometheus.Metric:
+def _family(metric: metrics.Metric, values: Mapping[str, int], *labels: str) -> prometheus.Metric:
+    """Return the values by their labels, which spaces part."""
     is_counter = metric.kind == "counter"
     kind = prometheus.CounterMetricFamily if is_counter else prometheus.GaugeMetricFamily
     family: prometheus.CounterMetricFamily | prometheus.GaugeMetricFamily = kind(
         metric.name, metric.help, labels=labels
     )
-    for label_values, value in values:
-        family.add_metric(label_values, value)
+    for label_values, value in values.items():
+        family.add_metric(label_values.rsplit(" ", len(labels) - 1) if labels else (), value)
     return family
 
 

@@ -11,7 +11,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from tidewheel_client.errors import InvalidRequest
@@ -52,6 +53,9 @@ class ParsedOutput(NamedTuple):
         return ParsedOutput(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
+_State = Callable[[], ParsedOutput | None]
+
+
 class OutputParser:
     """Incremental parser of a sequence; holds back a mark's possible beginning."""
 
@@ -63,7 +67,7 @@ class OutputParser:
         self._reasoning = reasoning
         self._held = ""
         self._opening = ""  # mark of the current call
-        self._state = self._in_thought if reasoning == "always" else self._at_start
+        self._state: _State = self._in_thought if reasoning == "always" else self._at_start
         if is_forced:
             self._state = self._in_call
 
@@ -97,13 +101,10 @@ class OutputParser:
     def _in_thought(self) -> ParsedOutput | None:
         thought, end, rest = self._held.partition(_END_THINK)
         if end:
-            self._held, self._state = rest, self._after_thought
+            self._held, self._state = rest, partial(self._skip_space, self._at_content)
             return ParsedOutput(reasoning=thought)
         text = self._take_certain((_END_THINK,))
         return ParsedOutput(reasoning=text) if text else None
-
-    def _after_thought(self) -> ParsedOutput | None:
-        return self._skip_space(self._at_content)
 
     def _at_content(self) -> ParsedOutput | None:
         text = self._held.lstrip()
@@ -128,13 +129,10 @@ class OutputParser:
         if not closing or closing not in self._held:
             return None
         raw, _, self._held = self._held.partition(closing)
-        self._state = self._after_call
+        self._state = partial(self._skip_space, self._in_content)
         return self._parse_calls(raw, closing)
 
-    def _after_call(self) -> ParsedOutput | None:
-        return self._skip_space(self._in_content)
-
-    def _skip_space(self, state: Any) -> ParsedOutput | None:
+    def _skip_space(self, state: _State) -> ParsedOutput | None:
         self._held = self._held.lstrip()
         if not self._held:
             return None

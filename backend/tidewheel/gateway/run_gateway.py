@@ -1,6 +1,6 @@
 """Run the gateway until it is asked to stop.
 
-python -m tidewheel.gateway.run_gateway OPTIONS WORKER      one of several workers, with both as JSON
+python -m tidewheel.gateway.run_gateway FOLDER INDEX OPTIONS      one of several workers; the options are JSON
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import contextlib
 import logging
 import signal
 import sys
-from typing import Any, TypeVar
+from pathlib import Path
 
 import msgspec
-from aiohttp import web
 
-from tidewheel.confidential import TracebackFormatter, log_to_stderr, protect_texts
+from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
@@ -24,11 +23,6 @@ from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.workers import GatewayWorker, serve_workers
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
-from tidewheel_process.current_process import raise_descriptor_limit
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -58,7 +52,9 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
     loop = asyncio.get_running_loop()
     for number in _STOP:
         loop.add_signal_handler(number, stopped.set)
-    listener = await listen(gateway, options.host, options.port, options.drain_s, shares_port=shares_port)
+    listener = await HttpListener.open(
+        gateway.application(), options.host, options.port, options.drain_s, shares_port=shares_port
+    )
     try:
         if not shares_port:
             announce(*listener.addresses[0][:2])
@@ -70,29 +66,6 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
             await _clean_up(listener, loop)
 
 
-async def listen(
-    gateway: Gateway, host: str, port: int, drain_s: float, *, shares_port: bool = False
-) -> HttpListener:
-    """Serve until `cleanup`. Raise `ServeError` if the port cannot be had."""
-    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    num_descriptors = raise_descriptor_limit()
-    runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=drain_s)
-    await runner.setup()
-    try:
-        return await HttpListener.open(runner, host, port, num_descriptors=num_descriptors, shares_port=shares_port)
-    except OSError as error:
-        await runner.cleanup()
-        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-
-
-def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error without its message, which may quote a prompt."""
-    lines = [context["message"]]
-    if (error := context.get("exception")) is not None:
-        lines.append(TracebackFormatter().formatException((type(error), error, error.__traceback__)))
-    logger.error("%s", "\n".join(lines))
-
-
 async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> None:
     task = asyncio.ensure_future(listener.cleanup())
     for number in _STOP:
@@ -100,18 +73,14 @@ async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> 
     await task
 
 
-def _run_worker() -> int:
-    options, worker = _decode(sys.argv[1], StandaloneOptions), _decode(sys.argv[2], GatewayWorker)
+def _run_worker(folder: str, index: str, text: str) -> int:
+    options = msgspec.json.decode(text, type=StandaloneOptions)
     try:
-        return serve_alone(options, worker)
+        return serve_alone(options, GatewayWorker(Path(folder), int(index), options.workers))
     except ServeError as error:
         print(f"tidewheel: {error}", file=sys.stderr)  # noqa: T201
         return 1
 
 
-def _decode(text: str, kind: type[T]) -> T:
-    return msgspec.json.decode(text, type=kind, dec_hook=lambda of, value: of(value))
-
-
 if __name__ == "__main__":
-    sys.exit(_run_worker())
+    sys.exit(_run_worker(*sys.argv[1:]))

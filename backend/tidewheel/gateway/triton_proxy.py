@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 import aiohttp
 import msgspec
 
-from tidewheel.gateway.answers import STREAM_HEADERS, StreamWriter
+from tidewheel.gateway.answers import STREAM_HEADERS
 from tidewheel.gateway.bodies import Fields, UpstreamRequest, check_parameters
 from tidewheel.gateway.errors import triton_body
 from tidewheel.gateway.upstream import PROBE_S, Upstream
@@ -17,7 +17,7 @@ from tidewheel_client.errors import InvalidRequest, RequestError, ServerUnavaila
 
 _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
-_JSON = {"Content-Type": "application/json"}
+_JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 class ProxyAttempt(Attempt[bytes]):
@@ -44,9 +44,9 @@ class ProxyAttempt(Attempt[bytes]):
             raise ServerUnavailable(f"the connection to {authority} was lost ({error})") from None
 
 
-class ProxyWriter(StreamWriter[bytes]):
+class ProxyWriter:
     def __init__(self, request: UpstreamRequest) -> None:
-        self.headers = STREAM_HEADERS if request.stream else _JSON
+        self.headers: Mapping[str, str] = STREAM_HEADERS if request.stream else _JSON
 
     def events(self, index: int, response: bytes) -> bytes:  # noqa: ARG002
         return response

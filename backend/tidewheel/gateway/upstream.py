@@ -28,8 +28,10 @@ class HealthReply(msgspec.Struct):
 class Upstream:
     """Server behind the gateway, with connections of the running event loop."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, name: str = "") -> None:
+        """Begin to watch the server. `name`: the name that resolved to it, if any."""
         self.address = address
+        self.name = name
         self.num_open = 0  # requests
         self.not_ready = "it was not asked yet"  # reason; empty: ready
         self.models: frozenset[str] = frozenset()  # at the last look
@@ -38,14 +40,17 @@ class Upstream:
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S))
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = -FRESH_S
+        self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
+        self._watching.cancel()
         if self._looking is not None:
             self._looking.cancel()
         await self.triton.close()
         await self.http.close()
 
     async def close_when_idle(self) -> None:
+        self._watching.cancel()
         try:
             while self.num_open:
                 await asyncio.sleep(LOOK_S)
@@ -54,7 +59,7 @@ class Upstream:
 
     # --- readiness and models ---------------------------------------------------------------------------------
 
-    async def watch(self) -> None:
+    async def _watch(self) -> None:
         while True:
             await self.look()
             await asyncio.sleep(LOOK_S)

@@ -129,7 +129,7 @@ class Upstreams:
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = addresses
-        self._members: dict[str, _Member] = {}  # by authority
+        self._members: dict[str, Upstream] = {}  # by authority
         self._router: Router[str] = PrefixAwareRouter()
         self._tasks: set[asyncio.Task[None]] = set()  # of names, and of removed servers
         self.num_moved = 0  # requests retried on another server
@@ -140,20 +140,19 @@ class Upstreams:
                 await self._resolve(address)
                 self._run(self._follow(address))
             else:
-                await self._add(address, name="")
+                self._add(address, name="")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [*self._tasks, *(member.watch for member in self._members.values())]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for one in self.each:
             await one.close()
 
     @property
     def each(self) -> list[Upstream]:
-        return [member.upstream for member in self._members.values()]
+        return list(self._members.values())
 
     async def look_again(self) -> None:
         await asyncio.gather(*(one.look_again() for one in self.each))
@@ -250,7 +249,7 @@ class Upstreams:
         authority = self._router.choose(attempt.route, self._unfit(attempt))
         if authority is None:
             raise self._no_server(attempt)
-        upstream = self._members[authority].upstream
+        upstream = self._members[authority]
         routed = self._router.chosen(attempt.route, authority)
         upstream.num_open += 1
         try:
@@ -271,7 +270,7 @@ class Upstreams:
         model = attempt.request.model
         return {
             authority
-            for authority, (one, *_) in self._members.items()
+            for authority, one in self._members.items()
             if one.not_ready or model not in one.models or one in attempt.refused
         }
 
@@ -295,29 +294,20 @@ class Upstreams:
             return
         addresses = {address.grpc: address for address in (name.at(str(info[4][0])) for info in found)}
         for authority in addresses.keys() - self._members.keys():
-            await self._add(addresses[authority], name.grpc)
-        for authority, member in list(self._members.items()):
-            if member.name == name.grpc and authority not in addresses:
+            self._add(addresses[authority], name.grpc)
+        for authority, one in list(self._members.items()):
+            if one.name == name.grpc and authority not in addresses:
                 self._remove(authority)
 
-    async def _add(self, address: Address, name: str) -> None:
-        upstream = Upstream(address)
-        self._members[address.grpc] = _Member(upstream, name, asyncio.create_task(upstream.watch()))
+    def _add(self, address: Address, name: str) -> None:
+        self._members[address.grpc] = Upstream(address, name)
         self._router.join(address.grpc)
 
     def _remove(self, authority: str) -> None:
-        member = self._members.pop(authority)
         self._router.leave(authority)
-        member.watch.cancel()
-        self._run(member.upstream.close_when_idle())
+        self._run(self._members.pop(authority).close_when_idle())
 
     def _run(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class _Member(NamedTuple):
-    upstream: Upstream
-    name: str  # that resolved to the server, if any
-    watch: asyncio.Task[None]

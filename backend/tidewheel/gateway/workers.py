@@ -96,7 +96,7 @@ def serve_workers(options: StandaloneOptions) -> int:
 
 
 def _start(options: StandaloneOptions, worker: GatewayWorker) -> Child:
-    arguments = [msgspec.json.encode(one, enc_hook=str).decode() for one in (options, worker)]
+    arguments = [str(worker.folder), str(worker.index), msgspec.json.encode(options).decode()]
     return Child([sys.executable, "-P", "-m", _MODULE, *arguments], ends_with_parent=True)
 
 

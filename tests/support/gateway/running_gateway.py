@@ -18,8 +18,8 @@ from support.triton.grpc_triton import Answer, Asked, response
 from support.triton.serving import wait_for
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.client_connections import HttpListener
 from tidewheel.gateway.gateway_options import Address, GatewayOptions
-from tidewheel.gateway.run_gateway import listen
 from tidewheel.gateway.upstreams import Upstreams
 
 
@@ -75,7 +75,7 @@ def gateway_to(
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    listener = run(listen(gateway, "127.0.0.1", 0, 0))
+    listener = run(HttpListener.open(gateway.application(), "127.0.0.1", 0, 0))
     try:
         running = RunningGateway(f"http://127.0.0.1:{listener.addresses[0][1]}", upstreams)
         wait_for(lambda: all("not asked" not in one.not_ready for one in upstreams.each), 60, "looks")

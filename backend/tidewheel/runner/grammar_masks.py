@@ -98,27 +98,26 @@ class _UnreadTokens(NamedTuple):
 class GrammarRows:
     def __init__(self, accelerator: CudaAccelerator | None) -> None:
         self._accelerator = accelerator
-        self._states: dict[int, GrammarState] = {}
+        self.states: dict[int, GrammarState] = {}
         self._unread: list[_UnreadTokens] = []  # steps whose tokens no matcher has consumed
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def leave(self, row: int) -> None:
-        self._states.pop(row, None)
+        self.states.pop(row, None)
+        if not self.states:
+            self._unread.clear()
 
     def enter(self, new: NewRow) -> None:
         self.leave(new.row)
         if new.grammar is not None:
-            self._states[new.row] = GrammarState(new)
+            self.states[new.row] = GrammarState(new)
 
     def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
         """Start the masks of these sampling rows; None without grammars."""
-        if not self._states:
-            self._unread.clear()
-            return None
-        indices = [index for index, row in enumerate(rows.tolist()) if row in self._states]
+        indices = [index for index, row in enumerate(rows.tolist()) if row in self.states]
         if not indices:
             return None
-        states = [self._states[int(rows[index])] for index in indices]
+        states = [self.states[int(rows[index])] for index in indices]
         unread, self._unread = self._unread, []
         bits = self._thread.submit(self._filled, states, positions[indices].tolist(), unread)
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)

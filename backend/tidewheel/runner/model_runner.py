@@ -209,10 +209,10 @@ class ModelRunner:
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
     ) -> tuple[SamplerOutput, Launch]:
         graph = None if self._graphs is None else self._graphs.find_prompts(batch)
-        bounds = ForwardBounds.exact(batch, host)
         if graph is not None:
             host = self._rows.padded_tokens(host, graph.num_tokens)
         sent = self._send(batch, host, plan.groups(), changes)
+        bounds = ForwardBounds.exact(batch, host)
         inputs = StepInputs(*sent["inputs"])
         if graph is None:
             logits = self._forward(inputs, bounds)

@@ -256,7 +256,7 @@ class SamplingTable:
             penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
-            masks=self.grammars.start(rows, positions),
+            masks=self.grammars.start(rows, positions) if self.grammars.states else None,
             scoring=self._scoring(batch, host.logit_indices) if self._with_more else None,
             pooling=self._pooling(batch) if self._with_more else None,
         )

@@ -67,8 +67,18 @@ class SchedulingSettings:
     preemption_mode: PreemptionMode = "auto"  # how a victim comes back; auto: the cheaper way, by the cost model
     max_preemptions: int = 4  # preemptions of one request, while another victim can be found
 
+    # strategies
+    scheduling_strategy: StrategyName = "continuous"  # continuous: requests join in any step; the others form batches
+    batch_size: int | None = None  # static: requests of a batch; none: max_num_seqs
+    batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
+    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: what the window is steered to
+    hybrid_threshold: int = 8  # hybrid: while fewer requests than this run and wait, they join at once
+    hybrid_backlog: int = 256  # hybrid: while more requests than this wait, they join at once
+
     # controllers
     enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
+    target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
+    governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
 
     def __post_init__(self) -> None:
         at_least(
@@ -127,18 +137,6 @@ class EngineConfig(SchedulingSettings):
 
     # preemption
     swap_space: float = 0.0  # GiB of host memory behind the KV cache
-
-    # strategies
-    scheduling_strategy: StrategyName = "continuous"  # continuous: requests join in any step; the others form batches
-    batch_size: int | None = None  # static: requests of a batch; none: max_num_seqs
-    batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
-    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: what the window is steered to
-    hybrid_threshold: int = 8  # hybrid: while fewer requests than this run and wait, they join at once
-    hybrid_backlog: int = 256  # hybrid: while more requests than this wait, they join at once
-
-    # controllers
-    target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
-    governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
 
     # sessions
     session_ttl_s: float = 300.0  # how long a session is kept if its request does not say
@@ -250,10 +248,9 @@ class EngineConfig(SchedulingSettings):
 # Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
 SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})
 LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings)) | {
-    "engine_start_timeout_s", "scheduling_policy", "tenants", "max_prompt_bytes", "scheduling_strategy", "batch_size",
-    "batch_timeout_ms", "batch_target_latency_ms", "hybrid_threshold", "hybrid_backlog", "target_tpot_ms",
-    "governor_target_latency_ms", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
-    "generation_config", "override_generation_config", "max_logprobs",
+    "engine_start_timeout_s", "scheduling_policy", "tenants", "max_prompt_bytes", "session_ttl_s",
+    "max_session_ttl_s", "max_sessions", "session_max_blocks", "generation_config", "override_generation_config",
+    "max_logprobs",
 }  # fmt: skip
 
 

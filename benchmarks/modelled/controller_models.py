@@ -10,8 +10,9 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tidewheel.config import SchedulingSettings
 from tidewheel.scheduler.controllers import AppliedStep, SeqsGovernor, TpotController
-from tidewheel.scheduler.strategy import DynamicStrategy, JoinView, StrategyConfig
+from tidewheel.scheduler.strategy import DynamicStrategy, JoinView
 
 SEED = 0
 Trace = dict[str, list[float]]
@@ -140,7 +141,7 @@ class WindowScenario:
 
 def run_window(scenario: WindowScenario) -> Trace:
     chance, now = random.Random(SEED), 0.0
-    strategy = DynamicStrategy(StrategyConfig(target_latency_s=scenario.target_latency_s))
+    strategy = DynamicStrategy(SchedulingSettings(batch_target_latency_ms=1e3 * scenario.target_latency_s))
     names = ("seconds", "window_ms", "latency_ms", "smoothed_ms", "batch_size", "arrivals_per_s")
     trace: Trace = {name: [] for name in names}
     waiting: list[float] = []

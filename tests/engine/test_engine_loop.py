@@ -30,7 +30,6 @@ from tidewheel.engine.messages import (
 from tidewheel.engine.server import RECEIVE_S, EngineServer
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
-from tidewheel.scheduler.config import StrategyConfig
 from tidewheel.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 64
@@ -40,8 +39,9 @@ class WatchedScheduler(Scheduler):
     """Counts the checks of its cache, and notes the requests that have reached it. Its strategy is static."""
 
     def __init__(self) -> None:
-        strategy = StrategyConfig(name="static", batch_size=8)
-        config = make_config(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=90, strategy=strategy)
+        config = make_config(
+            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=90, scheduling_strategy="static", batch_size=8
+        )
         super().__init__(config, KVCacheManager(NUM_BLOCKS, 16, enable_prefix_caching=True))
         self.num_checks = 0
         self.added: list[str] = []

@@ -17,7 +17,6 @@ from tidewheel.errors import Busy, InternalError, InvalidRequest, NotFound, Wait
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits
 
 STARTED = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
@@ -35,12 +34,12 @@ def settings(draw: st.DrawFn) -> dict[str, object]:
         "max_num_seqs": draw(st.integers(1, 6)),
         "max_num_batched_tokens": draw(st.integers(1, 24)),
         "policy": draw(st.sampled_from(sorted(POLICIES))),
-        "strategy": StrategyConfig(name=draw(st.sampled_from(["continuous", "dynamic", "hybrid"]))),
+        "scheduling_strategy": draw(st.sampled_from(["continuous", "dynamic", "hybrid"])),
         "ageing_s": draw(st.sampled_from([0.5, 10.0])),
         "max_waiting_requests": draw(st.integers(14, 40)),
         "long_prefill_token_threshold": draw(st.sampled_from([None, 3])),
         "enable_seqs_governor": draw(st.booleans()),
-        "target_tpot_s": draw(st.sampled_from([None, 0.5])),
+        "target_tpot_ms": draw(st.sampled_from([None, 500.0])),
         "breaker_queue_time_s": draw(st.sampled_from([None, 100.0])),
         "tenants": tenants,
     }

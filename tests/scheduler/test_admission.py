@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduler.scheduling import SchedulerDriver, make_config, make_request, make_scheduler, numbered
+from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import WaitingLimits
-from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
 
 
@@ -102,32 +100,29 @@ def test_preempted_requests_do_not_count_against_newcomers() -> None:
     driver.run()
 
 
-def limits_with_pace(seconds: float, count: int = 200) -> WaitingLimits:
-    limits = WaitingLimits(make_config(), 32, 4)
-    for number in range(count):
-        limits.observe_start(number * seconds)
+def limits_with_waiting(
+    arrival_time: float, num_waiting: int, *, pace_s: float = 0.0, num_starts: int = 0
+) -> WaitingLimits:
+    state = make_scheduler(policy="fifo")._state
+    for number in range(num_waiting):
+        state.waiting.push(numbered(make_request(f"r{number}", arrival_time=arrival_time), number))
+    limits = WaitingLimits(state)
+    for number in range(num_starts):
+        limits.observe_start(number * pace_s)
     return limits
 
 
-def waiting_since(arrival_time: float, count: int) -> WaitingSet:
-    waiting = WaitingSet(POLICIES["fifo"])
-    for number in range(count):
-        waiting.push(numbered(make_request(f"r{number}", arrival_time=arrival_time), number))
-    return waiting
-
-
 def test_the_retry_hint_is_the_time_for_half_of_the_waiting_set() -> None:
-    limits = limits_with_pace(0.1)
-    assert limits.retry_after_ms(waiting_since(0.0, 100), 199 * 0.1) == pytest.approx(5000, abs=1)
+    limits = limits_with_waiting(0.0, 100, pace_s=0.1, num_starts=200)
+    assert limits.retry_after_ms(199 * 0.1) == pytest.approx(5000, abs=1)
 
 
 def test_the_retry_hint_has_bounds_and_a_first_value() -> None:
-    assert WaitingLimits(make_config(), 32, 4).retry_after_ms(waiting_since(0.0, 1000), 5.0) == 250
-    assert limits_with_pace(0.0).retry_after_ms(waiting_since(0.0, 10), 0.0) == 50
-    assert limits_with_pace(100.0, 3).retry_after_ms(waiting_since(0.0, 1000), 200.0) == 30_000
+    assert limits_with_waiting(0.0, 1000).retry_after_ms(5.0) == 250
+    assert limits_with_waiting(0.0, 10, num_starts=200).retry_after_ms(0.0) == 50
+    assert limits_with_waiting(0.0, 1000, pace_s=100.0, num_starts=3).retry_after_ms(200.0) == 30_000
 
 
 def test_a_head_that_waits_long_is_a_slow_pace_and_an_idle_hour_is_not() -> None:
-    limits = limits_with_pace(0.001)
-    assert limits.retry_after_ms(waiting_since(0.0, 10), 2.199) == 10_000
-    assert limits.retry_after_ms(waiting_since(3600.0, 10), 3600.0) == 50
+    assert limits_with_waiting(0.0, 10, pace_s=0.001, num_starts=200).retry_after_ms(2.199) == 10_000
+    assert limits_with_waiting(3600.0, 10, pace_s=0.001, num_starts=200).retry_after_ms(3600.0) == 50

@@ -8,7 +8,6 @@ import pytest
 
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import KvCacheFull, WaitingSetFull
-from tidewheel.scheduler.strategy import StrategyConfig
 
 
 def refusal(driver: SchedulerDriver) -> WaitingSetFull:
@@ -64,7 +63,7 @@ def test_a_lack_of_rows_is_no_full_cache() -> None:
 
 
 def test_a_batch_that_waits_for_the_last_one_is_no_full_cache() -> None:
-    driver = with_two_waiting(strategy=StrategyConfig(name="static", batch_size=1))
+    driver = with_two_waiting(scheduling_strategy="static", batch_size=1)
     assert type(refusal(driver)) is WaitingSetFull
 
 

@@ -13,8 +13,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.scheduler.controllers import MIN_TOKEN_BUDGET
 from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.tenants import TenantLimits
+from tidewheel.tenants import TenantLimits, limits_of
 
 
 def tokens_of(driver: SchedulerDriver, tenant: str) -> int:
@@ -56,7 +55,7 @@ def test_fair_serves_a_tenant_by_class() -> None:
 
 
 def test_a_static_batch_runs_to_its_end_before_the_next() -> None:
-    driver = SchedulerDriver(num_blocks=64, strategy=StrategyConfig(name="static", batch_size=2))
+    driver = SchedulerDriver(num_blocks=64, scheduling_strategy="static", batch_size=2)
     for number, max_tokens in enumerate([2, 6, 3, 3, 2]):
         driver.add(make_request(f"r{number}", prompt=[number] * 2, max_tokens=max_tokens, arrival_time=driver.now))
     joined = []
@@ -72,7 +71,7 @@ def test_a_static_batch_runs_to_its_end_before_the_next() -> None:
 
 
 def test_a_dynamic_batch_waits_for_its_window() -> None:
-    driver = SchedulerDriver(num_blocks=64, strategy=StrategyConfig(name="dynamic"))
+    driver = SchedulerDriver(num_blocks=64, scheduling_strategy="dynamic")
     driver.add(make_request("a", arrival_time=0.0))
     assert driver.scheduler.schedule(0.049) is None
     driver.now = 0.050 - 1.0
@@ -93,7 +92,7 @@ def test_a_long_prompt_takes_no_more_than_its_chunk_and_leaves_the_rest_to_other
 
 def test_the_token_budget_follows_the_target() -> None:
     driver = SchedulerDriver(
-        num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_s=0.1, max_model_len=600
+        num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_ms=100.0, max_model_len=600
     )
     driver.add(make_request("decode", prompt=1, max_tokens=60))
     driver.add(make_request("prompt", prompt=[3] * 500, max_tokens=1))
@@ -114,7 +113,7 @@ def test_the_governor_limits_joins_and_preempts_nobody() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         enable_seqs_governor=True,
-        governor_target_latency_s=0.1,
+        governor_target_latency_ms=100.0,
         ageing_s=1000.0,
     )
     for number in range(16):
@@ -190,7 +189,7 @@ def test_the_same_events_give_the_same_schedule(policy: str) -> None:
         ("long_prefill_token_threshold", 0, "long_prefill_token_threshold is 0"),
         ("preemption_mode", "drop", "'drop': choose one of auto, recompute, swap"),
         ("predictor_prior_tokens", 0, "predictor_prior_tokens is 0"),
-        ("strategy", StrategyConfig(name="eager"), "'eager': choose one of continuous"),
+        ("scheduling_strategy", "eager", "'eager': choose one of continuous"),
     ],
 )
 def test_impossible_settings_name_themselves(setting: str, value: object, message: str) -> None:
@@ -201,5 +200,5 @@ def test_impossible_settings_name_themselves(setting: str, value: object, messag
 def test_limits_of_a_tenant_are_its_own_or_those_of_everybody() -> None:
     own, everybody = TenantLimits(weight=2.0), TenantLimits(weight=3.0)
     config = make_config(tenants={"a": own, "*": everybody})
-    assert (config.limits_of("a"), config.limits_of("b")) == (own, everybody)
-    assert make_config().limits_of("a") == TenantLimits()
+    assert (limits_of(config.tenants, "a"), limits_of(config.tenants, "b")) == (own, everybody)
+    assert limits_of(make_config().tenants, "a") == TenantLimits()

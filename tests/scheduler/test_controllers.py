@@ -221,9 +221,9 @@ def test_each_controller_sets_its_own_limit(has_tpot: bool, has_governor: bool) 
     driver = SchedulerDriver(
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        target_tpot_s=TARGET_S if has_tpot else None,
+        target_tpot_ms=1e3 * TARGET_S if has_tpot else None,
         enable_seqs_governor=has_governor,
-        governor_target_latency_s=TARGET_S if has_governor else None,
+        governor_target_latency_ms=1e3 * TARGET_S if has_governor else None,
     )
     for number in range(8):
         driver.add(make_request(f"r{number}", max_tokens=8))

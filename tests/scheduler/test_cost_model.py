@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler.estimates import PreemptionCost, ServiceEstimate, StepTime
+from tidewheel.scheduler.estimates import ServiceEstimate, StepTime
 from tidewheel.scheduler.policy import compute_density
 
 
@@ -74,14 +74,13 @@ def test_no_time_is_negative(steps: list[tuple[int, float]], tokens: int) -> Non
 
 def test_the_cheaper_way_back_is_taken() -> None:
     step_time = learned(0.01, 1e-4)
-    cost = PreemptionCost(step_time, swap_seconds_per_block=2e-4)
-    assert cost.should_swap(160, 10)  # 16 ms against 4 ms
-    assert not cost.should_swap(16, 10)  # 1.6 ms against 4 ms
+    assert step_time.should_swap(160, 10, 2e-4)  # 16 ms against 4 ms
+    assert not step_time.should_swap(16, 10, 2e-4)  # 1.6 ms against 4 ms
 
 
 def test_without_a_host_tier_or_knowledge_it_is_recompute() -> None:
-    assert not PreemptionCost(learned(0.01, 1e-4), None).should_swap(10_000, 1)
-    assert not PreemptionCost(StepTime(), 1e-9).should_swap(10_000, 1)
+    assert not learned(0.01, 1e-4).should_swap(10_000, 1, None)
+    assert not StepTime().should_swap(10_000, 1, 1e-9)
 
 
 def test_density_counts_what_is_computed_over_what_is_held() -> None:

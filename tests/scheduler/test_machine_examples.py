@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from support.scheduler.scheduler_machine import SchedulerMachine
 from tidewheel.request import Priority
-from tidewheel.scheduler.strategy import StrategyConfig
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 PREFIXES: dict[str, Any] = {
@@ -21,9 +20,9 @@ PREFIXES: dict[str, Any] = {
     "max_preemptions": 4,
     "long_prefill_token_threshold": None,
     "num_host_blocks": 0,
-    "strategy": StrategyConfig(),
+    "scheduling_strategy": "continuous",
     "enable_seqs_governor": False,
-    "target_tpot_s": None,
+    "target_tpot_ms": None,
 }
 
 # So many steps, or half of one; so many arrivals of a class; a group of so many sequences.

@@ -74,7 +74,6 @@ from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import StepPlan
-from tidewheel.scheduler.strategy import StrategyConfig
 
 # No shrinking: that it fails is all that is asked.
 SETTINGS = settings(
@@ -367,7 +366,7 @@ def rows_taken_that_end_anyway(patch: pytest.MonkeyPatch) -> None:
 SETTINGS_FORGOTTEN: dict[str, dict[str, Any]] = {
     "class_forgotten": {"policy": "fifo"},
     "long_prompts_unlimited": {"long_prefill_token_threshold": None},
-    "strategy_ignored": {"strategy": StrategyConfig()},
+    "strategy_ignored": {"scheduling_strategy": "continuous"},
     "preempted_without_bound": {"max_preemptions": 999},
 }
 MUTATIONS = (
@@ -395,7 +394,7 @@ MACHINES = {
     "lower_classes_share": TIGHT,
     "long_ones_share": TIGHT,
     "reserved_class_ignored": crowded_machine(policy="fair"),
-    "strategy_ignored": crowded_machine(strategy=StrategyConfig(name="static", batch_size=2)),
+    "strategy_ignored": crowded_machine(scheduling_strategy="static", batch_size=2),
     "shared_blocks_counted_twice": crowded_machine(enable_prefix_caching=True),
     "rows_taken_that_end_anyway": crowded_machine(max_inflight_steps=2),
     "cached_prefix_first_for_ever": crowded_machine(enable_prefix_caching=True, max_num_seqs=2, ageing_s=3.0),

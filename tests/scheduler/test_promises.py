@@ -17,7 +17,6 @@ from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded
 from tidewheel.request import FinishReason, Priority, Request, RequestState
-from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
@@ -554,7 +553,9 @@ def steps_away(*, newcomers: int) -> int:
         block_size=4,
         max_num_batched_tokens=64,
         ageing_s=1000.0,
-        strategy=StrategyConfig(name="static", batch_size=3, batch_timeout_s=0.0),
+        scheduling_strategy="static",
+        batch_size=3,
+        batch_timeout_ms=0.0,
     )
     driver.add(make_request("long", [1] * 4, max_tokens=40))
     driver.add(make_request("short", [2] * 16, max_tokens=10, arrival_time=1.0))

@@ -6,23 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.scheduler.scheduling import make_config
 from tidewheel.errors import ConfigError
 from tidewheel.scheduler.strategy import (
     BATCHES_PER_REVIEW,
     MAX_WINDOW_S,
     MIN_WINDOW_S,
+    STRATEGIES,
     TOLERANCE,
     BatchWindow,
     JoinView,
     PredictiveStrategy,
     Strategy,
-    StrategyConfig,
-    make_strategy,
 )
 
 
 def strategy(name: str, **settings: float) -> Strategy:
-    return make_strategy(StrategyConfig(name=name, **settings))
+    config = make_config(scheduling_strategy=name, **settings)
+    return STRATEGIES[name](config)
 
 
 def view(waiting: int, running: int = 0, oldest: float = 0.0, most: int = 32) -> JoinView:
@@ -39,7 +40,7 @@ def test_continuous_lets_everybody_in() -> None:
 
 
 def test_static_waits_for_a_full_batch_or_the_timeout() -> None:
-    static = strategy("static", batch_size=4, batch_timeout_s=0.05)
+    static = strategy("static", batch_size=4, batch_timeout_ms=50.0)
     assert static.max_joins(0.02, view(waiting=3)) == 0
     assert static.max_joins(0.02, view(waiting=4)) == 4
     assert strategy("static", batch_size=4).max_joins(0.05, view(waiting=3)) == 3
@@ -56,7 +57,7 @@ def test_static_runs_a_batch_to_its_end() -> None:
 
 
 def test_a_formed_batch_whose_last_requests_were_cancelled_is_complete() -> None:
-    static = strategy("static", batch_size=4, batch_timeout_s=0.05)
+    static = strategy("static", batch_size=4, batch_timeout_ms=50.0)
     assert static.max_joins(0.0, view(waiting=4)) == 4
     static.joined(2)
     assert static.max_joins(0.1, view(waiting=0, running=2)) == 0
@@ -85,7 +86,7 @@ def test_hybrid_is_asynchronous_below_the_threshold_and_behind_a_backlog() -> No
 
 
 def test_predictive_learns_how_many_come() -> None:
-    predictive = PredictiveStrategy(StrategyConfig())
+    predictive = PredictiveStrategy(make_config())
     now = 0.0
     for _ in range(60):  # 400 requests a second, asked every 5 ms
         for waiting in range(2, 100, 2):

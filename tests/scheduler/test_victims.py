@@ -11,7 +11,6 @@ from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import cache_pressure
 from tidewheel.scheduler.cache_pressure import order_of_victims, protected_row
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.strategy import StrategyConfig
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
@@ -185,7 +184,7 @@ def test_nobody_is_preempted_for_a_critical_that_would_not_fit_even_then() -> No
     driver.run()
 
 
-@pytest.mark.parametrize("changes", [{"policy": "fifo"}, {"strategy": StrategyConfig(name="static", batch_size=2)}])
+@pytest.mark.parametrize("changes", [{"policy": "fifo"}, {"scheduling_strategy": "static", "batch_size": 2}])
 def test_where_it_may_not_join_a_critical_preempts_nobody(changes: dict[str, object]) -> None:
     driver = SchedulerDriver(max_num_seqs=2, max_num_batched_tokens=64, **changes)
     requests = fill_rows(driver, LOW, LOW)

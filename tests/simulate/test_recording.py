@@ -23,7 +23,6 @@ from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent
 from tidewheel.record.recorder import PrefixNames, Recorder, RecordingScheduler
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording, ReplayResult, replay
 from tidewheel.tenants import TenantLimits
@@ -34,7 +33,7 @@ VOCAB = 8  # so few that prompts share prefixes and answers stop
 
 def recording_scheduler(recorder: Recorder, **settings: Any) -> RecordingScheduler:
     plain = make_scheduler(**settings)
-    return RecordingScheduler(plain._config, plain._state.kv, recorder)
+    return RecordingScheduler(plain._state.config, plain._state.kv, recorder)
 
 
 class Session:
@@ -165,8 +164,8 @@ CASES = [
     {"num_blocks": 32, "num_host_blocks": 40, "preemption_mode": "swap", "swap_seconds_per_block": 1e-4},
     {"num_blocks": 32, "num_host_blocks": 40, "swap_seconds_per_block": 1e-4, "max_inflight_steps": 2},
     *({"policy": policy} for policy in ("fifo", "sjf", "deadline", "fair", "density")),
-    *({"strategy": StrategyConfig(name=name)} for name in ("static", "dynamic", "predictive", "hybrid")),
-    {"target_tpot_s": 0.02, "enable_seqs_governor": True, "num_blocks": 32},
+    *({"scheduling_strategy": name} for name in ("static", "dynamic", "predictive", "hybrid")),
+    {"target_tpot_ms": 20.0, "enable_seqs_governor": True, "num_blocks": 32},
     {
         "breaker_queue_time_s": 0.2,
         "breaker_error_rate": 0.2,

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,7 @@ from tidewheel.record.recorder import Recorder, RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.tenants import TenantLimits, parse_tenants
+from tidewheel.tenants import parse_tenants
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +87,14 @@ def session_limits(config: EngineConfig) -> SessionLimits:
 def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
     """Raise `ConfigError` for settings beyond the cache."""
     tenants = parse_tenants(config.tenants)
-    _check_quotas(config, tenants, info.num_blocks)
+    quotas = {f"tenants.{name}: max_blocks": limits.max_blocks for name, limits in tenants.items()}
+    quotas["session_max_blocks"] = config.session_max_blocks
+    for name, quota in quotas.items():
+        if quota is not None and quota > info.num_blocks:
+            raise ConfigError(f"{name} is {quota}: the KV cache has {info.num_blocks} blocks; lower it or remove it")
     shared: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(SchedulingSettings)}
     shared |= {name: min(shared[name], getattr(info, name)) for name in SIZED}
+    shared["batch_size"] = config.batch_size or shared["max_num_seqs"]
     return SchedulerConfig(
         **shared,
         max_model_len=info.max_model_len,
@@ -98,16 +102,6 @@ def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
         policy=config.scheduling_policy,
         tenants=tenants,
         swap_seconds_per_block=info.swap_seconds_per_block,
-        strategy=StrategyConfig(
-            name=config.scheduling_strategy,
-            batch_size=config.batch_size or shared["max_num_seqs"],
-            batch_timeout_s=1e-3 * config.batch_timeout_ms,
-            target_latency_s=1e-3 * config.batch_target_latency_ms,
-            hybrid_threshold=config.hybrid_threshold,
-            hybrid_backlog=config.hybrid_backlog,
-        ),
-        target_tpot_s=_seconds(config.target_tpot_ms),
-        governor_target_latency_s=_seconds(config.governor_target_latency_ms),
     )
 
 
@@ -138,15 +132,3 @@ def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
     )
     atexit.register(recorder.flush)
     return recorder
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else 1e-3 * milliseconds
-
-
-def _check_quotas(config: EngineConfig, tenants: Mapping[str, TenantLimits], num_blocks: int) -> None:
-    quotas = {f"tenants.{name}: max_blocks": limits.max_blocks for name, limits in tenants.items()}
-    quotas["session_max_blocks"] = config.session_max_blocks
-    for name, quota in quotas.items():
-        if quota is not None and quota > num_blocks:
-            raise ConfigError(f"{name} is {quota}: the KV cache has {num_blocks} blocks; lower it or remove it")

@@ -11,6 +11,7 @@ import numpy as np
 
 from tidewheel.batch import BoolArray, RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
 from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.kvcache.transfers import NO_TRANSFERS
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.stats import EngineStats
@@ -130,7 +131,8 @@ class EngineCore:
         return stats
 
     def _announce(self, batch: ScheduledBatch) -> None:
-        before, predicted = self._expected_s, self._scheduler.predict_seconds(batch)
+        before = self._expected_s
+        predicted = self._scheduler.step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
         self._expected_s = self._first_step_s if predicted is None else predicted
         self._beat(before + self._expected_s)
 
@@ -235,12 +237,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
         samples=batch.samples[keep],
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
-        copy_sources=no_ids(),
-        copy_targets=no_ids(),
-        swap_out_blocks=no_ids(),
-        swap_out_slots=no_ids(),
-        swap_in_slots=no_ids(),
-        swap_in_blocks=no_ids(),
+        **NO_TRANSFERS._asdict(),
     )
 
 

@@ -8,11 +8,11 @@ from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import CircuitBreaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
-from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
-from tidewheel.scheduler.service_class import is_over_quota
+from tidewheel.scheduler.queue import MAX_DISPLACED
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
 from tidewheel.stats import WaitingRoom
+from tidewheel.tenants import limits_of
 
 _FIRST_RETRY_MS = 250
 _MIN_RETRY_MS = 50
@@ -37,46 +37,43 @@ def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limi
 
 
 class AdmissionControl:
-    def __init__(self, config: SchedulerConfig, state: SchedulerState, estimate: ServiceEstimate) -> None:
-        self._config = config
+    def __init__(self, state: SchedulerState, estimate: ServiceEstimate) -> None:
         self._state = state
         self._estimate = estimate
-        self._limits = WaitingLimits(config, state.kv.num_blocks, state.kv.block_size)
-        self._tenants = TenantTable(config.tenants)
-        self._tenant_counts = TenantCounts(config.tenants)
-        self.breaker = CircuitBreaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        self.limits = WaitingLimits(state)
+        self._tenants = TenantTable(state.config.tenants)
+        self._tenant_counts = TenantCounts(state.config.tenants)
+        self.breaker = CircuitBreaker(state.config.breaker_error_rate, state.config.breaker_queue_time_s)
         state.stats.tenants = self._tenant_counts.figures
         state.stats.num_shed_by_class = self.breaker.num_shed
 
-    def reconfigure(self, config: SchedulerConfig) -> None:
-        before, self._config = self._config, config
-        self._limits.config = config
+    def reconfigure(self, before: SchedulerConfig) -> None:
+        stats, config = self._state.stats, self._state.config
         self._tenants.reconfigure(config.tenants)
-        self._tenant_counts.reconfigure(config.tenants)
-        self._state.stats.tenants = self._tenant_counts.figures
-        limits = config.breaker_error_rate, config.breaker_queue_time_s
-        if limits != (before.breaker_error_rate, before.breaker_queue_time_s):
-            num_shed, self.breaker = self.breaker.num_shed, CircuitBreaker(*limits)
-            self._state.stats.num_shed_by_class = self.breaker.num_shed = num_shed
+        stats.tenants = self._tenant_counts.reconfigure(config.tenants)
+        if config.differs(before, "breaker_error_rate", "breaker_queue_time_s"):
+            self.breaker = CircuitBreaker(config.breaker_error_rate, config.breaker_queue_time_s)
+            self.breaker.num_shed = stats.num_shed_by_class
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        tenant, count = requests[0].tenant, len(requests)
-        self._tenant_counts.observe_arrival(tenant, count)
+        """Return the evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
+        figures, count = self._tenant_counts.of(requests[0].tenant), len(requests)
+        figures.num_requests += count
         for request in requests:
-            request.priority = self._config.limits_of(request.tenant).granted(request.priority)
+            request.priority = limits_of(self._state.config.tenants, request.tenant).granted(request.priority)
         try:
             return self._admit(requests, now)
         except TidewheelError:
-            self._tenant_counts.observe_refusal(tenant, count)
+            figures.num_rejected += count
             raise
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
         self._check_ids(requests)
-        self._limits.check(request, count)
-        over_quota = is_over_quota(state, request)
+        self.limits.check(request, count)
+        over_quota = state.is_over_quota(request)
         service_class = request.priority.dropped() if over_quota else request.priority
-        victims = self._limits.choose_evictions(request, count, service_class, state, now)
+        victims = self.limits.choose_evictions(request, count, service_class, now)
         predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
         self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
         evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
@@ -86,15 +83,15 @@ class AdmissionControl:
             newcomer.was_over_quota = over_quota
             state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
         state.wait(list(requests))
+        if evicted:
+            self.observe_ends(evicted, now)
         return evicted
-
-    def waiting_room(self, now: float) -> WaitingRoom:
-        return self._limits.waiting_room(self._state, now)
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
         for tenant, count in refused.items():
-            self._tenant_counts.observe_arrival(tenant, count)
-            self._tenant_counts.observe_refusal(tenant, count)
+            figures = self._tenant_counts.of(tenant)
+            figures.num_requests += count
+            figures.num_rejected += count
 
     def observe_starts(self, requests: list[Request], now: float) -> None:
         stats = self._state.stats
@@ -103,16 +100,23 @@ class AdmissionControl:
             index = request.priority - 1
             stats.started_by_class[index] += 1
             stats.max_wait_by_class[index] = max(stats.max_wait_by_class[index], seconds)
-            self._tenant_counts.observe_start(request, seconds)
-            self._limits.observe_start(now)
+            figures = self._tenant_counts.of(request.tenant)
+            figures.num_started += 1
+            figures.queue_seconds += seconds
+            self.limits.observe_start(now)
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
         """Settle ended requests. Only STOP and LENGTH train the predictor; refusals and cancels are no failures."""
         for request in requests:
             self._tenants.settle(request, now)
-            self._tenant_counts.observe_end(request)
-            reason = request.finish_reason
+            figures, reason = self._tenant_counts.of(request.tenant), request.finish_reason
+            is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
+            if request.first_scheduled_time is not None:
+                figures.num_prompt_tokens += request.num_prompt_tokens
+                figures.num_output_tokens += request.num_output_tokens
+            elif is_refusal:
+                figures.num_rejected += 1
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._state.predictor.observe(
                     request.tenant,
@@ -121,7 +125,7 @@ class AdmissionControl:
                     request.predicted_output_tokens,
                 )
                 self.breaker.observe_end(False, now)
-            elif reason is FinishReason.ERROR and not isinstance(request.error, Busy | DeadlineExceeded):
+            elif reason is FinishReason.ERROR and not is_refusal:
                 self.breaker.observe_end(True, now)
 
     def _check_ids(self, requests: Sequence[Request]) -> None:
@@ -149,68 +153,62 @@ class AdmissionControl:
 
     def _observe_oldest(self, now: float) -> None:
         """Report long waits to the breaker: these requests may never start."""
-        limit = self._config.breaker_queue_time_s
+        limit = self._state.config.breaker_queue_time_s
         if limit is None:
             return
-        for service_class in Priority:
-            oldest = self._state.waiting.oldest(service_class)
+        for oldest in self._state.waiting.oldest_by_class():
             if oldest is not None and now - oldest.arrival_time > limit:
                 self.breaker.observe_queue_time(now - oldest.arrival_time, oldest.priority, now)
 
     def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
-        state = self._state
-        error = self._limits.eviction(victim, service_class, state.waiting, now)
+        error = self.limits.eviction(victim, service_class, now)
         members = [*victim.followers, victim]
         for member in members:
             member.error = error
-            state.end(member, FinishReason.ERROR, now)
-            state.stats.evicted_by_class[member.priority - 1] += 1
+            self._state.end(member, FinishReason.ERROR, now)
+            self._state.stats.evicted_by_class[member.priority - 1] += 1
         return members
 
 
 class WaitingLimits:
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
-        self.config = config
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._last_start: float | None = None
         self._start_interval: float | None = None
 
     def check(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests can never wait together or run."""
-        limits, num_prompt_tokens, max_tokens = self.config, request.num_prompt_tokens, request.max_tokens
+        limits, kv = self._state.config, self._state.kv
+        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
         check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
-        size = f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens}"
         if count > limits.max_waiting_requests:
             raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
         if count * num_prompt_tokens > limits.max_waiting_tokens:
-            times = "" if count == 1 else f", {count} times"
             raise PromptTooLarge(
-                f"prompt of {num_prompt_tokens} tokens{times}: at most {limits.max_waiting_tokens} tokens may wait"
+                f"prompt of {num_prompt_tokens} tokens{_times(',', count)}: at most {limits.max_waiting_tokens} "
+                "tokens may wait"
             )
-        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
-        if num_blocks > self._num_blocks:
+        num_blocks = kv.num_blocks_for(request.max_num_tokens - 1)  # the last token is never fed back
+        if num_blocks > kv.num_blocks:
             raise InvalidRequest(
-                f"{size} need {num_blocks} blocks of {self._block_size} tokens: the KV cache has {self._num_blocks}, "
-                f"enough for {self._num_blocks * self._block_size + 1} tokens in all"
+                f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need {num_blocks} blocks of "
+                f"{kv.block_size} tokens: the KV cache has {kv.num_blocks}, enough for "
+                f"{kv.num_blocks * kv.block_size + 1} tokens in all"
             )
 
-    def choose_evictions(
-        self, request: Request, count: int, service_class: Priority, state: SchedulerState, now: float
-    ) -> list[Request]:
+    def choose_evictions(self, request: Request, count: int, service_class: Priority, now: float) -> list[Request]:
         """Return at most `MAX_DISPLACED` requests to evict. Raise `WaitingSetFull`."""
-        limits, waiting = self.config, state.waiting
+        limits, waiting = self._state.config, self._state.waiting
         # a lowered limit evicts nothing
         num_requests = count - max(limits.max_waiting_requests - waiting.num_new, 0)
-        num_prompt_tokens = count * request.num_prompt_tokens
-        num_tokens = num_prompt_tokens - max(limits.max_waiting_tokens - waiting.num_new_tokens, 0)
+        num_tokens = count * request.num_prompt_tokens - max(limits.max_waiting_tokens - waiting.num_new_tokens, 0)
         victims: list[Request] = []
         num_displaced = 0
         candidates = waiting.displaceable(request, count, service_class)
         while num_requests > 0 or num_tokens > 0:
             victim = next(candidates, None) if num_displaced < MAX_DISPLACED else None
             if victim is None:
-                raise self.waiting_room(state, now).refusal(self._what_is_full(request, count, waiting))
+                raise self.waiting_room(now).refusal(self._what_is_full(request, count))
             size = 1 + len(victim.followers)
             victims.append(victim)
             num_displaced += size
@@ -218,30 +216,26 @@ class WaitingLimits:
             num_tokens -= size * victim.num_tokens
         return victims
 
-    def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
-        limits = self.config
+    def eviction(self, victim: Request, service_class: Priority, now: float) -> Busy:
         taker = "a request of a tenant with fewer waiting for its weight took the place of this one"
         if service_class < victim.service_class:
             taker = (
                 f"a request of class {service_class.name} took the place of this one, of class "
                 f"{victim.service_class.name}"
             )
-        return Busy(
-            f"waiting set is full: {waiting.num_new} of {limits.max_waiting_requests} requests, "
-            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens; {taker}",
-            retry_after_ms=self.retry_after_ms(waiting, now),
-        )
+        fill = ", ".join(self._fill())
+        return Busy(f"waiting set is full: {fill}; {taker}", retry_after_ms=self.retry_after_ms(now))
 
-    def waiting_room(self, state: SchedulerState, now: float) -> WaitingRoom:
-        waiting = state.waiting
+    def waiting_room(self, now: float) -> WaitingRoom:
+        waiting, limits = self._state.waiting, self._state.config
         return WaitingRoom(
             num_requests=waiting.num_new,
-            max_requests=self.config.max_waiting_requests,
+            max_requests=limits.max_waiting_requests,
             num_tokens=waiting.num_new_tokens,
-            max_tokens=self.config.max_waiting_tokens,
+            max_tokens=limits.max_waiting_tokens,
             lowest_class=waiting.lowest_class,
-            retry_after_ms=self.retry_after_ms(waiting, now),
-            shortage=state.shortage(),
+            retry_after_ms=self.retry_after_ms(now),
+            shortage=self._state.shortage(),
         )
 
     def observe_start(self, now: float) -> None:
@@ -251,23 +245,28 @@ class WaitingLimits:
             self._start_interval = smoothed + _SMOOTHING * (interval - smoothed)
         self._last_start = now
 
-    def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
+    def retry_after_ms(self, now: float) -> int:
+        """Return the time in which half of the waiting set starts."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
+        waiting = self._state.waiting
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)
         estimate = 1e3 * max(self._start_interval, silence) * waiting.num_new / 2
         return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
 
-    def _what_is_full(self, request: Request, count: int, waiting: WaitingSet) -> str:
-        limits = self.config
-        if waiting.num_new + count > limits.max_waiting_requests:
-            several = "" if count == 1 else f", and this one asks for {count} sequences"
-            return f"{waiting.num_new} of {limits.max_waiting_requests} requests{waiting.own_part(request)}{several}"
-        times = "" if count == 1 else f" {count} times"
+    def _fill(self) -> tuple[str, str]:
+        limits, waiting = self._state.config, self._state.waiting
         return (
-            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens, "
-            f"and this prompt has {request.num_prompt_tokens}{times}"
+            f"{waiting.num_new} of {limits.max_waiting_requests} requests",
+            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens",
         )
+
+    def _what_is_full(self, request: Request, count: int) -> str:
+        waiting, (requests, tokens) = self._state.waiting, self._fill()
+        if waiting.num_new + count > self._state.config.max_waiting_requests:
+            several = "" if count == 1 else f", and this one asks for {count} sequences"
+            return f"{requests}{waiting.own_part(request)}{several}"
+        return f"{tokens}, and this prompt has {request.num_prompt_tokens}{_times('', count)}"
 
 
 def check_deadline(
@@ -284,7 +283,7 @@ def check_deadline(
     if not state.requests:
         return
     num_ahead = state.waiting.num_tokens_ahead(service_class)
-    has_free_rows = state.num_waiting < min(state.columns.num_free_rows, state.config.max_num_seqs)
+    has_free_rows = state.num_waiting < min(len(state.columns.free_rows), state.config.max_num_seqs)
     queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
     if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
         return
@@ -295,6 +294,10 @@ def check_deadline(
             f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
             f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
         )
+
+
+def _times(comma: str, count: int) -> str:
+    return "" if count == 1 else f"{comma} {count} times"
 
 
 def _ms(seconds: float) -> int:

@@ -212,7 +212,8 @@ class GrowthForecast:
             outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
             lefts = (columns.max_num_tokens[rows] - columns.num_tokens[rows]).astype(np.float64)
             self._curve = self._state.predictor.survival(outputs)
-            self._of_rows = _moments(self._curve, outputs, lefts, columns.num_own_slots(rows))
+            own = (columns.num_slots[rows] - columns.num_shared_slots[rows]).astype(np.float64)
+            self._of_rows = _moments(self._curve, outputs, lefts, own)
         mean, variance = self._of_rows + _moments(self._curve, *np.array(newcomers, dtype=np.float64).T)
         return float((mean + CAUTION * np.sqrt(variance)).max())
 

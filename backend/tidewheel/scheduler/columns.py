@@ -78,12 +78,8 @@ class RowColumns:
         self._requests = np.full(num_rows, None, dtype=object)
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)
         self._last_requests: list[Request] = []
-        self._free_rows = list(range(num_rows))  # heap: low rows keep tables compact
+        self.free_rows = list(range(num_rows))  # heap: low rows keep tables compact
         self._left_rows: list[int] = []
-
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
 
     def request(self, row: int) -> Request:
         return cast(Request, self._requests[row])
@@ -95,11 +91,8 @@ class RowColumns:
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
         return self._last_requests
 
-    def next_free_row(self) -> int:
-        return self._free_rows[0]
-
     def enter(self, request: Request, hit: PrefixHit, num_blocks: int, block_size: int, service_class: int) -> int:
-        row = heapq.heappop(self._free_rows)
+        row = heapq.heappop(self.free_rows)
         num_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_tokens[row] = request.num_tokens
@@ -155,7 +148,7 @@ class RowColumns:
         self.running[row] = False
         self.num_running -= 1
         self.epochs[row] += 1
-        heapq.heappush(self._free_rows, row)
+        heapq.heappush(self.free_rows, row)
         self._left_rows.append(row)
         self.tenants.release(request.tenant)
 
@@ -170,9 +163,6 @@ class RowColumns:
         stats.num_used_slots = int(self.num_computed_tokens[running].sum())
         stats.num_taken_slots = int(self.num_slots[running].sum())
         stats.num_wasted_slots = stats.num_taken_slots - int(self.num_tokens[running].sum())
-
-    def num_own_slots(self, rows: RowArray) -> npt.NDArray[np.float64]:
-        return (self.num_slots[rows] - self.num_shared_slots[rows]).astype(np.float64)
 
     def num_slots_of(self, tenant: str) -> int:
         tenant_id = self.tenants.ids.get(tenant, -1)
@@ -214,8 +204,8 @@ class RowColumns:
     def check_invariants(self) -> None:
         rows = np.flatnonzero(self.running)
         require(len(rows) == self.num_running, "running rows are miscounted")
-        require(len(self._free_rows) + self.num_running == self.num_rows, "rows are lost")
-        require(not self.running[self._free_rows].any(), "a free row is running")
+        require(len(self.free_rows) + self.num_running == self.num_rows, "rows are lost")
+        require(not self.running[self.free_rows].any(), "a free row is running")
         for row in rows.tolist():
             request = self.request(row)
             require(request.row == row and request.state is RequestState.RUNNING, f"{request} is not in row {row}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from tidewheel.config import PreemptionMode, SchedulingSettings, at_least
 from tidewheel.errors import ConfigError
 from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.tenants import TenantLimits, limits_of
+from tidewheel.scheduler.strategy import STRATEGIES
+from tidewheel.tenants import TenantLimits
 
 _PREEMPTION_MODES = typing.get_args(PreemptionMode)
 
@@ -23,18 +23,17 @@ class SchedulerConfig(SchedulingSettings):
     policy: str = "priority"
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     swap_seconds_per_block: float | None = None  # one way; None: no host tier
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    target_tpot_s: float | None = None  # adapts the token budget
-    governor_target_latency_s: float | None = None  # of a step; None: memory only
 
     def __post_init__(self) -> None:
         SchedulingSettings.__post_init__(self)
         at_least(self, 1, "max_model_len")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"scheduling_policy is {self.policy!r}: choose one of {', '.join(POLICIES)}")
-        if self.preemption_mode not in _PREEMPTION_MODES:
-            modes = ", ".join(_PREEMPTION_MODES)
-            raise ConfigError(f"preemption_mode is {self.preemption_mode!r}: choose one of {modes}")
+        for name, value, choices in (
+            ("scheduling_policy", self.policy, POLICIES),
+            ("scheduling_strategy", self.scheduling_strategy, STRATEGIES),
+            ("preemption_mode", self.preemption_mode, _PREEMPTION_MODES),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
         if self.max_inflight_steps not in (1, 2):
             raise ConfigError(f"max_inflight_steps is {self.max_inflight_steps}: it must be 1 or 2")
         if not 0.0 <= self.watermark < 1.0:
@@ -47,9 +46,5 @@ class SchedulerConfig(SchedulingSettings):
         """Most running requests: the budget gives each a token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
-    @property
-    def max_chunk_tokens(self) -> int:
-        return self.long_prefill_token_threshold or self.max_num_batched_tokens
-
-    def limits_of(self, tenant: str) -> TenantLimits:
-        return limits_of(self.tenants, tenant)
+    def differs(self, other: SchedulerConfig, *names: str) -> bool:
+        return any(getattr(self, name) != getattr(other, name) for name in names)

@@ -4,13 +4,12 @@ import math
 from typing import NamedTuple
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.scheduler.commit import InFlightStep
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.estimates import PreemptionCost, ServiceEstimate, StepTime
+from tidewheel.scheduler.estimates import ServiceEstimate
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.step_plan import StepLimits
-from tidewheel.scheduler.strategy import JoinView, make_strategy
+from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
+from tidewheel.scheduler.strategy import STRATEGIES, JoinView
 
 MIN_TOKEN_BUDGET = 16
 MIN_SCORES = 64
@@ -31,6 +30,14 @@ _NO_USE = 1e-6
 _MOST_LOWERED = 0.75  # of the running requests
 _SMOOTHING = 0.2
 _BUSY_SECONDS = 1.0
+
+_STRATEGY_SETTINGS = (
+    "scheduling_strategy", "batch_size", "batch_timeout_ms", "batch_target_latency_ms", "hybrid_threshold",
+    "hybrid_backlog",
+)  # fmt: skip
+_CONTROLLER_SETTINGS = (
+    "max_num_batched_tokens", "max_num_seqs", "target_tpot_ms", "enable_seqs_governor", "governor_target_latency_ms",
+)  # fmt: skip
 
 
 class AppliedStep(NamedTuple):
@@ -112,66 +119,69 @@ class SeqsGovernor:
 
 
 class StepControl:
-    def __init__(self, config: SchedulerConfig, keep_free: int) -> None:
-        self._config = config
-        self._keep_free = keep_free
-        self._step_time = StepTime()
-        self.estimate = ServiceEstimate(self._step_time, config.max_num_batched_tokens)
-        self.preemption_cost = PreemptionCost(self._step_time, config.swap_seconds_per_block)
-        self.strategy = make_strategy(config.strategy)
-        self._make_controllers(config)
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._keep_free = int(state.config.watermark * state.kv.num_blocks)
+        self.estimate = ServiceEstimate(state.step_time, state.config.max_num_batched_tokens)
+        self._make_strategy()
+        self._make_controllers()
         self._last_applied: float | None = None
         self._busy = 0.0
 
-    def reconfigure(self, config: SchedulerConfig) -> None:
-        before, self._config = self._config, config
+    def reconfigure(self, before: SchedulerConfig) -> None:
+        config = self._state.config
         self.estimate.max_num_batched_tokens = config.max_num_batched_tokens
-        if config.strategy != before.strategy:
-            self.strategy = make_strategy(config.strategy)
-        if _controlled(config) != _controlled(before):
-            self._make_controllers(config)
+        if config.differs(before, *_STRATEGY_SETTINGS):
+            self._make_strategy()
+        if config.differs(before, *_CONTROLLER_SETTINGS):
+            self._make_controllers()
 
-    def _make_controllers(self, config: SchedulerConfig) -> None:
+    def _make_strategy(self) -> None:
+        config = self._state.config
+        self.strategy = STRATEGIES[config.scheduling_strategy](config)
+
+    def _make_controllers(self) -> None:
+        config = self._state.config
         self.token_budget = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._tpot: TpotController | None = None
-        if config.target_tpot_s is not None:
-            self._tpot = TpotController(config.target_tpot_s, config.max_num_batched_tokens, MIN_TOKEN_BUDGET)
+        if config.target_tpot_ms is not None:
+            self._tpot = TpotController(1e-3 * config.target_tpot_ms, self.token_budget, MIN_TOKEN_BUDGET)
         self._governor: SeqsGovernor | None = None
         if config.enable_seqs_governor:
-            self._governor = SeqsGovernor(config.max_num_seqs, config.governor_target_latency_s)
+            target_ms = config.governor_target_latency_ms
+            self._governor = SeqsGovernor(self.max_num_seqs, None if target_ms is None else 1e-3 * target_ms)
 
-    def limits(self, waiting: WaitingSet, num_running: int, now: float) -> StepLimits:
+    def limits(self, now: float) -> StepLimits:
+        state, config, num_rows = self._state, self._state.config, self._state.config.num_rows
+        num_running = state.columns.num_running
         budget = max(self.token_budget, num_running + 1)  # each row decodes, one prompt progresses
         return StepLimits(
-            min(budget, max(self._config.max_num_batched_tokens, num_running)),  # rows outlast a lowered limit
-            self._config.max_chunk_tokens,
-            min(self.max_num_seqs, self._config.num_rows),
-            self._max_joins(waiting, num_running, now) if waiting else 0,
-            max(MIN_SCORES, self._config.num_rows - num_running),  # memory was measured with logits for every row
+            min(budget, max(config.max_num_batched_tokens, num_running)),  # rows outlast a lowered limit
+            config.long_prefill_token_threshold or config.max_num_batched_tokens,
+            min(self.max_num_seqs, num_rows),
+            self._max_joins(state.waiting, num_running, now) if state.waiting else 0,
+            max(MIN_SCORES, num_rows - num_running),  # memory was measured with logits for every row
             self._keep_free,
         )
 
-    def predict_seconds(self, batch: ScheduledBatch) -> float | None:
-        return self._step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
-
-    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, state: SchedulerState, now: float) -> None:
+    def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
         """Learn from an applied batch, which started when the previous one ended."""
+        state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
-        self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
+        state.step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
         num_started_tokens = sum([request.num_prompt_tokens for request in step.started])
         self.estimate.observe_step(now, num_started_tokens, state.waiting.num_new)
         if step.started:
             oldest = min([request.arrival_time for request in step.started])
             self.strategy.observe_batch(max(now - oldest, 0.0))
         if self._tpot is not None or self._governor is not None:
-            self._adjust(batch, state, seconds, now - last, now)
+            self._adjust(batch, seconds, now - last, now)
         self._last_applied = now
 
-    def _adjust(
-        self, batch: ScheduledBatch, state: SchedulerState, seconds: float, elapsed: float, now: float
-    ) -> None:
+    def _adjust(self, batch: ScheduledBatch, seconds: float, elapsed: float, now: float) -> None:
+        state = self._state
         if elapsed > 0.0:
             weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
             self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
@@ -190,8 +200,3 @@ class StepControl:
         limit = max(self.max_num_seqs, num_running)  # a lowered limit ends no request
         view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
         return self.strategy.max_joins(now, view)
-
-
-def _controlled(config: SchedulerConfig) -> tuple[object, ...]:
-    budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    return budget, seqs, config.target_tpot_s, config.enable_seqs_governor, config.governor_target_latency_s

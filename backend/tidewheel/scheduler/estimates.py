@@ -184,6 +184,12 @@ class StepTime:
             return self.seconds(num_chunk_tokens)
         return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
 
+    def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
+        """Return whether copying the blocks out and in takes less than to compute the tokens (None: no host tier)."""
+        if seconds_per_block is None:
+            return False
+        return 2.0 * num_blocks * seconds_per_block < num_computed_tokens * self.seconds_per_token
+
 
 class ServiceEstimate:
     """Waiting and prefill times, from step times and starts under backlog; 0 without evidence."""
@@ -224,21 +230,3 @@ class ServiceEstimate:
         whole, rest = divmod(num_tokens, self.max_num_batched_tokens)
         seconds = whole * self._step_time.seconds(self.max_num_batched_tokens)
         return seconds + self._step_time.seconds(rest) if rest else seconds
-
-
-class PreemptionCost:
-    """Choice between recompute and swap by device time.
-
-    recompute    computed tokens · `seconds_per_token`
-    swap         2 · blocks · seconds per block
-    """
-
-    def __init__(self, step_time: StepTime, swap_seconds_per_block: float | None) -> None:
-        self._step_time = step_time
-        self._swap_seconds_per_block = swap_seconds_per_block
-
-    def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        if self._swap_seconds_per_block is None:
-            return False
-        swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block
-        return swap_seconds < num_computed_tokens * self._step_time.seconds_per_token

@@ -18,7 +18,6 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.cache_pressure import GrowthForecast, free_blocks_to_grow, victims_for
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
-from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import BlockedRequest, SchedulerState
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 
@@ -114,15 +113,13 @@ class _EntryPlanner:
             outcome = self._try(request)
             if outcome is EntryOutcome.SKIPPED:
                 self._skipped.add(request.request_id)
-            self._is_open = len(self._skipped) < MAX_SKIPPED and (
-                outcome is not EntryOutcome.BLOCKED or self._by_cache
-            )
-            if outcome is EntryOutcome.BLOCKED:
-                self._by_cache = False  # an earlier one may fit
+                self._is_open = len(self._skipped) < MAX_SKIPPED
+            elif outcome is EntryOutcome.BLOCKED:
+                self._is_open, self._by_cache = self._by_cache, False  # an earlier one may fit
 
     def _next(self) -> Request | None:
         state = self._state
-        candidates = state.waiting.candidates(with_new=self._plan.joins_left > 0)
+        candidates = state.waiting.candidates(with_new=self._plan.num_joined < self._plan.limits.max_joins)
         waiting = (request for request in candidates if request.request_id not in self._skipped)
         if self._by_cache and not self._needs_row():
             before = self._now - state.config.ageing_s
@@ -146,7 +143,7 @@ class _EntryPlanner:
         self.blocked = None
         if not self._has_turn(request):
             return EntryOutcome.BLOCKED
-        if drop_over_quota(state, request, self._now):
+        if state.drop_over_quota(request, self._now):
             return EntryOutcome.MOVED
         hit = state.find_hit(request)
         if self._awaits_prefix(request, hit):
@@ -226,14 +223,14 @@ class _EntryPlanner:
 
     def _needs_row(self) -> bool:
         columns = self._state.columns
-        return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
+        return not columns.free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row computes the prefix in this step, or most missing tokens later."""
-        state = self._state
-        if request.needs_all_states:
+        state, prefixes = self._state, self._state.kv.prefixes
+        if not prefixes.computing or request.needs_all_states:
             return False
-        num_blocks, row = state.kv.prefixes.find_computing(request, hit)
+        num_blocks, row = prefixes.find_computing(request, hit)
         if not num_blocks:
             return False
         num_shared = num_blocks * state.kv.block_size

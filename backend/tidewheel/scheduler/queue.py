@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from tidewheel.errors import require
+from tidewheel.errors import InternalError, require
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 from tidewheel.scheduler.tenancy import VirtualCounters
@@ -36,8 +36,8 @@ class SortedQueue:
 
     def remove(self, key: Rank, request: Request) -> None:
         index = bisect_left(self._entries, (key,))
-        found = self._entries[index][1] if index < len(self._entries) else None
-        require(found is request, f"{request} does not wait where it should")
+        if index == len(self._entries) or self._entries[index][1] is not request:
+            raise InternalError(f"invariant broken: {request} does not wait where it should")
         del self._entries[index]
 
     def first_from(self, key: Rank) -> Request | None:
@@ -48,9 +48,6 @@ class SortedQueue:
 class TenantQueues(NamedTuple):
     new: SortedQueue  # never started
     returning: SortedQueue  # preempted, or the leader has started
-
-    def queue_of(self, request: Request) -> SortedQueue:
-        return self.new if request.is_new else self.returning
 
 
 class WaitingSet:
@@ -95,11 +92,12 @@ class WaitingSet:
 
     @property
     def oldest_arrival(self) -> float | None:
-        return min((r.arrival_time for p in Priority if (r := self.oldest(p)) is not None), default=None)
+        return min((request.arrival_time for request in self.oldest_by_class() if request is not None), default=None)
 
-    def oldest(self, service_class: Priority) -> Request | None:
-        request = self._ages.first_from((service_class,))
-        return request if request is not None and request.service_class is service_class else None
+    def oldest_by_class(self) -> list[Request | None]:
+        """Return the new request of each class that arrived first."""
+        firsts = [(service_class, self._ages.first_from((service_class,))) for service_class in Priority]
+        return [first if first is not None and first.service_class is named else None for named, first in firsts]
 
     def num_tokens_ahead(self, service_class: Priority) -> int:
         """Return new prompt tokens served before a newcomer; 0 if tenants take turns."""
@@ -116,15 +114,13 @@ class WaitingSet:
             self._lanes[name] = TenantQueues(SortedQueue(), SortedQueue())
             if self._counters is not None:
                 self._counters.activate(name)
-        self._insert(self._lanes[name], request)
-        if request.is_new:
+        if self._insert(self._lanes[name], request):
             self.count(request, 1 + len(request.followers))
 
     def remove(self, request: Request) -> None:
         name = self._lane_of(request)
         lane = self._lanes[name]
-        self._take(lane, request)
-        if request.is_new:
+        if self._take(lane, request):
             self.count(request, -1 - len(request.followers))
         if not lane.new and not lane.returning:
             del self._lanes[name]
@@ -146,8 +142,8 @@ class WaitingSet:
 
     def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
         lane = self._lanes[self._lane_of(request)]
-        self._take(lane, request)
-        num_tokens = (1 + len(request.followers)) * request.num_tokens if request.is_new else 0
+        is_new = self._take(lane, request)
+        num_tokens = (1 + len(request.followers)) * request.num_tokens if is_new else 0
         self._new_tokens[request.service_class] -= num_tokens
         self._new_tokens[service_class] += num_tokens
         request.service_class = service_class
@@ -216,15 +212,20 @@ class WaitingSet:
                 own -= 1 + len(victim.followers)
             yield victim
 
-    def _insert(self, lane: TenantQueues, request: Request) -> None:
-        lane.queue_of(request).push(request.rank, request)
-        if request.is_new:
+    def _insert(self, lane: TenantQueues, request: Request) -> bool:
+        """Return whether the request is new."""
+        is_new = request.is_new
+        (lane.new if is_new else lane.returning).push(request.rank, request)
+        if is_new:
             self._ages.push(_age(request), request)
+        return is_new
 
-    def _take(self, lane: TenantQueues, request: Request) -> None:
-        lane.queue_of(request).remove(request.rank, request)
-        if request.is_new:
+    def _take(self, lane: TenantQueues, request: Request) -> bool:
+        is_new = request.is_new
+        (lane.new if is_new else lane.returning).remove(request.rank, request)
+        if is_new:
             self._ages.remove(_age(request), request)
+        return is_new
 
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant

@@ -12,19 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, require
+from tidewheel.batch import BoolArray, Int32Array, RowArray, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.errors import DeadlineExceeded, InternalError, InvalidRequest, NumericError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Priority, Progress, Request
+from tidewheel.request import FinishReason, Progress, Request
+from tidewheel.sampling import TopLogprobs
 from tidewheel.scheduler.admission import AdmissionControl
-from tidewheel.scheduler.commit import InFlightStep, check_answer, commit_step
+from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.planner import plan_step
-from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.step_plan import StepPlan
+from tidewheel.scheduler.step_plan import InFlightStep, StepPlan
+from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import EngineStats, WaitingRoom
 
 
@@ -32,29 +33,26 @@ class Scheduler:
     """Owner of requests from `add` to their end. Not thread safe; `now` is in monotonic seconds."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
-        self._config = config
-        self._control = StepControl(config, keep_free=int(config.watermark * kv.num_blocks))
-        self._state = SchedulerState(kv, config, self._control.preemption_cost)
-        self._admission = AdmissionControl(config, self._state, self._control.estimate)
+        self._state = SchedulerState(kv, config)
+        self._control = StepControl(self._state)
+        self._admission = AdmissionControl(self._state, self._control.estimate)
         self._in_flight: deque[InFlightStep] = deque()
         self._now = 0.0
+        self.max_inflight_steps = config.max_inflight_steps
+        self.step_time = self._state.step_time
 
     def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
         """Change settings, also with batches in flight. No request ends; rows can only become fewer."""
         require(config.num_rows <= self._state.columns.num_rows, f"{config.num_rows} rows are more than there are")
-        self._config = config
-        self._control.reconfigure(config)
+        before = self._state.config
         self._state.reconfigure(config)
-        self._admission.reconfigure(config)
+        self._control.reconfigure(before)
+        self._admission.reconfigure(before)
         self._state.kv.sessions.reconfigure(session_limits)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._state.requests)
-
-    @property
-    def max_inflight_steps(self) -> int:
-        return self._config.max_inflight_steps
 
     @property
     def num_running(self) -> int:
@@ -71,9 +69,7 @@ class Scheduler:
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Add all requests or none. They differ in id and seed; all but the first have it as `leader`."""
         self._now = now
-        evicted = self._admission.admit(requests, now)
-        self._admission.observe_ends(evicted, now)
-        return evicted
+        return self._admission.admit(requests, now)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
         """End a request in any state; return None if unknown or finished."""
@@ -99,7 +95,8 @@ class Scheduler:
             state.end(request, reason, now)
             state.stats.num_expired += 1
             expired.append(request)
-        self._admission.observe_ends(expired, now)
+        if expired:
+            self._admission.observe_ends(expired, now)
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
@@ -120,13 +117,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         """Return the next batch; None if nothing can run or `max_inflight_steps` are in flight."""
-        if len(self._in_flight) >= self._config.max_inflight_steps:
+        if len(self._in_flight) >= self.max_inflight_steps:
             return None
         self._now = now
         state = self._state
-        reclassify_due(state, now)
-        state.release_followers(now)
-        plan = plan_step(state, self._control.limits(state.waiting, self.num_running, now), now)
+        state.reclassify_due(now)
+        if state.leaders:
+            state.release_followers(now)
+        plan = plan_step(state, self._control.limits(now), now)
         if plan.started:
             self._control.strategy.joined(plan.num_joined)
             self._admission.observe_starts(plan.started, now)
@@ -144,24 +142,20 @@ class Scheduler:
         state.stats.step_tokens.observe(batch.num_tokens)
         return batch
 
-    def predict_seconds(self, batch: ScheduledBatch) -> float | None:
-        """Return the longest expected seconds; None before the first step."""
-        return self._control.predict_seconds(batch)
-
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
         """Apply the oldest batch in flight. Raise `InternalError`, without effect, for any other."""
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
-        check_answer(batch, sampled)
+        _check_answer(batch, sampled)
         self._now = now
         state = self._state
         step = self._in_flight.popleft()
         state.last_applied = batch.step_id
         state.kv.transfers.done(batch.step_id)
-        outputs = commit_step(state, batch, step, sampled, now)
+        outputs = _commit_step(state, batch, step, sampled, now)
         if outputs.finished:
             self._admission.observe_ends(outputs.finished, now)
-        self._control.observe_step(step, batch, state, now)
+        self._control.observe_step(step, batch, now)
         return outputs
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
@@ -181,7 +175,7 @@ class Scheduler:
 
     def oldest_waits(self, now: float) -> list[float]:
         """Return the seconds that the oldest new request of each current class has waited."""
-        oldest = (self._state.waiting.oldest(service_class) for service_class in Priority)
+        oldest = self._state.waiting.oldest_by_class()
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
     def unfinished(self) -> Iterator[Progress]:
@@ -194,13 +188,13 @@ class Scheduler:
                 yield Progress(request, int(num_tokens), int(num_preemptions))
 
     def waiting_room(self, now: float) -> WaitingRoom:
-        return self._admission.waiting_room(now)
+        return self._admission.limits.waiting_room(now)
 
     def check_invariants(self) -> None:
         """Raise `InternalError`. O(blocks + requests)."""
         state = self._state
         state.check_invariants()
-        require(len(self._in_flight) <= self._config.max_inflight_steps, "too many batches in flight")
+        require(len(self._in_flight) <= self.max_inflight_steps, "too many batches in flight")
         if not self._in_flight:
             columns, rows = state.columns, state.columns.running
             in_flight = columns.num_inflight_tokens[rows].sum() + columns.num_inflight_samples[rows].sum()
@@ -208,3 +202,117 @@ class Scheduler:
             require(state.kv.transfers.num_returning_blocks() == 0, "blocks are held without a batch")
         if not self._in_flight and not state.requests:
             require(state.kv.num_free_blocks == state.kv.num_blocks, "blocks are lost")
+
+
+def _check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
+    if sampled.step_id != batch.step_id or len(sampled.token_ids) != len(batch.rows):
+        raise InternalError(
+            f"step {batch.step_id} with {len(batch.rows)} rows was answered with "
+            f"{len(sampled.token_ids)} tokens of step {sampled.step_id}"
+        )
+    missing = batch.samples & (sampled.token_ids < 0)
+    if np.count_nonzero(missing) and (sampled.token_ids[missing] != SampledTokens.NOT_FINITE).any():
+        raise InternalError(f"step {batch.step_id}: no token for some of rows {batch.rows[missing].tolist()}")
+
+
+def _commit_step(
+    state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
+) -> StepOutputs:
+    ended = _fail_not_finite(state, step, sampled, now)
+    live = state.columns.epochs.take(step.rows) == step.epochs
+    for index, states in (sampled.pooled or {}).items():
+        if live[index]:
+            state.columns.request(int(step.rows[index])).pool(int(batch.start_positions[index]), states)
+    _keep_prompt_logprobs(state.columns, batch, step.rows, live, sampled.prompt_logprobs or {})
+    _commit_computed(state, batch, step.rows, live)
+    sampling = live & batch.samples
+    rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
+    requests = state.columns.append_tokens(rows, tokens, now)
+    state.columns.write_back_some(batch.step_id)
+    if state.virtual_counters is not None:
+        _charge_outputs(state.virtual_counters, state.columns, rows)
+    for index, reason in _find_endings(state.columns, rows, tokens):
+        request = requests[index]
+        request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
+        state.end(request, reason, now)
+        ended.append(request)
+    return StepOutputs(requests, tokens, _select(sampled.logprobs, sampling), ended)
+
+
+def _fail_not_finite(state: SchedulerState, step: InFlightStep, sampled: SampledTokens, now: float) -> list[Request]:
+    failed = []
+    for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
+        row = int(step.rows[index])
+        if state.columns.epochs[row] != step.epochs[index]:
+            continue
+        request = state.columns.write_back(row)
+        request.error = _no_token(request)
+        state.end(request, FinishReason.ERROR, now, keep_cached=False)
+        failed.append(request)
+    return failed
+
+
+def _no_token(request: Request) -> TidewheelError:
+    if request.grammar is None and request.sampling.allowed_token_ids:
+        return InvalidRequest(
+            f"no token could follow {request.num_output_tokens} tokens of output: bad_words or min_tokens forbid all "
+            "of allowed_token_ids, or the model's logits were not finite"
+        )
+    if request.grammar is None:
+        return NumericError(
+            f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
+        )
+    return InvalidRequest(
+        f"no token could follow {request.num_output_tokens} tokens of output: its grammar has become too complex, or "
+        "allows only tokens that allowed_token_ids or bad_words forbid, or the model's logits were not finite"
+    )
+
+
+def _keep_prompt_logprobs(
+    columns: RowColumns,
+    batch: ScheduledBatch,
+    rows: RowArray,
+    live: BoolArray,
+    found: Mapping[int, list[TopLogprobs]],
+) -> None:
+    for index, entries in found.items():
+        if live[index]:
+            kept = columns.request(int(rows[index])).prompt_logprobs
+            kept += entries[len(kept) - int(batch.start_positions[index]) :]
+
+
+def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
+    """Count computed tokens; publish blocks known at entry, those of output at the end."""
+    columns = state.columns
+    rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
+    ends = starts + counts
+    columns.num_computed_tokens[rows] = ends
+    columns.num_inflight_tokens[rows] -= counts
+    for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
+        row = int(rows[index])
+        state.kv.commit(row, columns.request(row), int(ends[index]))
+
+
+def _charge_outputs(counters: VirtualCounters, columns: RowColumns, rows: RowArray) -> None:
+    num_tokens = np.bincount(columns.tenant_ids.take(rows))
+    for tenant_id in num_tokens.nonzero()[0].tolist():
+        counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
+
+
+def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
+    num_tokens = columns.num_tokens.take(rows)
+    is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
+    is_last = num_tokens >= columns.max_num_tokens.take(rows)
+    endings = []
+    for index in (is_stop | is_last).nonzero()[0].tolist():
+        stops = is_stop[index] and num_tokens[index] >= columns.min_num_tokens[rows[index]]
+        if stops or is_last[index]:
+            endings.append((index, FinishReason.STOP if stops else FinishReason.LENGTH))
+    return endings
+
+
+def _select(logprobs: dict[int, TopLogprobs] | None, sampling: BoolArray) -> dict[int, TopLogprobs] | None:
+    if not logprobs:
+        return None
+    sources = sampling.nonzero()[0].tolist()
+    return {index: logprobs[source] for index, source in enumerate(sources) if source in logprobs}

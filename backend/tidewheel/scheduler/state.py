@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import NamedTuple
 
 from tidewheel.errors import require
@@ -9,11 +10,12 @@ from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.estimates import OutputPredictor, PreemptionCost
+from tidewheel.scheduler.estimates import OutputPredictor, StepTime
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import BlockShortage
+from tidewheel.tenants import limits_of
 
 
 class BlockedRequest(NamedTuple):
@@ -24,29 +26,29 @@ class BlockedRequest(NamedTuple):
 
 
 class RequestTimers:
-    def __init__(self, ageing_s: float, *, ages_all: bool) -> None:
+    def __init__(self, requests: Sized) -> None:
+        """`requests`: the unfinished ones."""
         self.deadlines = EventHeap[Request](_is_unfinished)
         self.soft_deadlines = EventHeap[Request](_is_unfinished)
+        self._requests = requests
+
+    def set_ageing(self, ageing_s: float, *, ages_all: bool) -> None:
+        """Start no request's ageing; with `ages_all`, HIGH and CRITICAL may become overdue."""
         self.lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
         self._ageing_s = ageing_s
-        self._ages_all = ages_all  # HIGH and CRITICAL may become overdue
+        self._ages_all = ages_all
 
-    def with_ageing(self, ageing_s: float, *, ages_all: bool) -> RequestTimers:
-        other = RequestTimers(ageing_s, ages_all=ages_all)
-        other.deadlines, other.soft_deadlines = self.deadlines, self.soft_deadlines
-        return other
-
-    def add(self, request: Request, num_unfinished: int) -> None:
+    def add(self, request: Request) -> None:
         if request.deadline is not None:
-            self.deadlines.push(request.deadline, request, num_unfinished)
+            self.deadlines.push(request.deadline, request, len(self._requests))
         if request.soft_deadline is not None:
-            self.soft_deadlines.push(request.soft_deadline, request, num_unfinished)
+            self.soft_deadlines.push(request.soft_deadline, request, len(self._requests))
 
-    def start_ageing(self, request: Request, since: float, num_unfinished: int) -> None:
+    def start_ageing(self, request: Request, since: float) -> None:
         request.lift_time = None
         if self._ages_all or request.service_class > Priority.HIGH:
             request.lift_time = since + self._ageing_s
-            self.lifts.push(request.lift_time, request, num_unfinished)
+            self.lifts.push(request.lift_time, request, len(self._requests))
 
     def ages_since(self, request: Request) -> float | None:
         return None if request.lift_time is None else request.lift_time - self._ageing_s
@@ -61,57 +63,59 @@ class SchedulerState:
         end           any → FINISHED
 
     Followers wait with their leader, outside the waiting set, until it has computed their prompt.
+
+    Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that
+    ages again is *overdue*: it precedes its class. A request drops a class once over its tenant's block quota, and at
+    its soft deadline.
     """
 
-    def __init__(self, kv: KVCacheManager, config: SchedulerConfig, preemption_cost: PreemptionCost) -> None:
+    def __init__(self, kv: KVCacheManager, config: SchedulerConfig) -> None:
         self.kv = kv
-        self.preemption_cost = preemption_cost
-        self.config = config
-        self.policy = POLICIES[config.policy]
-        self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
+        self.stats = kv.stats
+        self.step_time = StepTime()
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
-        self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
         self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
-        self.stats = kv.stats
+        self.timers = RequestTimers(self.requests)
+        self.virtual_counters: VirtualCounters | None = None
         self.blocked: BlockedRequest | None = None
         self.last_applied = -1
-        self.timers = RequestTimers(config.ageing_s, ages_all=not self.policy.by_arrival)
-        self._leaders: dict[str, Request] = {}
+        self.leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
+        self._configure(config)
 
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - self.columns.num_running
 
+    def _configure(self, config: SchedulerConfig) -> None:
+        self.config, self.policy = config, POLICIES[config.policy]
+        if self.policy.by_tenant != (self.virtual_counters is not None):
+            self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
+        self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
+        self.timers.set_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
+
     def _weight(self, tenant: str) -> float:
-        return self.config.limits_of(tenant).weight
+        return limits_of(self.config.tenants, tenant).weight
 
     def _best_class(self, tenant: str) -> int:
-        return self.config.limits_of(tenant).max_priority
+        return limits_of(self.config.tenants, tenant).max_priority
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Re-rank all requests; ageing keeps its start time."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
         since = [self.timers.ages_since(request) for request in (*queued, *running)]
-        self.config, self.policy = config, POLICIES[config.policy]
         self.predictor.prior = float(config.predictor_prior_tokens)
-        if self.policy.by_tenant != (self.virtual_counters is not None):
-            self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
-        self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
-        self.timers = self.timers.with_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
+        self._configure(config)
         for request in queued:
             if self.policy.by_cache and request.is_new:
                 request.num_cached_tokens = self.kv.prefixes.estimate(request)
             self.waiting.push(request)
         for request in running:
-            self.columns.write_back(request.row)
-            request.rank = rank_of(self.policy, request)
-            self.columns.classes[request.row] = self._class_that_counts(request)
+            self._rank_running(request)
         for request, moment in zip((*queued, *running), since, strict=True):
             if moment is not None or request.row < 0:
-                moment = request.arrival_time if moment is None else moment
-                self.timers.start_ageing(request, moment, len(self.requests))
+                self.timers.start_ageing(request, request.arrival_time if moment is None else moment)
 
     def wait(self, group: list[Request]) -> None:
         leader = group[0]
@@ -121,19 +125,18 @@ class SchedulerState:
             self._num_added += 1
             self.requests[request.request_id] = request
             self._count_waiting(request, 1)
-            self.timers.add(request, len(self.requests))
+            self.timers.add(request)
         if self.policy.by_cache:
             leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
         self.waiting.push(leader)
-        self.timers.start_ageing(leader, leader.arrival_time, len(self.requests))
+        self.timers.start_ageing(leader, leader.arrival_time)
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
+        """Change the class; ageing starts at `since` (None: the request is overdue)."""
         is_overdue = since is None
         if request.state is RequestState.RUNNING:
             request.service_class = service_class
-            self.columns.write_back(request.row)
-            request.rank = rank_of(self.policy, request, is_overdue=is_overdue)
-            self.columns.classes[request.row] = self._class_that_counts(request)
+            self._rank_running(request, is_overdue=is_overdue)
         else:
             self.waiting.reclassify(request, service_class, is_overdue=is_overdue)
         for follower in request.followers:
@@ -141,7 +144,48 @@ class SchedulerState:
         if since is None:
             request.lift_time = None
         else:
-            self.timers.start_ageing(request, since, len(self.requests))
+            self.timers.start_ageing(request, since)
+
+    def reclassify_due(self, now: float) -> None:
+        for time, _, request in self.timers.lifts.pop_due(now):
+            if request.row >= 0 and not self.columns.is_prefilling(request.row):
+                request.lift_time = None
+            elif request.service_class <= Priority.HIGH:
+                self.reclassify(request, request.service_class, since=None)
+            else:
+                self.reclassify(request, request.service_class.lifted(), since=time)
+                self.stats.num_aged += 1
+        for _, _, request in self.timers.soft_deadlines.pop_due(now):
+            follows = request.leader is not None and request in request.leader.followers
+            if request.service_class < Priority.LOW and not follows:
+                self.reclassify(request, request.service_class.dropped(), since=now)
+                self.stats.num_downgraded_deadline += 1
+
+    def is_over_quota(self, request: Request) -> bool:
+        """Return whether the request takes its tenant over quota. Shared blocks count for each holder."""
+        tenant, kv = request.tenant, self.kv
+        limit = limits_of(self.config.tenants, tenant).max_blocks
+        if limit is None or request.was_over_quota:
+            return False
+        num_held = self.columns.num_slots_of(tenant) // kv.block_size + kv.sessions.table.num_blocks(tenant)
+        return num_held + kv.num_blocks_for(request.num_tokens) > limit
+
+    def drop_over_quota(self, request: Request, now: float) -> bool:
+        """Return whether the request was moved to a lower class."""
+        if not self.is_over_quota(request):
+            return False
+        for member in (request, *request.followers):
+            member.was_over_quota = True
+        if request.service_class is Priority.LOW:
+            return False
+        self.stats.num_downgraded_quota += 1
+        self.reclassify(request, request.service_class.dropped(), since=now)
+        return True
+
+    def _rank_running(self, request: Request, *, is_overdue: bool = False) -> None:
+        self.columns.write_back(request.row)
+        request.rank = rank_of(self.policy, request, is_overdue=is_overdue)
+        self.columns.classes[request.row] = self._class_that_counts(request)
 
     def shortage(self) -> BlockShortage | None:
         """Return the block shortage of the first request in line; None if it lacks no blocks."""
@@ -166,7 +210,7 @@ class SchedulerState:
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
         """Give the request a row; return its block table, None if blocks are short."""
         kv, columns = self.kv, self.columns
-        row = columns.next_free_row()
+        row = columns.free_rows[0]
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
             return None
         kv.prefixes.announce(row, request, hit)
@@ -175,7 +219,7 @@ class SchedulerState:
         self._count_waiting(request, -1)
         columns.enter(request, hit, len(blocks), kv.block_size, self._class_that_counts(request))
         if request.followers:
-            self._leaders[request.request_id] = request
+            self.leaders[request.request_id] = request
         request.state = RequestState.RUNNING
         request.num_reused_blocks += len(hit.block_ids)
         request.num_new_blocks += len(blocks) - len(hit.block_ids)
@@ -192,7 +236,7 @@ class SchedulerState:
         self._leave(row)
         self._count_waiting(request, 1)
         self.waiting.push(request)
-        self.timers.start_ageing(request, now, len(self.requests))
+        self.timers.start_ageing(request, now)
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
         if request.state is RequestState.RUNNING:
@@ -213,17 +257,17 @@ class SchedulerState:
     def release_followers(self, now: float) -> None:
         """Queue followers whose leader has computed all but the last prompt token."""
         num_computed_tokens = self.columns.num_computed_tokens
-        ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
+        ready = [r for r in self.leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:
             self._release_followers(leader, now)
 
     def _release_followers(self, leader: Request, now: float) -> None:
-        self._leaders.pop(leader.request_id, None)
+        self.leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
         since = self.timers.ages_since(leader)
         for follower in followers:
             self.waiting.push(follower)
-            self.timers.start_ageing(follower, now if since is None else since, len(self.requests))
+            self.timers.start_ageing(follower, now if since is None else since)
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader
@@ -234,20 +278,19 @@ class SchedulerState:
         if leader.is_new:
             self.waiting.count(leader, -1)
         if not leader.followers:
-            self._leaders.pop(leader.request_id, None)
+            self.leaders.pop(leader.request_id, None)
 
     def _should_swap(self, num_computed_tokens: int) -> bool:
-        if not self.kv.num_host_blocks or self.config.preemption_mode == "recompute":
+        mode, block_seconds = self.config.preemption_mode, self.config.swap_seconds_per_block
+        if not self.kv.num_host_blocks or mode == "recompute":
             return False
         num_blocks = num_computed_tokens // self.kv.block_size
-        return self.config.preemption_mode == "swap" or self.preemption_cost.should_swap(
-            num_computed_tokens, num_blocks
-        )
+        return mode == "swap" or self.step_time.should_swap(num_computed_tokens, num_blocks, block_seconds)
 
     def _leave(self, row: int, *, keep_cached: bool = True) -> None:
         columns = self.columns
         request = columns.write_back(row)
-        self._leaders.pop(request.request_id, None)
+        self.leaders.pop(request.request_id, None)
         if keep_cached:
             self.kv.commit(row, request, int(columns.num_computed_tokens[row]))
         else:
@@ -284,7 +327,7 @@ class SchedulerState:
         require(placed == self.requests, "requests are lost or left over")
         self._check_waiting(queued, attached)
         require(
-            set(self._leaders) == {request.request_id for request in running if request.followers},
+            set(self.leaders) == {request.request_id for request in running if request.followers},
             "running leaders are listed wrongly",
         )
         for request in running:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, NewRow, RowArray, ScheduledBatch
+from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch
 from tidewheel.kvcache.transfers import TransferArrays
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
@@ -34,6 +34,14 @@ class SplitChunk(NamedTuple):
     max_tokens: int
 
 
+class InFlightStep(NamedTuple):
+    step_id: int
+    rows: RowArray  # [n]
+    epochs: Int64Array  # [n] at scheduling
+    scheduled_at: float  # seconds
+    started: list[Request]
+
+
 class StepPlan:
     """Next batch, within a token budget.
 
@@ -58,10 +66,6 @@ class StepPlan:
         self._block_rows: list[int] = []
         self._block_indices: list[int] = []
         self._block_ids: list[int] = []
-
-    @property
-    def joins_left(self) -> int:
-        return self.limits.max_joins - self.num_joined
 
     @property
     def is_empty(self) -> bool:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from tidewheel.errors import ConfigError
+from tidewheel.config import SchedulingSettings
 
 FIRST_WINDOW_S = 0.050
 MIN_WINDOW_S = 0.010
@@ -26,19 +27,9 @@ class JoinView(NamedTuple):
     max_num_seqs: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyConfig:
-    name: str = "continuous"
-    batch_size: int = 256  # static
-    batch_timeout_s: float = 0.050  # static
-    target_latency_s: float = 1.0
-    hybrid_threshold: int = 8
-    hybrid_backlog: int = 256
-
-
 class Strategy:
-    def __init__(self, config: StrategyConfig) -> None:
-        self._config = config
+    def __init__(self, settings: SchedulingSettings) -> None:
+        self._settings = settings
         self._num_left = 0
 
     def max_joins(self, now: float, view: JoinView) -> int:
@@ -64,11 +55,11 @@ class ContinuousStrategy(Strategy):
 
 
 class StaticStrategy(Strategy):
-    """Form batches when nothing runs, and `batch_size` wait or the oldest has for `batch_timeout_s`."""
+    """Form batches when nothing runs, and `batch_size` wait or the oldest has for `batch_timeout_ms`."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        size = min(self._config.batch_size, view.max_num_seqs)
-        is_due = view.num_waiting >= size or now - view.oldest_arrival >= self._config.batch_timeout_s
+        size = min(self._settings.batch_size or self._settings.max_num_seqs, view.max_num_seqs)
+        is_due = view.num_waiting >= size or now - view.oldest_arrival >= 1e-3 * self._settings.batch_timeout_ms
         return min(size, view.num_waiting) if is_due and not view.num_running else 0
 
 
@@ -103,9 +94,9 @@ class BatchWindow:
 class DynamicStrategy(Strategy):
     """Form batches when the oldest has waited for the window, or fills all free rows."""
 
-    def __init__(self, config: StrategyConfig) -> None:
-        super().__init__(config)
-        self.window = BatchWindow(config.target_latency_s)
+    def __init__(self, settings: SchedulingSettings) -> None:
+        super().__init__(settings)
+        self.window = BatchWindow(1e-3 * settings.batch_target_latency_ms)
 
     def observe_batch(self, latency_s: float) -> None:
         self.window.observe(latency_s)
@@ -120,8 +111,8 @@ class HybridStrategy(DynamicStrategy):
     """Dynamic batches, but all join below `hybrid_threshold` requests or above `hybrid_backlog` waiting."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        is_low = view.num_running + view.num_waiting < self._config.hybrid_threshold
-        if is_low or view.num_waiting > self._config.hybrid_backlog:
+        is_low = view.num_running + view.num_waiting < self._settings.hybrid_threshold
+        if is_low or view.num_waiting > self._settings.hybrid_backlog:
             return view.num_waiting
         return super()._form(now, view)
 
@@ -129,8 +120,8 @@ class HybridStrategy(DynamicStrategy):
 class PredictiveStrategy(Strategy):
     """Form batches of the size expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
 
-    def __init__(self, config: StrategyConfig) -> None:
-        super().__init__(config)
+    def __init__(self, settings: SchedulingSettings) -> None:
+        super().__init__(settings)
         self._last_formed: float | None = None
         self._requests = 1.0
         self._gap = FIRST_WINDOW_S
@@ -152,16 +143,12 @@ class PredictiveStrategy(Strategy):
         return min(view.num_waiting, num_places)
 
 
-_STRATEGIES: dict[str, type[Strategy]] = {
-    "continuous": ContinuousStrategy,
-    "static": StaticStrategy,
-    "dynamic": DynamicStrategy,
-    "predictive": PredictiveStrategy,
-    "hybrid": HybridStrategy,
-}
-
-
-def make_strategy(config: StrategyConfig) -> Strategy:
-    if config.name not in _STRATEGIES:
-        raise ConfigError(f"scheduling_strategy is {config.name!r}: choose one of {', '.join(_STRATEGIES)}")
-    return _STRATEGIES[config.name](config)
+STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
+    {
+        "continuous": ContinuousStrategy,
+        "static": StaticStrategy,
+        "dynamic": DynamicStrategy,
+        "predictive": PredictiveStrategy,
+        "hybrid": HybridStrategy,
+    }
+)

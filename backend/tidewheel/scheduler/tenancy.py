@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
-from tidewheel.errors import Busy, DeadlineExceeded
+from tidewheel.errors import Busy
 from tidewheel.request import Request
 from tidewheel.stats import TenantFigures
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
@@ -75,6 +75,8 @@ class TenantTable:
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
         """Raise `Busy`, with the time until the buckets suffice."""
+        if not self._tenants:
+            return
         account = account_of(self._tenants, tenant)
         buckets = self._named.get(account) or self._unnamed.get(account) or {}  # new ones are full
         for name, bucket in buckets.items():
@@ -98,6 +100,8 @@ class TenantTable:
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
 
     def _take(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
+        if not self._tenants:
+            return
         for name, bucket in self._find(account_of(self._tenants, tenant), now).items():
             bucket.take(num_requests if name == _REQUESTS else num_tokens, now)
 
@@ -142,32 +146,14 @@ class TenantCounts:
         self.figures: dict[str, TenantFigures] = {}
         self.reconfigure(names)
 
-    def reconfigure(self, names: Iterable[str]) -> None:
+    def reconfigure(self, names: Iterable[str]) -> dict[str, TenantFigures]:
         named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
         self._labels = {name: _label(name) for name in named}
         labels = (*self._labels.values(), OTHERS)
         self.figures = {label: self.figures.get(label) or TenantFigures() for label in labels}
+        return self.figures
 
-    def observe_arrival(self, tenant: str, count: int) -> None:
-        self._of(tenant).num_requests += count
-
-    def observe_refusal(self, tenant: str, count: int) -> None:
-        self._of(tenant).num_rejected += count
-
-    def observe_start(self, request: Request, queue_seconds: float) -> None:
-        figures = self._of(request.tenant)
-        figures.num_started += 1
-        figures.queue_seconds += queue_seconds
-
-    def observe_end(self, request: Request) -> None:
-        figures = self._of(request.tenant)
-        if request.first_scheduled_time is not None:
-            figures.num_prompt_tokens += request.num_prompt_tokens
-            figures.num_output_tokens += request.num_output_tokens
-        elif isinstance(request.error, Busy | DeadlineExceeded):
-            figures.num_rejected += 1
-
-    def _of(self, tenant: str) -> TenantFigures:
+    def of(self, tenant: str) -> TenantFigures:
         return self.figures[self._labels.get(tenant, OTHERS)]
 
 

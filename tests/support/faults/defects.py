@@ -99,7 +99,7 @@ def _change(module: ModuleType) -> None:
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-@planted("tidewheel.scheduler.state", "State.end")
+@planted("tidewheel.scheduler.state", "SchedulerState.end")
 def leaked_block(end: Function, state: Any, request: Any, reason: str, *rest: Any, **named: Any) -> None:
     """Keep the first block of a cancelled request in the table of a row that does not exist."""
     if reason == "cancelled" and request.row >= 0:

@@ -27,7 +27,7 @@ def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[R
     if is_scarce:
         by_class = config.policy not in ("fifo", "fair")  # a tenant's turn may come before a CRITICAL request
         waiting = [request for request in waiting if by_class and request.service_class is Priority.CRITICAL]
-    if waiting and has_row and config.strategy.name == "continuous":
+    if waiting and has_row and config.scheduling_strategy == "continuous":
         # The tail of a session is held while it is copied.
         most_blocks = max(driver.kv.num_blocks_for(r.num_tokens) + bool(r.session_id) for r in waiting)
         most_growth = max(sum(r.max_tokens for r in (request, *request.followers)) for request in waiting)

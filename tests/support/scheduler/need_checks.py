@@ -23,7 +23,7 @@ def check_shortage(driver: SchedulerDriver, error: Busy) -> None:
     columns = driver.scheduler._state.columns
     assert free == driver.kv.num_free_blocks < needed
     assert free < driver.kv.num_blocks, "no block is taken"
-    assert columns.num_free_rows
+    assert columns.free_rows
     if not driver.config.enable_seqs_governor:  # which may have lowered it since
         assert columns.num_running < driver.scheduler.stats().max_num_seqs
     assert next(driver.scheduler._state.waiting.candidates(with_new=True)).row < 0
@@ -47,7 +47,7 @@ class Blocks:
         }
         self.num_growing = len(self.growing)
         self.computed = {state.columns.request(row).request_id: int(starts[row]) for row in rows}
-        self.has_free_row = state.columns.num_free_rows > 0 or rows != running
+        self.has_free_row = bool(state.columns.free_rows) or rows != running
 
     @property
     def are_scarce(self) -> bool:
@@ -141,7 +141,7 @@ def _check_each(driver: SchedulerDriver, blocks: Blocks, victims: list[Request],
 def _check_wait(driver: SchedulerDriver, blocks: Blocks, model: Model) -> None:
     """Check that a CRITICAL first in line would not fit even if all lower classes left."""
     config, state = driver.config, driver.scheduler._state
-    if config.policy in ("fifo", "fair") or config.strategy.name != "continuous":
+    if config.policy in ("fifo", "fair") or config.scheduling_strategy != "continuous":
         return
     waiting = [r for r in driver.requests.values() if not r.is_finished and r.row < 0 and r in set(state.waiting)]
     head = min(waiting, key=model.key, default=None)

@@ -23,7 +23,6 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest, NumericError
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.stats import EngineStats
 from tidewheel.tenants import TenantLimits
 
@@ -57,17 +56,17 @@ SETTINGS = st.fixed_dictionaries(
         "num_host_blocks": st.sampled_from([0, 0, 6]),
         "strategy": st.sampled_from(
             [
-                *[StrategyConfig()] * 8,
-                StrategyConfig(name="static", batch_size=2),
-                StrategyConfig(name="dynamic"),
-                StrategyConfig(name="predictive"),
-                StrategyConfig(name="hybrid", hybrid_threshold=3, hybrid_backlog=4),
+                *[{}] * 8,
+                {"scheduling_strategy": "static", "batch_size": 2},
+                {"scheduling_strategy": "dynamic"},
+                {"scheduling_strategy": "predictive"},
+                {"scheduling_strategy": "hybrid", "hybrid_threshold": 3, "hybrid_backlog": 4},
             ]
         ),
         "enable_seqs_governor": st.sampled_from([*[False] * 7, True]),
-        "target_tpot_s": st.sampled_from([None, None, 0.5]),
+        "target_tpot_ms": st.sampled_from([None, None, 500.0]),
     }
-)
+).map(lambda drawn: {name: value for name, value in {**drawn, **drawn["strategy"]}.items() if name != "strategy"})
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -305,13 +304,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             for rival in self.enterable(victims):
                 if config.policy == "fair" and (rival.tenant != request.tenant or rival in victims):
                     continue  # where tenants take turns, it may have left its row after this one entered
-                if config.strategy.name != "continuous" and not has_begun(rival):
+                if config.scheduling_strategy != "continuous" and not has_begun(rival):
                     continue
                 earlier = model.key(request) < model.key(rival)
                 assert earlier or may_overtake(driver, model, request, rival, new)
         joined = [r for r in entered if r.request_id not in started and (r.leader is None or r.leader.is_new)]
         self.num_joined += len(joined)
-        assert config.strategy.name != "static" or self.num_joined <= config.strategy.batch_size
+        assert config.scheduling_strategy != "static" or self.num_joined <= config.batch_size
         assert batch.num_scheduled_tokens.max() <= (config.long_prefill_token_threshold or 99)
 
     @precondition(lambda self: self.driver.in_flight)
@@ -390,7 +389,7 @@ def crowded_machine(**changes: Any) -> type[SchedulerMachine]:
         "watermark": 0.0,
         "admit_by_growth": False,
         "max_preemptions": 1,
-        "strategy": StrategyConfig(),
+        "scheduling_strategy": "continuous",
         "enable_seqs_governor": False,
     } | changes
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.tenants import limits_of
 
 Key = tuple[float, ...]
 
@@ -157,12 +158,15 @@ class Model:
         entries = [request for request in left if not follows(request)]
         lower = [request for request in entries if self.class_of(request) > service_class]
         if self.config.policy == "fair":
-            limits_of, best = self.config.limits_of, self.config.limits_of(newcomer.tenant).max_priority
+            tenants = self.config.tenants
+            best = limits_of(tenants, newcomer.tenant).max_priority
             strangers = [request for request in lower if request.tenant != newcomer.tenant]
-            outranked = [request for request in strangers if limits_of(request.tenant).max_priority > service_class]
+            outranked = [
+                request for request in strangers if limits_of(tenants, request.tenant).max_priority > service_class
+            ]
             if outranked:
                 return outranked[-1]
-            own = self.crowd(newcomer.tenant, left) + count / self.config.limits_of(newcomer.tenant).weight
+            own = self.crowd(newcomer.tenant, left) + count / limits_of(tenants, newcomer.tenant).weight
             last = {request.tenant: request for request in entries if request.tenant != newcomer.tenant}
             others = [tenant for tenant, one in last.items() if max(one.priority, self.class_of(one)) >= best]
             biggest = max(others, key=lambda tenant: (self.crowd(tenant, left), tenant), default="")
@@ -181,7 +185,7 @@ class Model:
 
     def crowd(self, tenant: str, waiting: list[Request]) -> float:
         """Return the number of waiting requests divided by the weight of the tenant."""
-        return sum(request.tenant == tenant for request in waiting) / self.config.limits_of(tenant).weight
+        return sum(request.tenant == tenant for request in waiting) / limits_of(self.config.tenants, tenant).weight
 
     def protected(self, running: list[Request]) -> Request | None:
         return min(running, key=lambda r: (self.counts(r), *self.arrival(r)), default=None)

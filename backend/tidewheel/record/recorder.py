@@ -15,24 +15,7 @@ import numpy as np
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.record.recorded_events import (
-    ORDINARY_TOKEN,
-    SCHEMA,
-    STOP_TOKEN,
-    AddEvent,
-    ApplyEvent,
-    CancelEvent,
-    Event,
-    ExpireEvent,
-    FailEvent,
-    FullEvent,
-    HeaderEvent,
-    RecordedRequest,
-    ScheduleEvent,
-    SessionCloseEvent,
-    encoder,
-    step_features,
-)
+from tidewheel.record import recorded_events as events
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
@@ -60,7 +43,7 @@ class PrefixNames:
         names = []
         for token_id in token_ids:
             state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
-            names.append(max(int.from_bytes(state[:4], "little") & _LARGEST_NAME, ORDINARY_TOKEN + 1))
+            names.append(max(int.from_bytes(state[:4], "little") & _LARGEST_NAME, events.ORDINARY_TOKEN + 1))
         return state, names
 
     def word(self, text: str) -> str:
@@ -91,61 +74,36 @@ class Recorder:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._file: BinaryIO | None = file
-        self._names = PrefixNames()
-        self._with_contents = with_contents
+        self.names = PrefixNames()
+        self.with_contents = with_contents
         self._named_tenants = named_tenants
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._unwritten: list[bytes] = []
         self._num_unwritten = 0
-        self._streams: dict[str, _TokenStream] = {}
-        self._rows: dict[int, _TokenStream] = {}
-        self._in_flight: deque[list[_TokenStream]] = deque()
-        self._pending_expire: float | None = None  # an `expire` that ended no request
-        self._write(HeaderEvent(SCHEMA, __version__, settings, info))
+        self.write(events.HeaderEvent(events.SCHEMA, __version__, settings, info))
 
-    def added(self, now: float, requests: Sequence[Request], refused: str, evicted: Sequence[Request]) -> None:
-        recorded = [self._recorded(request, with_contents=not refused) for request in requests]
-        self._write(AddEvent(now, recorded, refused, self._ended(evicted)))
-        if refused:
-            self._ended(requests)
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
 
-    def cancelled(self, request_id: str, reason: str, *, was_there: bool) -> None:
-        self._streams.pop(request_id, None)
-        self._write(CancelEvent(request_id, reason, was_there))
+    def tenant(self, name: str) -> str:
+        return name if name in self._named_tenants else self.names.word(name)
 
-    def expired(self, now: float, ended: Sequence[Request]) -> None:
-        if ended:
-            self._write(ExpireEvent(now, self._ended(ended)))
-        else:
-            self._pending_expire = now
-
-    def failed(self, ended: Sequence[Request]) -> None:
-        self._in_flight.clear()
-        self._write(FailEvent(self._ended(ended)))
-        self.flush()
-
-    def session_closed(self, tenant: str, session_id: str, *, was_there: bool) -> None:
-        self._write(SessionCloseEvent(self._tenant(tenant), self._names.word(session_id), was_there))
-
-    def scheduled(self, now: float, batch: ScheduledBatch | None, seconds: float = 0.0) -> None:
-        expired, self._pending_expire = self._pending_expire == now, None
-        if batch is None:
-            self._write(ScheduleEvent(now, expired))
-            self.flush()
+    def write(self, event: events.Event) -> None:
+        if self._file is None:
             return
-        for new in batch.new_rows:
-            self._rows[new.row] = self._streams[new.request_id]
-        rows = self._rows
-        self._in_flight.append([rows[row] for row in batch.rows.tolist()])
-        self._write(describe_batch(now, batch, expired=expired, seconds=seconds))
-
-    def applied(self, now: float, sampled: SampledTokens, outputs: StepOutputs, seconds: float = 0.0) -> None:
-        delivered = {request.request_id for request in outputs.requests}
-        names = self._token_names(self._in_flight.popleft(), sampled, delivered)
-        ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
-        self._write(ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
-        self._ended(outputs.finished)
+        line = events.encoder.encode(event) + b"\n"
+        self._unwritten.append(line)
+        self._num_bytes += len(line)
+        self._num_unwritten += len(line)
+        if self._num_bytes > self._max_bytes:
+            log.warning("recording ends: it has %d bytes, its limit", self._num_bytes)
+            self._unwritten.append(events.encoder.encode(events.FullEvent()) + b"\n")
+            self.flush()
+            self._file = None
+        elif self._num_unwritten > FLUSH_BYTES:
+            self.flush()
 
     def flush(self) -> None:
         """Write the buffer; a disk error ends the recording."""
@@ -161,80 +119,9 @@ class Recorder:
             log.warning("recording ends: %s", error)
             self._file = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._file is not None
-
-    def _write(self, event: Event) -> None:
-        if self._pending_expire is not None:
-            pending, self._pending_expire = self._pending_expire, None
-            self._write(ExpireEvent(pending, []))
-        line = encoder.encode(event) + b"\n"
-        self._unwritten.append(line)
-        self._num_bytes += len(line)
-        self._num_unwritten += len(line)
-        if self._num_bytes > self._max_bytes:
-            log.warning("recording ends: it has %d bytes, its limit", self._num_bytes)
-            self._unwritten.append(encoder.encode(FullEvent()) + b"\n")
-            self.flush()
-            self._file = None
-        elif self._num_unwritten > FLUSH_BYTES:
-            self.flush()
-
-    def _recorded(self, request: Request, *, with_contents: bool) -> RecordedRequest:
-        state, names = self._names.root, b""
-        if self._with_contents and with_contents:
-            state, ids = self._names.extend(state, request.prompt_token_ids.tolist())
-            names = np.array(ids, dtype="<i4").tobytes()
-        self._streams[request.request_id] = _TokenStream(request.request_id, state, frozenset(request.stop_token_ids))
-        return RecordedRequest(
-            request_id=request.request_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            prompt=names,
-            max_tokens=request.max_tokens,
-            min_tokens=request.sampling.min_tokens,
-            can_stop=bool(request.stop_token_ids),
-            arrival_time=request.arrival_time,
-            priority=int(request.priority),
-            cache_salt=self._names.word(request.cache_salt),
-            tenant=self._tenant(request.tenant),
-            deadline=request.deadline,
-            soft_deadline=request.soft_deadline,
-            session_id=self._names.word(request.session_id),
-            session_ttl=request.session_ttl,
-        )
-
-    def _tenant(self, name: str) -> str:
-        return name if name in self._named_tenants else self._names.word(name)
-
-    def _token_names(self, streams: list[_TokenStream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
-        """Return int32 names by row; tokens of requests that ended in flight are ordinary."""
-        names = [
-            self._token_name(stream, token_id) if stream.request_id in delivered or token_id < 0 else ORDINARY_TOKEN
-            for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
-        ]
-        if all(name == ORDINARY_TOKEN for name in names):
-            return b""
-        return np.array(names, dtype="<i4").tobytes()
-
-    def _token_name(self, stream: _TokenStream, token_id: int) -> int:
-        if token_id < 0:
-            return token_id
-        if token_id in stream.stop_token_ids:
-            return STOP_TOKEN
-        if not self._with_contents:
-            return ORDINARY_TOKEN
-        stream.state, (name,) = self._names.extend(stream.state, (token_id,))
-        return name
-
-    def _ended(self, requests: Sequence[Request]) -> list[str]:
-        for request in requests:
-            self._streams.pop(request.request_id, None)
-        return [request.request_id for request in requests]
-
 
 class RecordingScheduler(Scheduler):
-    """Scheduler that reports every call and its result to a recorder."""
+    """Scheduler that records every call and its result."""
 
     def __init__(
         self,
@@ -247,34 +134,40 @@ class RecordingScheduler(Scheduler):
         super().__init__(config, kv)
         self._recorder = recorder
         self._clock = clock
+        self._streams: dict[str, _TokenStream] = {}
+        self._rows: dict[int, _TokenStream] = {}
+        self._streams_in_flight: deque[list[_TokenStream]] = deque()
+        self._pending_expire: float | None = None  # an `expire` that ended no request
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         try:
             evicted = super().add_group(requests, now)
         except TidewheelError as error:
-            if self._recorder.is_open:
-                self._recorder.added(now, requests, error.tag, ())
+            self._added(requests, now, error.tag, ())
+            self._ended(requests)
             raise
-        if self._recorder.is_open:
-            self._recorder.added(now, requests, "", evicted)
+        self._added(requests, now, "", evicted)
         return evicted
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
         request = super().cancel(request_id, reason)
-        if self._recorder.is_open:
-            self._recorder.cancelled(request_id, str(reason), was_there=request is not None)
+        self._streams.pop(request_id, None)
+        self._write(events.CancelEvent(request_id, str(reason), request is not None))
         return request
 
     def expire(self, now: float) -> list[Request]:
         ended = super().expire(now)
-        if self._recorder.is_open:
-            self._recorder.expired(now, ended)
+        if ended:
+            self._write(events.ExpireEvent(now, self._ended(ended)))
+        else:
+            self._pending_expire = now
         return ended
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         ended = super().fail_all(error)
-        if self._recorder.is_open:
-            self._recorder.failed(ended)
+        self._streams_in_flight.clear()
+        self._write(events.FailEvent(self._ended(ended)))
+        self._recorder.flush()
         return ended
 
     def close_session(self, tenant: str, session_id: str) -> None:
@@ -283,32 +176,108 @@ class RecordingScheduler(Scheduler):
             super().close_session(tenant, session_id)
             was_there = True
         finally:
-            if self._recorder.is_open:
-                self._recorder.session_closed(tenant, session_id, was_there=was_there)
+            named = self._recorder.tenant(tenant), self._recorder.names.word(session_id)
+            self._write(events.SessionCloseEvent(*named, was_there))
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         begin = self._clock()
         batch = super().schedule(now)
-        if self._recorder.is_open:
-            self._recorder.scheduled(now, batch, self._clock() - begin)
+        seconds = self._clock() - begin
+        expired, self._pending_expire = self._pending_expire == now, None
+        if batch is None:
+            self._write(events.ScheduleEvent(now, expired))
+            self._recorder.flush()
+        elif self._recorder.is_open:
+            for new in batch.new_rows:
+                self._rows[new.row] = self._streams[new.request_id]
+            rows = self._rows
+            self._streams_in_flight.append([rows[row] for row in batch.rows.tolist()])
+            self._write(describe_batch(now, batch, expired=expired, seconds=seconds))
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
         begin = self._clock()
         outputs = super().apply(batch, sampled, now)
+        seconds = self._clock() - begin
         if self._recorder.is_open:
-            self._recorder.applied(now, sampled, outputs, self._clock() - begin)
+            delivered = {request.request_id for request in outputs.requests}
+            names = self._token_names(self._streams_in_flight.popleft(), sampled, delivered)
+            ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
+            self._write(events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
+            self._ended(outputs.finished)
             if not self.has_unfinished:
                 self._recorder.flush()
         return outputs
 
+    def _write(self, event: events.Event) -> None:
+        if self._pending_expire is not None:
+            self._recorder.write(events.ExpireEvent(self._pending_expire, []))
+            self._pending_expire = None
+        self._recorder.write(event)
 
-def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds: float = 0.0) -> ScheduleEvent:
-    return ScheduleEvent(
+    def _added(self, requests: Sequence[Request], now: float, refused: str, evicted: Sequence[Request]) -> None:
+        if self._recorder.is_open:
+            recorded = [self._recorded(request, with_contents=not refused) for request in requests]
+            self._write(events.AddEvent(now, recorded, refused, self._ended(evicted)))
+
+    def _recorded(self, request: Request, *, with_contents: bool) -> events.RecordedRequest:
+        names = self._recorder.names
+        state, prompt = names.root, b""
+        if self._recorder.with_contents and with_contents:
+            state, ids = names.extend(state, request.prompt_token_ids.tolist())
+            prompt = np.array(ids, dtype="<i4").tobytes()
+        self._streams[request.request_id] = _TokenStream(request.request_id, state, frozenset(request.stop_token_ids))
+        return events.RecordedRequest(
+            request_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            prompt=prompt,
+            max_tokens=request.max_tokens,
+            min_tokens=request.sampling.min_tokens,
+            can_stop=bool(request.stop_token_ids),
+            arrival_time=request.arrival_time,
+            priority=int(request.priority),
+            cache_salt=names.word(request.cache_salt),
+            tenant=self._recorder.tenant(request.tenant),
+            deadline=request.deadline,
+            soft_deadline=request.soft_deadline,
+            session_id=names.word(request.session_id),
+            session_ttl=request.session_ttl,
+        )
+
+    def _token_names(self, streams: list[_TokenStream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
+        """Return int32 names by row; tokens of requests that ended in flight are ordinary."""
+        names = [
+            self._token_name(stream, token_id)
+            if stream.request_id in delivered or token_id < 0
+            else events.ORDINARY_TOKEN
+            for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
+        ]
+        if all(name == events.ORDINARY_TOKEN for name in names):
+            return b""
+        return np.array(names, dtype="<i4").tobytes()
+
+    def _token_name(self, stream: _TokenStream, token_id: int) -> int:
+        if token_id < 0:
+            return token_id
+        if token_id in stream.stop_token_ids:
+            return events.STOP_TOKEN
+        if not self._recorder.with_contents:
+            return events.ORDINARY_TOKEN
+        stream.state, (name,) = self._recorder.names.extend(stream.state, (token_id,))
+        return name
+
+    def _ended(self, requests: Sequence[Request]) -> list[str]:
+        for request in requests:
+            self._streams.pop(request.request_id, None)
+        return [request.request_id for request in requests]
+
+
+def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds: float = 0.0) -> events.ScheduleEvent:
+    return events.ScheduleEvent(
         now,
         expired,
         batch.step_id,
-        *step_features(batch),
+        *events.step_features(batch),
         digest=batch_digest(batch),
         new_requests=[new.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 T = TypeVar("T", SamplingParams, RequestOptions)
+_NO_OPTIONS = RequestOptions()
 Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids": token ids}
 
 
@@ -126,7 +127,7 @@ class LLM:
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         sampling = self._params(params, len(prompts))
-        served = _each("options", options or RequestOptions(), len(prompts))
+        served = _each("options", options or _NO_OPTIONS, len(prompts))
         given = zip(prompts, sampling, served, strict=True)
         prepared = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
         self._waiting.extend(sorted(prepared, key=lambda prompt: prompt.requests[0].priority))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from tidewheel.engine.grammar_queue import (
     MAX_KEPT,
     MAX_KEPT_CHARS,
     MAX_WAITING,
-    CompiledRequest,
     GrammarCache,
     GrammarQueue,
 )
@@ -35,8 +35,8 @@ def asking(key: int, source: str) -> AddRequest:
     return request(key, 1, grammar=source, grammar_name="guided_json")
 
 
-def taken(queue: GrammarQueue, count: int) -> list[CompiledRequest]:
-    found: list[CompiledRequest] = []
+def taken(queue: GrammarQueue, count: int) -> list[Any]:
+    found: list[Any] = []
     waited = threading.Event()
     for _ in range(int(LIMIT_S * 1000)):
         found += queue.take_compiled()
@@ -53,10 +53,12 @@ def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
     assert queue.take_compiled() == []
     assert queue.num_waiting == 4
     compiler.may_go_on.set()
-    first, second, wrong, broken = sorted(taken(queue, 4), key=lambda item: item.message.key)
-    assert first.grammar is second.grammar is queue.find("a")
-    assert str(wrong.grammar) == "[TW-INPUT] guided_json is wrong"
-    assert isinstance(broken.grammar, InternalError)
+    first, second, wrong, broken = (
+        grammar for _, _, grammar in sorted(taken(queue, 4), key=lambda item: item[1].key)
+    )
+    assert first is second is queue.find("a")
+    assert str(wrong) == "[TW-INPUT] guided_json is wrong"
+    assert isinstance(broken, InternalError)
     assert compiler.compiled == ["a", "wrong", "broken"]
     assert not queue.num_waiting
     assert queue.find("wrong") is None
@@ -92,9 +94,9 @@ def test_requests_that_leave_are_not_added(compiler: GatedCompiler) -> None:
     queue.add(gone, asking(2, "a"))
     assert queue.cancel(ours, 1)
     assert not queue.cancel(ours, 1)
-    queue.drop(gone)
+    queue.cancel(gone)
     compiler.may_go_on.set()
-    assert [(item.front_end, item.message.key) for item in taken(queue, 1)] == [(ours, 2)]
+    assert [(owner, message.key) for owner, message, _ in taken(queue, 1)] == [(ours, 2)]
 
 
 def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler) -> None:
@@ -105,12 +107,12 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler
         queue.add(ours, asking(key, source))
     queue.add(gone, asking(1, "shared"))
     queue.add(gone, asking(2, "gone"))
-    queue.drop(gone)
+    queue.cancel(gone)
     for key in (1, 2):
         assert queue.cancel(ours, key)
     queue.add(ours, asking(5, "left"))
     compiler.may_go_on.set()
-    assert [item.message.key for item in taken(queue, 3)] == [3, 4, 5]
+    assert [message.key for _, message, _ in taken(queue, 3)] == [3, 4, 5]
     assert compiler.compiled == ["first", "shared", "kept", "left"]
     assert queue.find("first") is not None
 

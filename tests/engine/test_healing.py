@@ -111,7 +111,7 @@ def test_a_run_directory_that_is_full_when_the_engine_dies(
         raise FULL
 
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, broken, fail)
+        patch.setattr(launcher.folder, broken, fail)
         kill(client)
         next_error(client, 1, f"{folder} cannot be written (No space left on device): make room")
     wait_serves(client)
@@ -128,7 +128,7 @@ def test_every_front_end_says_that_there_is_no_room(
         raise FULL
 
     if not loads:
-        monkeypatch.setattr(launcher, "write_status", fail)
+        monkeypatch.setattr(launcher.folder, "write_status", fail)
     model.write_text(LOADS_FOREVER)
     old = kill(owner)
     if loads:
@@ -153,7 +153,7 @@ def test_an_engine_whose_first_status_cannot_be_written_is_ended(
 
     client = connect(start=False)
     monkeypatch.setattr(launcher, "Child", spawn)
-    monkeypatch.setattr(launcher, "write_status", fail)
+    monkeypatch.setattr(launcher.folder, "write_status", fail)
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\): make room"):
         client.start(LIMIT_S)
     (pid,) = spawned

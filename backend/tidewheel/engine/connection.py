@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections import deque
@@ -13,18 +12,8 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
+from tidewheel.engine import messages
 from tidewheel.engine.folder import Status, socket_address
-from tidewheel.engine.messages import (
-    QUEUE_LIMIT,
-    RETRY_AFTER_MS,
-    WHOLE_REQUEST,
-    Cancel,
-    Delta,
-    FromEngine,
-    Message,
-    encoder,
-    from_engine_decoder,
-)
 from tidewheel.errors import Busy, TidewheelError, from_wire
 from tidewheel_process.handle import ProcessHandle
 
@@ -33,7 +22,6 @@ log = logging.getLogger(__name__)
 MAX_HELD = 4096
 MAX_MESSAGES = 1024  # per `receive`
 LAST_WORDS_MS = 100  # of a dead engine, still in ZeroMQ's thread
-DUMP_GRACE_S = 0.5
 
 
 class _Add(NamedTuple):
@@ -58,7 +46,7 @@ class Outbox:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._max_held = max_held
         self._hold_s = hold_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queue: deque[_Add | _Cancel] = deque()
         self._refusal: TidewheelError | None = None
         self._is_closed = False
@@ -76,7 +64,7 @@ class Outbox:
             num_waiting = len(self._queue) + len(self._held)
             if num_waiting >= self._max_held:
                 full = f"{num_waiting} of {self._max_held} requests wait for the engine"
-                raise Busy(full, retry_after_ms=RETRY_AFTER_MS)
+                raise Busy(full, retry_after_ms=messages.RETRY_AFTER_MS)
             self._push(_Add(key, payload, num_sequences, time.monotonic() + self._hold_s))
 
     def put_cancel(self, keys: list[int], sequences: list[tuple[int, int]] | None = None) -> None:
@@ -84,19 +72,16 @@ class Outbox:
             if self._refusal is None:
                 self._push(_Cancel(keys, sequences or []))
 
-    def wake(self) -> None:
-        with self._lock:
-            self._wake()
-
     def _push(self, entry: _Add | _Cancel) -> None:
         if not self._queue:
-            self._wake()
+            self.wake()
         self._queue.append(entry)
 
-    def _wake(self) -> None:
-        if not self._is_closed:  # a closed descriptor's number may be reused
-            self._is_signalled = True
-            os.eventfd_write(self.wake_fd, 1)
+    def wake(self) -> None:
+        with self._lock:
+            if not self._is_closed:  # a closed descriptor's number may be reused
+                self._is_signalled = True
+                os.eventfd_write(self.wake_fd, 1)
 
     def take(self) -> list[int]:
         """Process the queue. Return keys cancelled unsent."""
@@ -122,15 +107,15 @@ class Outbox:
                 return
             del self._held[key]
             self._in_flight[key] = held.num_sequences
-        if any(self._cancelled) and send(encoder.encode(Cancel(*self._cancelled))):
+        if any(self._cancelled) and send(messages.encoder.encode(messages.Cancel(*self._cancelled))):
             self._cancelled = _Cancel([], [])
 
-    def ended(self, deltas: Iterable[Delta]) -> None:
+    def ended(self, deltas: Iterable[messages.Delta]) -> None:
         for delta in deltas:
             if not delta.finish_reason or delta.key not in self._in_flight:
                 continue
             self._in_flight[delta.key] -= 1
-            if delta.index == WHOLE_REQUEST or not self._in_flight[delta.key]:
+            if delta.index == messages.WHOLE_REQUEST or not self._in_flight[delta.key]:
                 del self._in_flight[delta.key]
 
     def lose_in_flight(self) -> list[int]:
@@ -154,7 +139,7 @@ class Outbox:
         """Make `put` raise the error. Return unfinished keys."""
         with self._lock:
             self._refusal = error
-            self._wake()
+            self.wake()
         cancelled = self.take()
         lost = [*cancelled, *self._held, *self.lose_in_flight()]
         self._held.clear()
@@ -172,8 +157,8 @@ class Connection:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self._socket = context.socket(zmq.DEALER)  # first: it may fail
         self.process = ProcessHandle(status.pid, status.start_ticks)
-        self._socket.set(zmq.SNDHWM, QUEUE_LIMIT)
-        self._socket.set(zmq.RCVHWM, QUEUE_LIMIT)
+        self._socket.set(zmq.SNDHWM, messages.QUEUE_LIMIT)
+        self._socket.set(zmq.RCVHWM, messages.QUEUE_LIMIT)
         self._socket.set(zmq.LINGER, 200)
         self._socket.connect(socket_address(engine_dir))
 
@@ -182,8 +167,8 @@ class Connection:
         if self.process.fileno is not None:
             poller.register(self.process.fileno, zmq.POLLIN)
 
-    def send(self, message: Message) -> bool:
-        return self.send_encoded(encoder.encode(message))
+    def send(self, message: messages.Message) -> bool:
+        return self.send_encoded(messages.encoder.encode(message))
 
     def send_encoded(self, payload: bytes) -> bool:
         """Return False if the engine's queue is full."""
@@ -193,30 +178,24 @@ class Connection:
             return False
         return True
 
-    def receive(self, timeout_ms: int = 0) -> list[FromEngine]:
+    def receive(self, timeout_ms: int = 0) -> list[messages.FromEngine]:
         """Return messages, after at most `timeout_ms` for the first."""
-        messages: list[FromEngine] = []
+        received: list[messages.FromEngine] = []
         if timeout_ms:
             self._socket.poll(timeout_ms)
-        while len(messages) < MAX_MESSAGES and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        while len(received) < MAX_MESSAGES and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             payload = self._socket.recv(zmq.NOBLOCK)
             try:
-                messages.append(from_engine_decoder.decode(payload))
+                received.append(messages.from_engine_decoder.decode(payload))
             except msgspec.MsgspecError:
                 log.exception("ignored a malformed message of the engine")
-        return messages
+        return received
 
-    def last_words(self) -> list[FromEngine]:
-        messages: list[FromEngine] = []
+    def last_words(self) -> list[messages.FromEngine]:
+        received: list[messages.FromEngine] = []
         while more := self.receive(LAST_WORDS_MS):
-            messages += more
-        return messages
-
-    def dump_stacks(self) -> None:
-        self.process.send_signal(signal.SIGUSR1)
-
-    def kill_hung_engine(self) -> None:
-        self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
+            received += more
+        return received
 
     def close(self) -> None:
         self.process.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections import Counter
@@ -11,30 +12,11 @@ from typing import Protocol
 import zmq
 
 from tidewheel.batch import Int32Array, Int64Array
+from tidewheel.engine import messages
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import EngineTarget, read_status
 from tidewheel.engine.heartbeat import HangLimits, HangWatch
 from tidewheel.engine.launcher import EngineLauncher, engine_command
-from tidewheel.engine.messages import (
-    PROTOCOL,
-    RETRY_AFTER_MS,
-    AddRequest,
-    CloseSession,
-    Delta,
-    Deltas,
-    Disconnection,
-    Drain,
-    EngineFailure,
-    EngineInfo,
-    EngineReady,
-    FromEngine,
-    Goodbye,
-    Hello,
-    Ping,
-    Room,
-    Stats,
-    encoder,
-)
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.request import FinishReason
@@ -46,6 +28,7 @@ log = logging.getLogger(__name__)
 POLL_MS = 200
 SEEK_POLL_MS = 20
 LOOK_S = 0.1
+DUMP_GRACE_S = 0.5  # from SIGUSR1, which logs all stacks, to SIGKILL
 CLOSED = "the front end was closed"
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
@@ -56,14 +39,14 @@ class EngineListener(Protocol):
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
         """Take one token for each key."""
 
-    def on_deltas(self, deltas: list[Delta]) -> None: ...
+    def on_deltas(self, deltas: list[messages.Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         """End a lost engine's requests."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
-    def on_room(self, room: Room) -> None: ...
+    def on_room(self, room: messages.Room) -> None: ...
 
     def on_drain(self) -> None:
         """Note the engine's drain."""
@@ -94,7 +77,9 @@ class EngineClient:
     ) -> None:
         self._engine_dir = target.folder
         self._listener = listener
-        self._hello = Hello(PROTOCOL, name, target.identity, target.config.to_settings(), target.read_ns)
+        self._hello = messages.Hello(
+            messages.PROTOCOL, name, target.identity, target.config.to_settings(), target.read_ns
+        )
         self._options = options = options or ClientOptions()
         self._launcher = EngineLauncher(target, command=options.command, policy=options.restart)
         self._outbox = Outbox(hold_s=options.hold_s)
@@ -102,8 +87,8 @@ class EngineClient:
         self._connection: Connection | None = None
         self._refused: Counter[str] = Counter()  # by tenant
         self._refused_lock = threading.Lock()
-        self._poller = self._make_poller()
-        self._info: EngineInfo | None = None
+        self._set_connection(None)
+        self._info: messages.EngineInfo | None = None
         self.num_restarts = 0
         self._is_ready = False
         self._is_draining = False
@@ -117,7 +102,7 @@ class EngineClient:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
-    def start(self, timeout_s: float, must_stop: Callable[[], bool] = lambda: False) -> EngineInfo:
+    def start(self, timeout_s: float, must_stop: Callable[[], bool] = lambda: False) -> messages.EngineInfo:
         """Wait until the engine serves. Raise `ConfigError`, or `Draining` if `must_stop`."""
         self._thread.start()
         end = time.monotonic() + timeout_s
@@ -155,10 +140,10 @@ class EngineClient:
             return DRAINING
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
-    def add(self, message: AddRequest | CloseSession) -> None:
+    def add(self, message: messages.AddRequest | messages.CloseSession) -> None:
         """Raise `Busy`, `EngineDead`, `Draining` or `InternalError`."""
-        num_sequences = message.options.n if isinstance(message, AddRequest) else 1
-        self._outbox.put(message.key, encoder.encode(message), num_sequences)
+        num_sequences = message.options.n if isinstance(message, messages.AddRequest) else 1
+        self._outbox.put(message.key, messages.encoder.encode(message), num_sequences)
 
     def count_refused(self, tenant: str, count: int) -> None:
         with self._refused_lock:
@@ -199,7 +184,9 @@ class EngineClient:
         self._poller.poll(timeout_ms)
         cancelled = self._outbox.take()
         if cancelled:
-            self._notify(self._listener.on_deltas, [Delta.whole(key, FinishReason.CANCELLED) for key in cancelled])
+            self._notify(
+                self._listener.on_deltas, [messages.Delta.whole(key, FinishReason.CANCELLED) for key in cancelled]
+            )
         try:
             if self._connection is not None:
                 self._exchange(self._connection)
@@ -220,10 +207,10 @@ class EngineClient:
     def _seek(self) -> None:
         status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
         if status is not None:
-            self._connection = Connection(self._context, self._engine_dir, status)
+            connection = Connection(self._context, self._engine_dir, status)
             self._hang = HangWatch(self._engine_dir, self._options.hang)
-            self._poller = self._make_poller()
-            self._connection.send(self._hello)
+            self._set_connection(connection)
+            connection.send(self._hello)
 
     def _exchange(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -236,13 +223,13 @@ class EngineClient:
                 self._handle(message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
         elif self._must_kill(connection):
-            connection.kill_hung_engine()
+            connection.process.end(signal.SIGUSR1, DUMP_GRACE_S)
             self._disconnect(_lost("the engine hung and was killed; it is being started again"))
         elif self._is_ready:
             self._outbox.flush(connection.send_encoded)
         if now >= self._next_ping and self._connection is not None:
             self._next_ping = now + self._options.ping_interval_s
-            connection.send(Ping(self._take_refused()))
+            connection.send(messages.Ping(self._take_refused()))
             self._launcher.try_lock()
 
     def _must_kill(self, connection: Connection) -> bool:
@@ -254,7 +241,7 @@ class EngineClient:
         hang.look()
         if hang.is_hung and not was_hung and self.is_owner:
             log.error("engine %d hangs: %s; its log shows where", connection.process.pid, hang.describe())
-            connection.dump_stacks()
+            connection.process.send_signal(signal.SIGUSR1)
         if was_hung and not hang.is_hung and self.is_owner:
             log.warning("engine %d goes on", connection.process.pid)
         if not hang.must_end or not self.is_owner:
@@ -267,30 +254,30 @@ class EngineClient:
             refused, self._refused = self._refused, Counter()
         return refused
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: messages.FromEngine) -> None:
         match message:
-            case Deltas():
+            case messages.Deltas():
                 self._outbox.ended(message.deltas)
                 for tokens in message.tokens:
                     self._notify(self._listener.on_tokens, *tokens.arrays())
                 if message.deltas:
                     self._notify(self._listener.on_deltas, message.deltas)
-            case Stats():
+            case messages.Stats():
                 self._notify(self._listener.on_stats, message.stats)
-            case Room():
+            case messages.Room():
                 self._notify(self._listener.on_room, message)
-            case EngineReady():
+            case messages.EngineReady():
                 self.num_restarts += self._info is not None and self._info.pid != message.info.pid
                 self._info = message.info
                 self._is_ready = True
                 self._problem = ""
                 self._settled.set()
-            case Drain():
+            case messages.Drain():
                 self._is_draining = True
                 self._notify(self._listener.on_drain)
-            case Disconnection():
+            case messages.Disconnection():
                 self._disconnect(message.error.to_error())
-            case EngineFailure():
+            case messages.EngineFailure():
                 raise PermanentError(message.message) if message.is_permanent else ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
@@ -298,11 +285,10 @@ class EngineClient:
             return
         log.warning("connection to the engine lost: %s", error.message)
         self._connection.close()
-        self._connection = None
+        self._set_connection(None)
         self._hang = None
         self._is_ready = self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
-        self._poller = self._make_poller()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
     def _put_off(self, error: TidewheelError) -> None:
@@ -340,20 +326,20 @@ class EngineClient:
             self._lose(self._outbox.refuse(closed), closed)
         self._settled.set()
         if self._connection is not None:
-            self._connection.send(Goodbye())
+            self._connection.send(messages.Goodbye())
             self._connection.close()
             self._connection = None
         self._launcher.release(end_engine_that_loads=self._info is None)
         self._context.term()
         self._outbox.close()
 
-    def _make_poller(self) -> zmq.Poller:
-        poller = zmq.Poller()
-        poller.register(self._outbox.wake_fd, zmq.POLLIN)
-        if self._connection is not None:
-            self._connection.register(poller)
-        return poller
+    def _set_connection(self, connection: Connection | None) -> None:
+        self._connection = connection
+        self._poller = zmq.Poller()
+        self._poller.register(self._outbox.wake_fd, zmq.POLLIN)
+        if connection is not None:
+            connection.register(self._poller)
 
 
 def _lost(reason: str) -> EngineDead:
-    return EngineDead(reason, retry_after_ms=RETRY_AFTER_MS)
+    return EngineDead(reason, retry_after_ms=messages.RETRY_AFTER_MS)

@@ -12,16 +12,7 @@ import numpy as np
 import zmq
 
 from tidewheel.batch import Int64Array, RowArray, StepOutputs
-from tidewheel.engine.messages import (
-    Delta,
-    Deltas,
-    FromEngine,
-    NewTokens,
-    RequestRow,
-    Room,
-    encoder,
-    unsent_prompt_logprobs,
-)
+from tidewheel.engine import messages
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Progress, Request
 from tidewheel.sampling import TopLogprobs
@@ -59,8 +50,8 @@ class FrontEnd:
     name: str
     last_seen: float  # by `ListeningClock`
     request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # by key and index
-    unsent: list[Delta] = field(default_factory=list)
-    unsent_tokens: list[NewTokens] = field(default_factory=list)
+    unsent: list[messages.Delta] = field(default_factory=list)
+    unsent_tokens: list[messages.NewTokens] = field(default_factory=list)
     num_unsent: int = 0  # tokens among them
     received: list[int] = field(default_factory=list)  # keys since `room`
     room: WaitingRoom | None = None  # as sent
@@ -138,7 +129,7 @@ class FrontEnds:
             self._routes[request_id] = _Route(front_end, key, index, n == 1, client_id)
         return list(ids.values())
 
-    def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[RequestRow]:
+    def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[messages.RequestRow]:
         """Return at most `limit` rows, ordered by first sequence."""
         groups: dict[tuple[bytes, int], list[Progress]] = {}
         for one in unfinished:
@@ -157,19 +148,14 @@ class FrontEnds:
         route = self._routes.get(request_id)
         return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
-    def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """Fail a request that is not open."""
-        front_end.unsent.append(Delta.whole(key, FinishReason.ERROR, error))
+    def end(self, front_end: FrontEnd, key: int, reason: FinishReason, error: TidewheelError | None = None) -> None:
+        """End a request that is not open, or answer a message."""
+        front_end.unsent.append(messages.Delta.whole(key, reason, error))
 
-    def confirm(self, front_end: FrontEnd, key: int, reason: FinishReason = FinishReason.STOP) -> None:
-        """End a request that is not open, or confirm a message."""
-        front_end.unsent.append(Delta.whole(key, reason))
-
-    def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """Fail an open request unknown to the scheduler."""
+    def forget(self, front_end: FrontEnd, key: int) -> None:
+        """Close a request unknown to the scheduler."""
         for request_id in front_end.request_ids.pop(key).values():
             del self._routes[request_id]
-        self.refuse(front_end, key, error)
 
     def deliver(self, outputs: StepOutputs) -> None:
         if outputs.requests:
@@ -185,7 +171,7 @@ class FrontEnds:
             if ended:
                 goes_on = np.isin(positions, ended, invert=True)
                 positions, keys = positions[goes_on], keys[goes_on]
-            front_end.unsent_tokens.append(NewTokens.of(keys, outputs.token_ids[positions]))
+            front_end.unsent_tokens.append(messages.NewTokens.of(keys, outputs.token_ids[positions]))
             front_end.num_unsent += len(keys)
         for index in sorted({*self._layout.others, *ended}):
             self._deliver_delta(outputs, index)
@@ -213,10 +199,9 @@ class FrontEnds:
         if request.finish_reason is not None:
             self._finish(request, token_ids, logprobs)
         elif route := self._routes.get(request.request_id):
-            wire = None if logprobs is None else [logprobs]
-            route.front_end.unsent.append(
-                Delta(route.key, token_ids, "", None, wire, None, route.sequence, unsent_prompt_logprobs(request))
-            )
+            wire, prompt = None if logprobs is None else [logprobs], messages.unsent_prompt_logprobs(request)
+            delta = messages.Delta(route.key, token_ids, "", None, wire, None, route.sequence, prompt)
+            route.front_end.unsent.append(delta)
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
         route = self._routes.pop(request.request_id, None)
@@ -226,31 +211,32 @@ class FrontEnds:
         del siblings[route.sequence]
         if not siblings:
             del route.front_end.request_ids[route.key]
-        route.front_end.unsent.append(Delta.last(route.key, route.sequence, request, token_ids, logprobs))
+        route.front_end.unsent.append(messages.Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     def flush(self) -> None:
         """Send one message each; a full queue delays it."""
         for front_end in self._by_identity.values():
             if not front_end.unsent and not front_end.unsent_tokens:
                 continue
-            if self.send(front_end.identity, Deltas(front_end.unsent_tokens, front_end.unsent)):
+            if self.send(front_end.identity, messages.Deltas(front_end.unsent_tokens, front_end.unsent)):
                 front_end.unsent, front_end.unsent_tokens, front_end.num_unsent = [], [], 0
 
     def send_room(self, room: WaitingRoom) -> None:
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
-            if self.send(front_end.identity, Room(**msgspec.structs.asdict(room), received=front_end.received)):
+            message = messages.Room(**msgspec.structs.asdict(room), received=front_end.received)
+            if self.send(front_end.identity, message):
                 front_end.received, front_end.room = [], room
 
-    def broadcast(self, message: FromEngine) -> None:
+    def broadcast(self, message: messages.FromEngine) -> None:
         for identity in self._by_identity:
             self.send(identity, message)
 
-    def send(self, identity: bytes, message: FromEngine) -> bool:
+    def send(self, identity: bytes, message: messages.FromEngine) -> bool:
         """Return False for a lost or full peer."""
         try:
-            self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, messages.encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -263,9 +249,10 @@ class FrontEnds:
         return True
 
 
-def _row(group: Sequence[Progress], client_id: str, now: float) -> RequestRow:
+def _row(group: Sequence[Progress], client_id: str, now: float) -> messages.RequestRow:
     first = group[0].request
-    return RequestRow(
+    times = [one.request.first_token_time for one in group if one.request.first_token_time is not None]
+    return messages.RequestRow(
         number=int(first.request_id),
         request_id=client_id,
         tenant=first.tenant,
@@ -273,7 +260,7 @@ def _row(group: Sequence[Progress], client_id: str, now: float) -> RequestRow:
         state=first.state.name.lower(),
         age_s=now - first.arrival_time,
         waited_s=(now if first.first_scheduled_time is None else first.first_scheduled_time) - first.arrival_time,
-        first_token_s=_first_token_s([one.request for one in group]),
+        first_token_s=min(times) - first.arrival_time if times else None,
         num_sequences=len(group),
         num_prompt_tokens=first.num_prompt_tokens,
         num_output_tokens=sum(one.num_tokens - one.request.num_prompt_tokens for one in group),
@@ -281,8 +268,3 @@ def _row(group: Sequence[Progress], client_id: str, now: float) -> RequestRow:
         num_cached_tokens=first.num_cached_tokens,
         num_preemptions=sum(one.num_preemptions for one in group),
     )
-
-
-def _first_token_s(requests: Sequence[Request]) -> float | None:
-    times = [one.first_token_time for one in requests if one.first_token_time is not None]
-    return min(times) - requests[0].arrival_time if times else None

@@ -4,7 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tidewheel.engine.front_ends import FrontEnd
 from tidewheel.engine.messages import RETRY_AFTER_MS, AddRequest
@@ -62,12 +62,6 @@ class GrammarCache:
             self._num_chars -= len(dropped)
 
 
-class CompiledRequest(NamedTuple):
-    front_end: FrontEnd
-    message: AddRequest
-    grammar: TokenGrammar | TidewheelError
-
-
 class GrammarQueue:
     """Requests that wait while another thread compiles their grammar."""
 
@@ -95,7 +89,7 @@ class GrammarQueue:
             self._jobs[source] = self._thread.submit(self._cache.compile, source, message.grammar_name)
         self._waiting.append((front_end, message))
 
-    def take_compiled(self) -> list[CompiledRequest]:
+    def take_compiled(self) -> list[tuple[FrontEnd, AddRequest, TokenGrammar | TidewheelError]]:
         done = {source: _result(job) for source, job in self._jobs.items() if job.done()}
         if not done:
             return []
@@ -103,25 +97,18 @@ class GrammarQueue:
             del self._jobs[source]
             if not isinstance(result, TidewheelError):
                 self._cache.keep(source, result)
-        waiting, self._waiting = self._waiting, []
-        ready = []
-        for front_end, message in waiting:
-            if message.grammar in done:
-                ready.append(CompiledRequest(front_end, message, done[message.grammar]))
-            else:
-                self._waiting.append((front_end, message))
+        ready = [(*item, done[item[1].grammar]) for item in self._waiting if item[1].grammar in done]
+        self._waiting = [item for item in self._waiting if item[1].grammar not in done]
         return ready
 
-    def cancel(self, front_end: FrontEnd, key: int) -> bool:
-        """Return False if not waiting."""
-        return self._remove(lambda owner, message: (owner, message.key) == (front_end, key))
-
-    def drop(self, front_end: FrontEnd) -> None:
-        self._remove(lambda owner, _: owner is front_end)
-
-    def _remove(self, leaves: Callable[[FrontEnd, AddRequest], bool]) -> bool:
+    def cancel(self, front_end: FrontEnd, key: int | None = None) -> bool:
+        """Remove a request (None: all of the front end). Return False if none waits."""
         num_before = len(self._waiting)
-        self._waiting = [item for item in self._waiting if not leaves(*item)]
+        self._waiting = [
+            (owner, message)
+            for owner, message in self._waiting
+            if owner is not front_end or (key is not None and message.key != key)
+        ]
         for source in self._jobs.keys() - {message.grammar for _, message in self._waiting}:
             if self._jobs[source].cancel():
                 del self._jobs[source]

@@ -91,7 +91,8 @@ class HangWatch:
         self.silence_s += min(now - self._looked_at, MAX_GAP_S)
         self._looked_at = now
         beat = self._read()
-        if beat != self._beat or (self.is_hung and self._is_in_a_stage()):
+        status = read_status(self._engine_dir) if self.is_hung else None
+        if beat != self._beat or (status is not None and status.stage):
             self._beat, self.silence_s = beat, 0.0
 
     @property
@@ -104,10 +105,6 @@ class HangWatch:
 
     def _exceeds(self, seconds: float, steps: float) -> bool:
         return self._beat is not None and self.silence_s >= max(seconds, steps * self._beat.expected_s)
-
-    def _is_in_a_stage(self) -> bool:
-        status = read_status(self._engine_dir)
-        return status is not None and bool(status.stage)
 
     def _read(self) -> Beat | None:
         return None if self._memory is None else Beat(*_LAYOUT.unpack_from(self._memory))
@@ -123,12 +120,9 @@ def _map(path: Path) -> mmap.mmap | None:
 class EngineWatch:
     """Watcher of a model's engine. Look at least every second."""
 
-    def __init__(
-        self, current: Path, limits: HangLimits | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, current: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`current`: link to the engine's folder."""
         self._current = current
-        self._limits = limits
         self._clock = clock
         self._process = (0, 0)
         self._hang: HangWatch | None = None
@@ -152,7 +146,7 @@ class EngineWatch:
     def _judge(self, status: Status, is_wanted: bool) -> Readiness:
         if self._hang is None or self._process != (status.pid, status.start_ticks):
             self._process = status.pid, status.start_ticks
-            self._hang = HangWatch(self._current.resolve(), self._limits, self._clock)
+            self._hang = HangWatch(self._current.resolve(), clock=self._clock)
         self._hang.look()
         now = self._clock()
         if is_wanted and self._hang.has_front_ends:

@@ -15,17 +15,7 @@ from pathlib import Path
 import msgspec
 
 import tidewheel
-from tidewheel.engine.folder import (
-    DEATHS,
-    LOG,
-    EngineTarget,
-    Status,
-    first_status,
-    last_log_line,
-    read_status,
-    replace_file,
-    write_status,
-)
+from tidewheel.engine import folder
 from tidewheel.errors import ConfigError, Draining, PermanentError
 from tidewheel.private_dir import check_room, private_dir, unwritable
 from tidewheel_process.child import Child
@@ -55,7 +45,7 @@ _deaths_decoder = msgspec.json.Decoder(list[Death])
 class EngineLauncher:
     """Starter of a folder's engine while it holds the lock. Not thread-safe."""
 
-    def __init__(self, target: EngineTarget, *, command: Sequence[str], policy: RestartPolicy) -> None:
+    def __init__(self, target: folder.EngineTarget, *, command: Sequence[str], policy: RestartPolicy) -> None:
         self._engine_dir = target.folder
         self._start_timeout_s = target.config.engine_start_timeout_s
         self._identity = target.identity
@@ -85,13 +75,13 @@ class EngineLauncher:
         self._num_failed_starts += 1
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
-    def seek(self, *, was_ready: bool, since_ns: int) -> Status | None:
+    def seek(self, *, was_ready: bool, since_ns: int) -> folder.Status | None:
         """Return a ready engine's status, or start an engine and return None. Call repeatedly from `since_ns` on.
 
         `was_ready`: an engine served this front end, so absence is a death. Raise `ConfigError` for a failed start,
         `PermanentError` if another would not help, `Draining` during shutdown.
         """
-        status = read_status(self._engine_dir)
+        status = folder.read_status(self._engine_dir)
         if was_ready and status is not None and status.is_draining and not status.is_alive:
             raise Draining("the server is shutting down")
         if time.monotonic() < self._next_start:
@@ -103,7 +93,7 @@ class EngineLauncher:
                 self._check_owner(status, was_ready, since_ns)
         except OSError as error:
             raise unwritable(self._engine_dir, error) from None
-        status = read_status(self._engine_dir)
+        status = folder.read_status(self._engine_dir)
         if status is None or status.state != "ready" or not status.is_alive or status.identity != self._identity:
             self._check_room(status)
             return None
@@ -112,27 +102,27 @@ class EngineLauncher:
 
     def give_up(self, message: str) -> None:
         """Tell other front ends that no restart follows."""
-        status = read_status(self._engine_dir)
+        status = folder.read_status(self._engine_dir)
         if self.is_owner and status is not None:
             final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
             with contextlib.suppress(OSError):
-                write_status(self._engine_dir, final)
+                folder.write_status(self._engine_dir, final)
 
     def release(self, *, end_engine_that_loads: bool) -> None:
-        status = read_status(self._engine_dir)
+        status = folder.read_status(self._engine_dir)
         if end_engine_that_loads and self._is_mine(status) and status is not None and status.state != "ready":
             _end(status, STOP_GRACE_S)
         self._lock.release()
 
-    def _check_room(self, status: Status | None) -> None:
+    def _check_room(self, status: folder.Status | None) -> None:
         if status is not None and time.monotonic() >= self._next_room_check:
             self._next_room_check = time.monotonic() + ROOM_CHECK_S
             check_room(self._engine_dir)
 
-    def _is_mine(self, status: Status | None) -> bool:
+    def _is_mine(self, status: folder.Status | None) -> bool:
         return self._child is not None and status is not None and status.pid == self._child.pid
 
-    def _tend(self, status: Status | None, was_ready: bool) -> None:
+    def _tend(self, status: folder.Status | None, was_ready: bool) -> None:
         if status is not None and status.is_alive:
             if not (fault := self._fault(status, was_ready)):
                 return
@@ -146,16 +136,16 @@ class EngineLauncher:
         self._check_last_start(status, was_ready)
         if time.monotonic() >= self._earliest_start(status, was_ready):
             if not was_ready:
-                (self._engine_dir / DEATHS).unlink(missing_ok=True)  # a load is a new beginning
+                (self._engine_dir / folder.DEATHS).unlink(missing_ok=True)  # a load is a new beginning
             self._child = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
             self._loads_since = time.monotonic()
             log.info("started engine %d", self._child.pid)
 
-    def _check_owner(self, status: Status, was_ready: bool, since_ns: int) -> None:
+    def _check_owner(self, status: folder.Status, was_ready: bool, since_ns: int) -> None:
         if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
             raise _failure(status)
 
-    def _fault(self, status: Status, was_ready: bool) -> str:
+    def _fault(self, status: folder.Status, was_ready: bool) -> str:
         if status.identity != self._identity:
             return "left over from a server with other settings"
         if status.is_draining and not was_ready:
@@ -163,7 +153,7 @@ class EngineLauncher:
         is_late = status.state != "ready" and time.monotonic() - self._loads_since > self._start_timeout_s
         return LATE if is_late else ""
 
-    def _check_last_start(self, status: Status | None, was_ready: bool) -> None:
+    def _check_last_start(self, status: folder.Status | None, was_ready: bool) -> None:
         is_mine, child = self._is_mine(status), self._child
         if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
             self._child = None
@@ -172,10 +162,10 @@ class EngineLauncher:
         if child is not None and not has_served and (is_mine or not was_ready):
             self._child = None
             child.ends_within(STOP_GRACE_S)  # ended, but perhaps not yet reaped
-            last_words = last_log_line(self._engine_dir)
+            last_words = folder.last_log_line(self._engine_dir)
             raise ConfigError(f"the engine ended while it loaded ({child.exit}): {last_words}")
 
-    def _earliest_start(self, status: Status | None, was_ready: bool) -> float:
+    def _earliest_start(self, status: folder.Status | None, was_ready: bool) -> float:
         """Return monotonic seconds. Raise `PermanentError` in a crash loop."""
         if not was_ready or status is None or status.state == "stopped" or status.info is None:
             return 0.0
@@ -183,25 +173,25 @@ class EngineLauncher:
         if len(deaths) >= self._policy.max_deaths:
             raise PermanentError(
                 f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
-                f"its log ends with: {last_log_line(self._engine_dir)}"
+                f"its log ends with: {folder.last_log_line(self._engine_dir)}"
             )
         return deaths[-1].at + self._policy.delay_s(len(deaths))
 
 
-def _failure(status: Status) -> ConfigError:
+def _failure(status: folder.Status) -> ConfigError:
     return PermanentError(status.message) if status.is_given_up else ConfigError(status.message)
 
 
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
     """Return whether an engine ran. Its requests are answered within `timeout_s`, or it is killed."""
-    status = read_status(engine_dir)
+    status = folder.read_status(engine_dir)
     if status is None or not status.is_alive:
         return False
     _end(status, timeout_s)
     return True
 
 
-def _end(status: Status, grace_s: float) -> None:
+def _end(status: folder.Status, grace_s: float) -> None:
     handle = ProcessHandle(status.pid, status.start_ticks)
     try:
         handle.end(signal.SIGTERM, grace_s)
@@ -212,7 +202,7 @@ def _end(status: Status, grace_s: float) -> None:
 def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
     """Return deaths, oldest first. Future times are from before the last boot."""
     try:
-        deaths = _deaths_decoder.decode((engine_dir / DEATHS).read_bytes())
+        deaths = _deaths_decoder.decode((engine_dir / folder.DEATHS).read_bytes())
     except (OSError, msgspec.DecodeError):
         return []
     now = time.monotonic()
@@ -224,7 +214,7 @@ def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) 
     deaths = recent_deaths(engine_dir, window_s)
     if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
         deaths.append(Death(pid, start_ticks, time.monotonic()))
-        replace_file(engine_dir / DEATHS, msgspec.json.encode(deaths))
+        folder.replace_file(engine_dir / folder.DEATHS, msgspec.json.encode(deaths))
     return deaths
 
 
@@ -266,7 +256,7 @@ def python_environment() -> dict[str, str]:
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str) -> Child:
     text = msgspec.json.encode(settings).decode()
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", text, "--identity", identity]
-    log_path = engine_dir / LOG
+    log_path = engine_dir / folder.LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
@@ -276,7 +266,7 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
             raise ConfigError(f"the engine process cannot be started: {error}") from None
     child.reap_on_thread()
     try:
-        write_status(engine_dir, first_status(child.pid, "starting", settings, identity))
+        folder.write_status(engine_dir, folder.first_status(child.pid, "starting", settings, identity))
     except OSError:
         child.kill()
         raise

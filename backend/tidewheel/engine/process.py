@@ -24,7 +24,6 @@ from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, en
 from tidewheel.engine.folder import (
     ENGINE_LOCK,
     STATUS,
-    State,
     check_socket_path,
     first_status,
     socket_address,
@@ -53,6 +52,7 @@ class StatusFile:
         self.engine_dir = engine_dir
         self.identity = identity
         self._status = first_status(os.getpid(), "loading", settings, identity)
+        self._folder_inode = engine_dir.stat().st_ino
         self._written_at = 0.0
         self._inode = 0
         self._problem = ""
@@ -76,9 +76,15 @@ class StatusFile:
                 log.warning("the status cannot be written and is tried again: %s", error)
             self._problem = str(error)
 
-    def end(self, state: State, message: str) -> None:
-        """Write the last state. Call before the last answers, so that no client returns."""
-        self.update(state=state, message=message)
+    def keep_in_place(self) -> bool:
+        """Keep the status; return False if the folder is gone."""
+        try:
+            is_there = self.engine_dir.stat().st_ino == self._folder_inode
+        except FileNotFoundError:
+            return False
+        if is_there:
+            self.keep()
+        return is_there
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
@@ -86,36 +92,14 @@ class StatusFile:
                 self.update(stage=stage, fraction=fraction)
 
 
-class StopSignal:
-    """Callable that returns why to stop: SIGTERM or the folder's end."""
-
-    def __init__(self, status: StatusFile) -> None:
-        self._status = status
-        self._inode = status.engine_dir.stat().st_ino
-        self._was_asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-
-    def _handle(self, _number: int, _frame: object) -> None:
-        self._was_asked = True
-
-    def __call__(self) -> str:
-        if self._was_asked:
-            return "it was asked to"
-        try:
-            is_there = self._status.engine_dir.stat().st_ino == self._inode
-        except FileNotFoundError:
-            is_there = False
-        if is_there:
-            self._status.keep()
-        return "" if is_there else "its folder is gone"
-
-
 def serve(
     config: EngineConfig, engine_dir: Path, load: LoadRunner, *, identity: str = "", linger_s: float = LINGER_S
 ) -> int:
     """Return the exit code. Raise BlockingIOError if another engine runs."""
-    with _only_engine(engine_dir):
+    lock = try_lock(engine_dir / ENGINE_LOCK, PREDECESSOR_LIMIT_S)
+    if lock is None:
+        raise BlockingIOError(engine_dir / ENGINE_LOCK)
+    with lock:
         status = StatusFile(engine_dir, config.to_settings(), identity)
         status.update()
         try:
@@ -130,7 +114,15 @@ def serve(
 def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float) -> int:
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info, time.monotonic)
-    stop = StopSignal(status)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.append(number))
+
+    def must_stop() -> str:
+        if asked:
+            return "it was asked to"
+        return "" if status.keep_in_place() else "its folder is gone"
+
     with _bound_socket(status.engine_dir) as socket:
         server = EngineServer(
             socket,
@@ -148,27 +140,17 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
         status.update(state="ready", stage="", fraction=1.0, info=info)
         log.info("ready")
         try:
-            reason = server.serve(stop)
+            reason = server.serve(must_stop)
         except Exception as error:
             log.exception("a step failed; every request ends")
             log.error("engine died: %s: %s", type(error).__name__, error)
-            status.end("crashed", str(error))
+            status.update(state="crashed", message=str(error))  # before the last answers, so that no client returns
             server.end_all(EngineDead(f"a step failed: {type(error).__name__}", retry_after_ms=RETRY_AFTER_MS))
             return EXIT_CRASHED
         log.info("engine ends: %s", reason)
-        status.end("stopped", reason)
+        status.update(state="stopped", message=reason)
         server.end_all(Draining("the engine was stopped"))
     return 0
-
-
-@contextlib.contextmanager
-def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Lock the folder. Raise BlockingIOError if another engine does not end."""
-    lock = try_lock(engine_dir / ENGINE_LOCK, PREDECESSOR_LIMIT_S)
-    if lock is None:
-        raise BlockingIOError(engine_dir / ENGINE_LOCK)
-    with lock:
-        yield
 
 
 @contextlib.contextmanager

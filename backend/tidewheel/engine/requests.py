@@ -85,9 +85,9 @@ def to_requests(
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
     """Raise `InvalidRequest`, naming the prompt `prompt_name`."""
     sampling = message.sampling
-    prompt = _prompt(prompt_name, message.prompt, info)
-    max_tokens = info.max_num_tokens - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
-    check_lengths(len(prompt), max_tokens, sampling.min_tokens, info.max_num_tokens)
+    prompt, limit = _prompt(prompt_name, message.prompt, info), info.max_num_tokens
+    max_tokens = limit - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
+    check_lengths(len(prompt), max_tokens, sampling.min_tokens, limit)
     for ids in (message.stop_token_ids, sampling.stop_token_ids):
         _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
@@ -161,11 +161,11 @@ def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> None:
-    check_count(name, len(ids), limit)
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
-    outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-    raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
+    if ids:
+        check_count(name, len(ids), limit)
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
 
 
 def _check_grammar(message: AddRequest) -> None:

@@ -1,43 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from tidewheel.config import EngineConfig, describe_changes
+from tidewheel.engine import messages
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds, ListeningClock
 from tidewheel.engine.grammar_queue import GrammarQueue
-from tidewheel.engine.messages import (
-    PROTOCOL,
-    RETRY_AFTER_MS,
-    AddRequest,
-    Cancel,
-    CancelReply,
-    CancelRequest,
-    CloseSession,
-    Disconnection,
-    Drain,
-    EngineFailure,
-    EngineInfo,
-    EngineReady,
-    ErrorInfo,
-    Goodbye,
-    Hello,
-    ListRequests,
-    Ping,
-    RequestList,
-    Stats,
-    ToEngine,
-    to_engine_decoder,
-)
 from tidewheel.engine.requests import check_request, to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
@@ -63,7 +42,7 @@ class EngineServer:
         socket: zmq.Socket[bytes],
         scheduler: Scheduler,
         runner: Runner,
-        info: EngineInfo,
+        info: messages.EngineInfo,
         *,
         config: EngineConfig,
         linger_s: float,
@@ -117,7 +96,7 @@ class EngineServer:
     def end_all(self, error: TidewheelError) -> None:
         """End all requests without scheduler and runner, which may be broken."""
         self._front_ends.flush()
-        self._front_ends.broadcast(Disconnection(ErrorInfo.of(error)))
+        self._front_ends.broadcast(messages.Disconnection(messages.ErrorInfo.of(error)))
 
     def _beat(self, expected_s: float | None) -> None:
         self._write_beat(expected_s, len(self._front_ends))
@@ -145,7 +124,7 @@ class EngineServer:
         return must_stop()
 
     def _send_figures(self) -> None:
-        self._front_ends.broadcast(Stats(self._stats()))
+        self._front_ends.broadcast(messages.Stats(self._stats()))
 
     def _stats(self) -> EngineStats:
         """Count requests that wait for a grammar as waiting."""
@@ -154,16 +133,15 @@ class EngineServer:
         return stats
 
     def _drop(self, front_end: FrontEnd, how: str) -> None:
-        self._grammars.drop(front_end)
+        self._grammars.cancel(front_end)
         orphans = self._front_ends.remove(front_end)
         log.info("front end %s %s: %d requests end", front_end.name, how, len(orphans))
         for request_id in orphans:
             self._core.cancel(request_id)
 
     def _send_disconnection(self, identity: bytes, reason: str) -> None:
-        self._front_ends.send(
-            identity, Disconnection(ErrorInfo.of(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS)))
-        )
+        error = messages.ErrorInfo.of(EngineDead(reason, retry_after_ms=messages.RETRY_AFTER_MS))
+        self._front_ends.send(identity, messages.Disconnection(error))
 
     def _receive(self) -> None:
         for front_end, message, grammar in self._grammars.take_compiled():
@@ -186,55 +164,57 @@ class EngineServer:
         if front_end is not None:
             front_end.last_seen = self._listened()
         try:
-            message = to_engine_decoder.decode(payload)
+            message = messages.to_engine_decoder.decode(payload)
         except Exception as error:  # value checks raise errors of their own
             self._handle_malformed(front_end, payload, error)
             return
         match message:
-            case Hello():
+            case messages.Hello():
                 self._greet(identity, message)
-            case Drain():
+            case messages.Drain():
                 self._drain(identity)
-            case ListRequests():
+            case messages.ListRequests():
                 self._list_requests(identity, message)
-            case CancelRequest():
+            case messages.CancelRequest():
                 self._cancel_request(identity, message)
             case _ if front_end is None:
-                if not isinstance(message, Goodbye):
+                if not isinstance(message, messages.Goodbye):
                     self._send_disconnection(identity, "the engine does not know this front end")
             case _:
                 self._handle_known(front_end, message)
 
-    def _handle_known(self, front_end: FrontEnd, message: ToEngine) -> None:
+    def _handle_known(self, front_end: FrontEnd, message: messages.ToEngine) -> None:
         match message:
-            case AddRequest():
+            case messages.AddRequest():
                 self._add(front_end, message)
-            case CloseSession():
+            case messages.CloseSession():
                 self._close_session(front_end, message)
-            case Cancel():
+            case messages.Cancel():
                 self._cancel(front_end, message)
-            case Ping():
+            case messages.Ping():
                 self._scheduler.observe_refused(message.refused)
-            case Goodbye():
+            case messages.Goodbye():
                 self._drop(front_end, "leaves")
                 if not self._front_ends:
                     self._alone_since = -math.inf
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
-            self._front_ends.send(identity, EngineFailure(text, is_permanent=True))
+    def _greet(self, identity: bytes, hello: messages.Hello) -> None:
+        if hello.protocol != messages.PROTOCOL:
+            text = (
+                f"the engine speaks protocol {messages.PROTOCOL}, the front end {hello.protocol}: restart the server"
+            )
+            self._front_ends.send(identity, messages.EngineFailure(text, is_permanent=True))
         elif hello.identity not in ("", self._identity):
             text = "the engine of this model was started with other settings or files: load the model again"
-            self._front_ends.send(identity, EngineFailure(text))
+            self._front_ends.send(identity, messages.EngineFailure(text))
         elif failure := self._take_settings(hello):
-            self._front_ends.send(identity, EngineFailure(failure))
+            self._front_ends.send(identity, messages.EngineFailure(failure))
         else:
             self._front_ends.admit(identity, hello.client, self._listened())
             log.info("front end %s joins", hello.client)
-            self._front_ends.send(identity, EngineReady(self._info))
+            self._front_ends.send(identity, messages.EngineReady(self._info))
 
-    def _take_settings(self, hello: Hello) -> str:
+    def _take_settings(self, hello: messages.Hello) -> str:
         """Return the problem, or empty text."""
         if hello.read_ns <= self._read_ns:
             return ""
@@ -258,81 +238,76 @@ class EngineServer:
             log.info("draining: new requests are refused")
             self._is_draining = True
             self._note(is_draining=True)
-            self._front_ends.broadcast(Drain())
-        self._front_ends.send(identity, Stats(self._stats()))
+            self._front_ends.broadcast(messages.Drain())
+        self._front_ends.send(identity, messages.Stats(self._stats()))
 
-    def _list_requests(self, identity: bytes, message: ListRequests) -> None:
+    def _list_requests(self, identity: bytes, message: messages.ListRequests) -> None:
         unfinished = list(self._scheduler.unfinished())
         rows = self._front_ends.list_requests(unfinished, self._clock(), message.limit)
-        self._front_ends.send(identity, RequestList(self._info.pid, rows, len(unfinished)))
+        self._front_ends.send(identity, messages.RequestList(self._info.pid, rows, len(unfinished)))
 
-    def _cancel_request(self, identity: bytes, message: CancelRequest) -> None:
+    def _cancel_request(self, identity: bytes, message: messages.CancelRequest) -> None:
         is_meant = message.pid == self._info.pid
         leaving = self._front_ends.siblings(str(message.number)) if is_meant else []
         if leaving:
             log.info("request %d is cancelled by an operator", message.number)
         for request_id in leaving:
             self._core.cancel(request_id)
-        self._front_ends.send(identity, CancelReply(bool(leaving)))
+        self._front_ends.send(identity, messages.CancelReply(bool(leaving)))
 
-    def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
+    def _add(self, front_end: FrontEnd, message: messages.AddRequest) -> None:
         front_end.received.append(message.key)
-        try:
+        with self._refusing(front_end, message.key):
             self._check_draining()
-        except TidewheelError as error:
-            self._front_ends.refuse(front_end, message.key, error)
-            return
-        grammar = self._grammars.find(message.grammar) if message.grammar else None
-        if not message.grammar or grammar is not None:
-            self._add_compiled(front_end, message, grammar)
-            return
-        try:
-            self._grammars.add(front_end, message)
-        except TidewheelError as error:
-            self._front_ends.refuse(front_end, message.key, error)
+            grammar = self._grammars.find(message.grammar) if message.grammar else None
+            if message.grammar and grammar is None:
+                self._grammars.add(front_end, message)
+            else:
+                self._add_compiled(front_end, message, grammar)
 
     def _add_compiled(
-        self, front_end: FrontEnd, message: AddRequest, grammar: TokenGrammar | TidewheelError | None
+        self, front_end: FrontEnd, message: messages.AddRequest, grammar: TokenGrammar | TidewheelError | None
     ) -> None:
-        try:
+        with self._refusing(front_end, message.key):
             if isinstance(grammar, TidewheelError):
                 raise grammar
             request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
-        except TidewheelError as error:
-            self._front_ends.refuse(front_end, message.key, error)
-            return
-        try:
-            seed, now = self._seeds.getrandbits(64), self._clock()
-            checked = check_request(message, self._info)
-            requests = to_requests(
-                message, checked, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
-            )
-            self._core.add_group(requests)
-        except TidewheelError as error:
-            self._front_ends.close(front_end, message.key, error)
-        except Exception as error:
-            log.exception("a request could not be added")
-            failure = InternalError(f"the request could not be added: {type(error).__name__}")
-            self._front_ends.close(front_end, message.key, failure)
+            try:
+                seed, now = self._seeds.getrandbits(64), self._clock()
+                checked = check_request(message, self._info)
+                requests = to_requests(
+                    message, checked, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
+                )
+                self._core.add_group(requests)
+            except Exception as error:
+                self._front_ends.forget(front_end, message.key)
+                if isinstance(error, TidewheelError):
+                    raise
+                log.exception("a request could not be added")
+                raise InternalError(f"the request could not be added: {type(error).__name__}") from None
 
-    def _cancel(self, front_end: FrontEnd, message: Cancel) -> None:
+    @contextlib.contextmanager
+    def _refusing(self, front_end: FrontEnd, key: int) -> Iterator[None]:
+        try:
+            yield
+        except TidewheelError as error:
+            self._front_ends.end(front_end, key, FinishReason.ERROR, error)
+
+    def _cancel(self, front_end: FrontEnd, message: messages.Cancel) -> None:
         ids = front_end.request_ids
         for key in message.keys:
             if self._grammars.cancel(front_end, key):
-                self._front_ends.confirm(front_end, key, FinishReason.CANCELLED)
+                self._front_ends.end(front_end, key, FinishReason.CANCELLED)
         leaving = [request_id for key in message.keys for request_id in reversed(ids.get(key, {}).values())]
         leaving += [ids[key][index] for key, index in message.sequences if index in ids.get(key, {})]
         for request_id in leaving:
             self._core.cancel(request_id)
 
-    def _close_session(self, front_end: FrontEnd, message: CloseSession) -> None:
-        try:
+    def _close_session(self, front_end: FrontEnd, message: messages.CloseSession) -> None:
+        with self._refusing(front_end, message.key):
             self._check_draining()
             self._scheduler.close_session(message.tenant, message.session_id)
-        except TidewheelError as error:
-            self._front_ends.refuse(front_end, message.key, error)
-        else:
-            self._front_ends.confirm(front_end, message.key)
+            self._front_ends.end(front_end, message.key, FinishReason.STOP)
 
     def _make_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(Path(self._config.tokenizer or self._info.model), self._info.vocab_size)
@@ -346,7 +321,7 @@ class EngineServer:
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:
             refusal = error if isinstance(error, TidewheelError) else InvalidRequest(f"malformed request: {error}")
-            self._front_ends.refuse(front_end, key, refusal)
+            self._front_ends.end(front_end, key, FinishReason.ERROR, refusal)
 
 
 def _readable_key(payload: bytes) -> int | None:

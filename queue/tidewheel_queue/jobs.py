@@ -130,7 +130,7 @@ def job_of(given: object) -> Job:
     for name, value in known.items():
         try:
             msgspec.convert(value, _FIELDS[name])
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeEncodeError):  # msgspec encodes text where it expects another type
             rule = typing.get_args(_FIELDS[name])[1].description
             raise InvalidRequest(f"{name} is {_shown(value)}: {rule}") from None
     job = Job(**known)

@@ -42,6 +42,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
         ({"prompt": "x", "id": "a\n"}, "1 to 128 characters"),
         ({"input_ids": [1, -1]}, "input_ids is [1, -1]"),
         ({"input_ids": "12"}, "input_ids is '12'"),
+        ({"prompt": "x", "priority": "\ud800"}, r"priority is '\ud800': it must be 1 to 4"),
         ([1], "a job is a JSON object, not [1]"),
     ],
 )

@@ -114,7 +114,9 @@ class PrefixCache:
         limit = self._extend(request)
         hashes = request.block_hashes
         block_ids = self._pool.lookup_prefix(islice(hashes, limit))
-        host_keys = self._host.lookup_prefix(islice(hashes, len(block_ids), limit))
+        host_keys: tuple[bytes, ...] = ()
+        if self._host.num_slots:
+            host_keys = self._host.lookup_prefix(islice(hashes, len(block_ids), limit))
         hit = PrefixHit(block_ids, (len(block_ids) + len(host_keys)) * self._block_size, host_keys)
         session = self._sessions.get(request.tenant, request.session_id) if request.session_id else None
         return hit if session is None else self._with_session(hit, session, request)

@@ -201,7 +201,8 @@ class SamplingTable:
             self._has_rules[row] = False
             self._rules.pop(row, None)
             self._with_more.discard(row)
-            self.grammars.leave(row)
+            if row in self.grammars.states:
+                self.grammars.leave(row)
         for new in batch.new_rows:
             try:
                 self._fill(new)
@@ -226,7 +227,8 @@ class SamplingTable:
         self._has_rules[row] = LogitRules.needed(new)
         if self._has_rules[row]:
             self._rules[row] = LogitRules(new, self._vocab_size)
-        self.grammars.enter(new)
+        if new.grammar is not None or row in self.grammars.states:
+            self.grammars.enter(new)
 
     def plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:
         rows, positions = batch.rows[batch.samples], host.seq_lens[batch.samples]

@@ -265,8 +265,11 @@ def test_durations_are_monotonic() -> None:
     }
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_imports_without_torch(module: str) -> None:
-    code = f"import {module}, sys; print([m for m in ('torch', 'triton', 'locust') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+def test_imports_without_torch() -> None:
+    code = (
+        f"import importlib, sys\nfor module in {WITHOUT_TORCH}:\n    importlib.import_module(module)\n"
+        "    found = [name for name in ('torch', 'triton', 'locust') if name in sys.modules]\n"
+        "    assert not found, (module, found)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -100,9 +100,9 @@ def test_the_server_is_started_as_its_ports_and_volumes_say() -> None:
     container = container_of(deployment)
     given = arguments_of(serve, container)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    defaults = [given.http_port, given.grpc_port, given.metrics_port, given.health_port]
+    defaults = [given.http, given.grpc, given.metrics, given.health]
     assert [ports[name] for name in ("http", "grpc", "metrics", "health")] == defaults
-    assert ports["openai"] == given.openai_port
+    assert ports["openai"] == given.openai
     assert given.open_metrics  # the picker of the inference extension has no key
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert str(given.model_repository) in mounts and str(given.api_keys.parent) in mounts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import inspect
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -65,10 +66,21 @@ def read_by(command: str) -> set[str]:
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in arguments:
                 found.add(node.attr)
+        found |= {name for cls in classes(function) for name in inspect.signature(cls).parameters}
         if function.name in BY_NAME:
             name, table = BY_NAME[function.name]
             found |= {*getattr(import_module(name), table), "stop"}
     return found
+
+
+def classes(function: Function) -> Iterator[type]:
+    """Yield the classes whose fields the function takes from the options."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("fields_of", "gateway_options"):
+            name = ast.unparse(node.args[1])
+            for source in (one for one in ast.walk(function) if isinstance(one, ast.ImportFrom)):
+                if name in [alias.name for alias in source.names]:
+                    yield getattr(import_module(str(source.module)), name)
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:

@@ -7,14 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import (
-    PrintedAnswer,
-    add_sampling_options,
-    add_server_options,
-    connect,
-    sampling_params,
-    show,
-)
+from tidewheel.cli.usage import add_sampling_options, add_server_options, connect, sampling_params, show
 
 if TYPE_CHECKING:
     from tidewheel_client import Client
@@ -66,14 +59,11 @@ class TerminalChat:
     def ask(self, question: str) -> None:
         """Print the answer. Raise `RequestError`; the question is forgotten then."""
         messages = [*self._messages, {"role": "user", "content": question}]
-        answer = self._answer(messages)
+        with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
+            answer = show(stream)
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         if self._stats:
             print(answer.stats, file=sys.stderr)
-
-    def _answer(self, messages: list[dict[str, str]]) -> PrintedAnswer:
-        with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
-            return show(stream)
 
 
 def _read_line() -> str | None:

@@ -7,29 +7,21 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import UsageError, printable
+from tidewheel.cli.usage import JSON_VERSION, UsageError, add_report_options, counted, printable
 
 if TYPE_CHECKING:
     from tidewheel.entries.checking import CheckReport, FindingListener
     from tidewheel.entries.findings import Finding
 
-JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", type=Path, metavar="PATH", help="a model repository, an entry of it, or a config.pbtxt"
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
-    parser.add_argument(
-        "--fix", action="store_true", help="write the right name for each misspelt one, and print what changed"
-    )
-    parser.add_argument(
-        "--other-machine",
-        action="store_true",
-        help="another machine will serve the entries: leave out what depends on GPUs, cores and memory",
-    )
+    text = "a model repository, an entry of it, or a config.pbtxt"
+    parser.add_argument("path", type=Path, metavar="PATH", help=text)
+    add_report_options(parser)
+    text = "write the right name for each misspelt one, and print what changed"
+    parser.add_argument("--fix", action="store_true", help=text)
+    text = "another machine will serve the entries: leave out what depends on GPUs, cores and memory"
+    parser.add_argument("--other-machine", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,12 +81,8 @@ def _print_summary(report: CheckReport) -> None:
         print(printable(f"{name}: {implementation}"))
     for name, text in report.kv_cache.items():
         print(printable(f"{name}: KV cache {text}"))
-    errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
+    errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
     print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def where(finding: Finding) -> str:

@@ -8,10 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import add_shared_options
-from tidewheel.cli.serve import DEFAULT_REPOSITORY
-from tidewheel.cli.usage import UsageError
-from tidewheel.gateway import MAX_BODY_MB
+from tidewheel.cli.gateway import add_shared_options, gateway_options
+from tidewheel.cli.serve import default_repository
 
 if TYPE_CHECKING:
     from tidewheel.cluster.cluster_settings import ClusterSettings
@@ -29,82 +27,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    _add_number(parser)
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        metavar="DIR",
-        help="a Triton model repository (default: the folder model_repository)",
-    )
-    parser.add_argument(
-        "--models", default="", metavar="NAME[,NAME...]", help="entries of the repository to serve (default: all)"
-    )
-    parser.add_argument("--model", default="", metavar="PATH_OR_HF_ID", help="a model in place of a repository")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the gateway (default: %(default)s)")
-    parser.add_argument(
-        "--openai-port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
-    )
+    add = parser.add_argument
+    text = "number of replicas; N:M follows the load between both, and 0:M has none while nothing is asked"
+    add("--replicas", type=_numbers, default=(1, 0), metavar="N[:M]", help=f"{text} (default: 1)")
+    text = "policy for N:M: reactive, predictive, queue-depth, ongoing or constant (default: %(default)s)"
+    add("--scaling", default="reactive", metavar="NAME", help=text)
+    text = "a setting of the policy, as scale_down_after_s=300 (repeatable)"
+    add("--scaling-set", action="append", default=[], type=_setting, metavar="KEY=NUMBER", help=text)
+    text = "a Triton model repository (default: the folder model_repository)"
+    add("--model-repository", type=Path, metavar="DIR", help=text)
+    add("--models", default="", metavar="NAME[,NAME...]", help="entries of the repository to serve (default: all)")
+    add("--model", default="", metavar="PATH_OR_HF_ID", help="a model in place of a repository")
+    add("--host", default="127.0.0.1", help="address of the gateway (default: %(default)s)")
+    text = "0 takes a free one (default: %(default)s)"
+    add("--openai-port", dest="port", type=int, default=8080, metavar="N", help=text)
     add_shared_options(parser)
-    routers = (
-        "how a replica is chosen: prefix-aware, session-affinity, least-loaded or round-robin (default: %(default)s)"
-    )
-    parser.add_argument("--router", default="prefix-aware", metavar="NAME", help=routers)
-    parser.add_argument(
-        "--replica-cpus", type=float, default=1.0, metavar="X", help="cores of each replica (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--replica-gpus", type=float, metavar="X", help="GPUs of each (default: 1 if its entry runs on one, else 0)"
-    )
-    parser.add_argument(
-        "--serve-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="one more option of tidewheel serve, as --serve-arg=--no-restart (repeatable)",
-    )
-    _add_waiting(parser)
-
-
-def _add_number(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--replicas",
-        type=_numbers,
-        default=(1, 0),
-        metavar="N[:M]",
-        help="number of replicas; N:M follows the load between both, and 0:M has none while nothing is asked "
-        "(default: 1)",
-    )
-    parser.add_argument(
-        "--scaling",
-        default="reactive",
-        metavar="NAME",
-        help="policy for N:M: reactive, predictive, queue-depth, ongoing or constant (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--scaling-set",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="KEY=NUMBER",
-        help="a setting of the policy, as scale_down_after_s=300 (repeatable)",
-    )
-
-
-def _add_waiting(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--patience-s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds that a request waits for a replica, if there is none (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--drain-s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds that open requests may go on after tidewheel cluster down (default: %(default)g)",
-    )
+    text = "how a replica is chosen: prefix-aware, session-affinity, least-loaded or round-robin"
+    add("--router", default="prefix-aware", metavar="NAME", help=f"{text} (default: %(default)s)")
+    text = "cores of each replica (default: %(default)g)"
+    add("--replica-cpus", type=float, default=1.0, metavar="X", help=text)
+    add("--replica-gpus", type=float, metavar="X", help="GPUs of each (default: 1 if its entry runs on one, else 0)")
+    text = "one more option of tidewheel serve, as --serve-arg=--no-restart (repeatable)"
+    add("--serve-arg", dest="serve_arguments", action="append", default=[], metavar="ARG", help=text)
+    text = "seconds that a request waits for a replica, if there is none (default: %(default)g)"
+    add("--patience-s", type=float, default=30.0, metavar="S", help=text)
+    text = "seconds that open requests may go on after tidewheel cluster down (default: %(default)g)"
+    add("--drain-s", type=float, default=30.0, metavar="S", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,33 +109,17 @@ def _where(args: argparse.Namespace, port: int, folder: ClusterFolder) -> str:
 def _settings(args: argparse.Namespace) -> ClusterSettings:
     from tidewheel.cluster.cluster_settings import ClusterSettings
 
-    repository = args.model_repository
-    if not args.model and repository is None:
-        if not DEFAULT_REPOSITORY.is_dir():
-            raise UsageError(f"nothing to serve: give --model or --model-repository (no {DEFAULT_REPOSITORY} here)")
-        repository = DEFAULT_REPOSITORY
-    settings = ClusterSettings(
-        model_repository="" if repository is None else str(repository.resolve()),
-        models=[name for name in args.models.split(",") if name],
-        model=str(Path(args.model).resolve()) if args.model and Path(args.model).is_dir() else args.model,
-        router=args.router,
-        replicas=args.replicas[0],
-        max_replicas=args.replicas[1],
-        scaling=args.scaling,
-        scaling_settings=dict(args.scaling_set),
-        replica_cpus=args.replica_cpus,
-        replica_gpus=args.replica_gpus,
-        serve_arguments=args.serve_arg,
-        host=args.host,
-        port=args.openai_port,
-        api_keys="" if args.api_keys is None else str(args.api_keys.resolve()),
-        reasoning=args.reasoning or "tagged",
-        max_body_mb=args.max_body_mb or MAX_BODY_MB,
-        open_metrics=args.open_metrics,
-        playground=args.playground,
-        patience_s=args.patience_s,
-        drain_s=args.drain_s,
-    )
+    repository = args.model_repository or (None if args.model else default_repository())
+    others = {
+        "model_repository": "" if repository is None else str(repository.resolve()),
+        "models": [name for name in args.models.split(",") if name],
+        "model": str(Path(args.model).resolve()) if args.model and Path(args.model).is_dir() else args.model,
+        "replicas": args.replicas[0],
+        "max_replicas": args.replicas[1],
+        "scaling_settings": dict(args.scaling_set),
+        "api_keys": "" if args.api_keys is None else str(args.api_keys.resolve()),
+    }
+    settings = ClusterSettings(**(gateway_options(args, ClusterSettings) | others))
     settings.check()
     return settings
 

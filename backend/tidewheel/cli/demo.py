@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidewheel.cli.chat import TerminalChat
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
@@ -22,21 +22,12 @@ CHAT_SETTINGS = {"max_model_len": "2048", "kv_cache_memory_mb": "512"}  # enough
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        default=DEFAULT_REPOSITORY,
-        metavar="DIR",
-        help="with the entry demo (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="a model with a chat template: it is asked two questions, and in a terminal the conversation goes on",
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=80, metavar="N", help="longest text in tokens (default: %(default)s)"
-    )
+    text = "with the entry demo (default: %(default)s)"
+    parser.add_argument("--model-repository", type=Path, default=DEFAULT_REPOSITORY, metavar="DIR", help=text)
+    text = "a model with a chat template: it is asked two questions, and in a terminal the conversation goes on"
+    parser.add_argument("--model", metavar="DIR", help=text)
+    text = "longest text in tokens (default: %(default)s)"
+    parser.add_argument("--max-tokens", type=int, default=80, metavar="N", help=text)
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
@@ -50,17 +41,12 @@ def run(args: argparse.Namespace) -> int:
             "there, or name its model_repository with --model-repository"
         )
     session = _Session(args.max_tokens, is_chat=args.model is not None)
-    options = ServeOptions(
-        model=args.model,
-        model_name="" if args.model is None else MODEL,
-        model_repository=args.model_repository if args.model is None else None,
-        models=(MODEL,) if args.model is None else (),  # loading the others takes time
-        settings={} if args.model is None else CHAT_SETTINGS,
-        endpoints=Endpoints(openai=None if args.model is None else 0),
-        gateway_arguments=() if args.model is None else ("--playground",),
-        drain_s=0.0,
-        verbose=args.verbose,
-    )
+    what: dict[str, Any] = {"model_repository": args.model_repository, "settings": {}, "endpoints": Endpoints()}
+    what["models"] = (MODEL,)  # loading the others takes time
+    if args.model is not None:
+        what = {"model": args.model, "model_name": MODEL, "settings": CHAT_SETTINGS, "endpoints": Endpoints(openai=0)}
+        what["gateway_arguments"] = ("--playground",)
+    options = ServeOptions(**what, drain_s=0.0, verbose=args.verbose)
     code = serve(options, session.run)
     if session.error is not None:
         raise session.error
@@ -82,7 +68,9 @@ class _Session:
                     self._talk(client, endpoints)
                     return
                 for seed, prompt in enumerate(PROMPTS):
-                    self._write(client, prompt, seed)
+                    print(f"\n> {prompt}", end="", flush=True)
+                    with client.stream(prompt, max_tokens=self._max_tokens, temperature=0.7, seed=seed) as stream:
+                        print(f"  ({show(stream).stats})", flush=True)
         except RequestError as error:
             self.error = error
 
@@ -100,8 +88,3 @@ class _Session:
                 "\nHere: ask on; /new starts over, Ctrl-D ends the demo."
             )
             conversation.run()
-
-    def _write(self, client: Client, prompt: str, seed: int) -> None:
-        print(f"\n> {prompt}", end="", flush=True)
-        with client.stream(prompt, max_tokens=self._max_tokens, temperature=0.7, seed=seed) as stream:
-            print(f"  ({show(stream).stats})", flush=True)

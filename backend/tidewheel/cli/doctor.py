@@ -8,19 +8,18 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tidewheel.cli.usage import JSON_VERSION, add_report_options, counted
 from tidewheel.version import __version__
 
 if TYPE_CHECKING:
     from tidewheel.cli.machine_checks import Judgement
 
-JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
 _WIDTH = 110
 _COLUMN = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+    add_report_options(parser)
     parser.add_argument("--tritonserver", metavar="PATH", help="the one to try (default: the first one found)")
 
 
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def as_table(findings: Sequence[Judgement], device: str) -> str:
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("error", "warning")}
     outcome = "cannot serve" if counts["error"] else f"can serve, on {device}"
-    notes = [f"{count} {verdict}{'s' if count > 1 else ''}" for verdict, count in counts.items() if count]
+    notes = [counted(count, verdict) for verdict, count in counts.items() if count]
     summary = f"This machine {outcome}{': ' if notes else '.'}{', '.join(notes)}"
     lines = [f"Tidewheel {__version__} on this machine", ""]
     for one in findings:

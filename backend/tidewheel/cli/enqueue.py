@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidewheel.cli.queue_options import add_queue_options, queue_package, where
-from tidewheel.cli.usage import UsageError, add_sampling_options, sampling_params
+from tidewheel.cli.usage import UsageError, add_sampling_options, given, sampling_params
 
 if TYPE_CHECKING:
     from tidewheel_queue import EnqueuedJob, Queue
@@ -20,36 +23,23 @@ _PIECE = 500
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt of one job; its id is printed")
-    parser.add_argument(
-        "--file",
-        metavar="FILE",
-        help="add a job for each line of JSON, or none if a line is wrong; - is standard input (docs/queue.md)",
-    )
+    text = "add a job for each line of JSON, or none if a line is wrong; - is standard input (docs/queue.md)"
+    parser.add_argument("--file", metavar="FILE", help=text)
     add_queue_options(parser)
-    group = parser.add_argument_group("job")
-    group.add_argument("--id", help="a job whose id the queue knows is not added again (default: a new one)")
-    group.add_argument("--priority", type=int, metavar="N", help="1 CRITICAL, 2 HIGH, 3 NORMAL (default), 4 LOW")
-    group.add_argument("--deadline-ms", type=float, metavar="MS", help="from now on, the time in the queue included")
-    group.add_argument("--tenant")
-    group.add_argument("--session-id", metavar="ID")
-    group.add_argument("--session-ttl-s", type=float, metavar="S")
-    group.add_argument("--stream", action="store_true", default=None, help="keep the answer's parts as they come")
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--bound",
-        type=int,
-        default=10_000,
-        metavar="N",
-        help="refuse beyond N jobs that wait or run (default: %(default)s)",
-    )
-    limits.add_argument("--wait", action="store_true", help="wait for room in place of refusing")
-    limits.add_argument(
-        "--result-ttl-s",
-        type=float,
-        default=86_400,
-        metavar="S",
-        help="keep results for S seconds (default: %(default)g)",
-    )
+    add = parser.add_argument_group("job").add_argument
+    add("--id", help="a job whose id the queue knows is not added again (default: a new one)")
+    add("--priority", type=int, metavar="N", help="1 CRITICAL, 2 HIGH, 3 NORMAL (default), 4 LOW")
+    add("--deadline-ms", type=float, metavar="MS", help="from now on, the time in the queue included")
+    add("--tenant")
+    add("--session-id", metavar="ID")
+    add("--session-ttl-s", type=float, metavar="S")
+    add("--stream", action="store_true", default=None, help="keep the answer's parts as they come")
+    add = parser.add_argument_group("limits").add_argument
+    text = "refuse beyond N jobs that wait or run (default: %(default)s)"
+    add("--bound", type=int, default=10_000, metavar="N", help=text)
+    add("--wait", action="store_true", help="wait for room in place of refusing")
+    text = "keep results for S seconds (default: %(default)g)"
+    add("--result-ttl-s", type=float, default=86_400, metavar="S", help=text)
     add_sampling_options(parser)
 
 
@@ -68,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _jobs(args: argparse.Namespace) -> list[dict[str, object]]:
     """Return the jobs of the command line. Raise `UsageError` and `InvalidRequest`."""
-    fields = {name: value for name in _OF_ONE_JOB if (value := getattr(args, name)) is not None}
+    fields = given(args, _OF_ONE_JOB)
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give a prompt, or --file with a job on each line")
     if args.file is None:
@@ -79,27 +69,18 @@ def _jobs(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def _jobs_of_file(name: str) -> list[dict[str, object]]:
-    from pathlib import Path
-
     from tidewheel.regular_files import open_regular
     from tidewheel_client.errors import InvalidRequest
     from tidewheel_queue.jobs import read_jobs
 
     try:
-        if name == "-":
-            return read_jobs(_lines(sys.stdin.buffer))
-        with open_regular(Path(name)) as file:
-            return read_jobs(_lines(file))
+        with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else open_regular(Path(name)) as file:
+            # A line that is far too long comes in parts, which are no jobs.
+            return read_jobs(iter(functools.partial(file.readline, 1 << 24), b""))
     except OSError as error:
         raise UsageError(f"{name} cannot be read ({error.strerror})") from None
     except InvalidRequest as error:
         raise UsageError(f"{name}: {error.message}; nothing was added") from None
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines, one that is far too long in parts, which are no jobs."""
-    while line := file.readline(1 << 24):
-        yield line
 
 
 def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[EnqueuedJob]:
@@ -113,12 +94,8 @@ def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iter
                 piece = queue.enqueue_many(jobs[start : start + _PIECE])
             except Busy as error:
                 if not wait:
-                    raise UsageError(f"{error}{_so_far(start, len(jobs))}") from None
+                    remedy = "the same command, or one with --wait, adds the others"
+                    so_far = f"; of {len(jobs)} jobs {start} are in the queue: {remedy}" if len(jobs) > 1 else ""
+                    raise UsageError(f"{error}{so_far}") from None
                 time.sleep((error.retry_after_ms or 1000) / 1e3)
         yield from piece
-
-
-def _so_far(num_added: int, num_jobs: int) -> str:
-    if num_jobs == 1:
-        return ""
-    return f"; of {num_jobs} jobs {num_added} are in the queue: the same command, or one with --wait, adds the others"

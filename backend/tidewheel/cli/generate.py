@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from tidewheel.cli.usage import (
+    INTERRUPTED,
     UsageError,
     add_sampling_options,
     add_server_options,
@@ -14,8 +15,6 @@ from tidewheel.cli.usage import (
     sampling_params,
     show,
 )
-
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -129,9 +129,8 @@ def _try_run_dir() -> TriedPart:
     except ConfigError as error:
         return TriedPart("", str(error))
     except OSError as error:
-        return TriedPart(
-            "", f"{error.filename or 'the folder of TIDEWHEEL_RUN_DIR'} cannot be written ({error.strerror})"
-        )
+        folder_name = error.filename or "the folder of TIDEWHEEL_RUN_DIR"
+        return TriedPart("", f"{folder_name} cannot be written ({error.strerror})")
 
 
 def _read_packages() -> tuple[Package, ...]:
@@ -172,10 +171,6 @@ def _has_python_headers() -> bool:
     return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
-def _used_ports() -> tuple[int, ...]:
-    return tuple(port for port in DEFAULT_PORTS if _is_used(port))
-
-
 def _is_used(port: int) -> bool:
     try:
         Endpoints(http=port).chosen()
@@ -200,7 +195,7 @@ class Machine:
     num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     core_limit: float | None = field(default_factory=read_core_limit)  # of the container
     num_descriptors: int = field(default_factory=raise_descriptor_limit)  # open files that a process may have
-    used_ports: tuple[int, ...] = field(default_factory=_used_ports)
+    used_ports: tuple[int, ...] = field(default_factory=lambda: tuple(filter(_is_used, DEFAULT_PORTS)))
     run_dir: TriedPart = field(default_factory=_try_run_dir)
 
 
@@ -215,11 +210,8 @@ CheckResult = tuple[Verdict, str] | tuple[Verdict, str, str]  # verdict, what wa
 
 
 def judge(machine: Machine) -> list[Judgement]:
-    return [_judge(subject, *check(machine)) for subject, check in CHECKS.items()]
-
-
-def _judge(subject: str, verdict: Verdict, seen: str, advice: str = "") -> Judgement:
-    return Judgement(subject, verdict, seen, "" if verdict == "ok" else advice)
+    findings = [Judgement(subject, *check(machine)) for subject, check in CHECKS.items()]
+    return [one._replace(advice="") if one.verdict == "ok" else one for one in findings]
 
 
 def _check_system(machine: Machine) -> CheckResult:
@@ -298,11 +290,8 @@ def _check_memory(machine: Machine) -> CheckResult:
     if available is None:
         return "warning", "not known", "look at it yourself: /proc/meminfo cannot be read"
     verdict = _check_bytes(available, LEAST_MEMORY_BYTES, GOOD_MEMORY_BYTES)
-    return (
-        verdict,
-        f"{shown_bytes(available)} available",
-        f"have {shown_bytes(GOOD_MEMORY_BYTES)} free beside the model",
-    )
+    advice = f"have {shown_bytes(GOOD_MEMORY_BYTES)} free beside the model"
+    return verdict, f"{shown_bytes(available)} available", advice
 
 
 def _check_bytes(found: int, least: int, good: int) -> Verdict:

@@ -12,26 +12,14 @@ SUFFIX = "_tidewheel"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="PATH",
-        help="an entry of the vLLM backend, or a model repository, whose other entries are copied",
-    )
+    text = "an entry of the vLLM backend, or a model repository, whose other entries are copied"
+    parser.add_argument("path", type=Path, metavar="PATH", help=text)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help=f"model repository to write to (default: beside that of PATH, with {SUFFIX} behind its name)",
-    )
+    text = f"model repository to write to (default: beside that of PATH, with {SUFFIX} behind its name)"
+    where.add_argument("--out", type=Path, metavar="DIR", help=text)
     where.add_argument("--in-place", action="store_true", help="write over the files of PATH")
-    parser.add_argument(
-        "--model",
-        default="",
-        metavar="PATH_OR_HF_ID",
-        help="serve this model; needed for TensorRT-LLM, whose engines cannot be read",
-    )
+    text = "serve this model; needed for TensorRT-LLM, whose engines cannot be read"
+    parser.add_argument("--model", default="", metavar="PATH_OR_HF_ID", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,9 +38,8 @@ def run(args: argparse.Namespace) -> int:
     for lost in migration.lost:
         print(printable(f"{where(lost)}: changed: {lost.message}"))
     for finding in migration.unknown:
-        print(
-            printable(f"{where(finding)}: error: {finding.message}; it stays, and stops the load until you mend it")
-        )
+        text = f"{where(finding)}: error: {finding.message}; it stays, and stops the load until you mend it"
+        print(printable(text))
     for folder in written:
         print(f"wrote {folder}")
     print(f"now: tidewheel check {args.path if args.in_place else out}")

@@ -9,12 +9,8 @@ _DONE = {"load": "loaded", "unload": "unloaded", "reload": "loaded again"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="name of an entry of the server's model repository")
-    parser.add_argument(
-        "--server",
-        type=int,
-        metavar="PORT",
-        help="one of the ports of a server that this user runs on this machine (default: the only server)",
-    )
+    text = "one of the ports of a server that this user runs on this machine (default: the only server)"
+    parser.add_argument("--server", type=int, metavar="PORT", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

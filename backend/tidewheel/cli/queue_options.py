@@ -16,18 +16,13 @@ _FOLDER = Path("tidewheel-queue")
 def add_queue_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("queue")
     where = group.add_mutually_exclusive_group()
-    where.add_argument(
-        "--dir",
-        type=Path,
-        metavar="DIR",
-        help=f"folder of an embedded Redis, which runs while a command uses it (default: {_FOLDER})",
+    text = f"folder of an embedded Redis, which runs while a command uses it (default: {_FOLDER})"
+    where.add_argument("--dir", type=Path, metavar="DIR", help=text)
+    text = (
+        "redis://, rediss:// (TLS) or unix:// URL of a Redis from 6.2 on. Other users of the machine see the command "
+        f"line: a URL with a password goes into the variable {URL_VARIABLE}"
     )
-    where.add_argument(
-        "--redis",
-        metavar="URL",
-        help="redis://, rediss:// (TLS) or unix:// URL of a Redis from 6.2 on. Other users of the machine see the "
-        f"command line: a URL with a password goes into the variable {URL_VARIABLE}",
-    )
+    where.add_argument("--redis", metavar="URL", help=text)
     group.add_argument("--queue", default="default", metavar="NAME", help="name of the queue (default: %(default)s)")
 
 

@@ -55,9 +55,8 @@ def read_settings(cls: type[Any]) -> list[DocumentedSetting]:
     hints = typing.get_type_hints(cls)
     settings = []
     for name, (heading, meaning) in comments.items():
-        field = fields[name]
-        kind = "JSON" if field.name in JSON_SETTINGS else _kind(hints[field.name])
-        settings.append(DocumentedSetting(heading, field.name, kind, _default(field.default), meaning))
+        kind = "JSON" if name in JSON_SETTINGS else _kind(hints[name])
+        settings.append(DocumentedSetting(heading, name, kind, _shown(fields[name].default), meaning))
     return settings
 
 
@@ -66,9 +65,7 @@ def render(page: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="tidewheel.cli.reference_pages", description="Write generated documentation."
-    )
+    parser = argparse.ArgumentParser("tidewheel.cli.reference_pages", description="Write generated documentation.")
     parser.add_argument("folder", type=Path, help="of the pages: docs")
     for path in sorted(parser.parse_args(argv).folder.glob("*.md")):
         page = path.read_text(encoding="utf-8")
@@ -96,13 +93,11 @@ def _kind(hint: object) -> str:
     return _KINDS[hint]
 
 
-def _default(value: object) -> str:
+def _shown(value: object) -> str:
     if value is dataclasses.MISSING:
         return "required"
-    return "none" if value is None else _shown(value)
-
-
-def _shown(value: object) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
@@ -134,10 +129,6 @@ def _engine_settings() -> str:
     return "\n".join(sections)
 
 
-def _entry_settings() -> str:
-    return _settings_table(read_settings(FrontendSettings))
-
-
 def _engine_arguments() -> str:
     honoured = [f"`{name}`" + (f" (`{ours}`)" if ours != name else "") for name, ours in HONOURED.items()]
     return f"Honoured: {', '.join(honoured)}.\n"
@@ -151,13 +142,12 @@ def _errors() -> str:
 def _metrics() -> str:
     tables = []
     for owner in dict.fromkeys(metric.owner for metric in TABLE if metric.owner != "triton"):
-        rows = ((f"`{one.name}{_labels(one.label)}`", one.kind, one.help) for one in TABLE if one.owner == owner)
+        rows = []
+        for one in (metric for metric in TABLE if metric.owner == owner):
+            labels = f"{{{one.label.replace(' and ', ', ')}}}" if one.label else ""
+            rows.append((f"`{one.name}{labels}`", one.kind, one.help))
         tables.append(f"{owner.capitalize()}:\n\n{_table(('name', 'type', 'meaning'), rows)}")
     return "\n".join(tables)
-
-
-def _labels(label: str) -> str:
-    return f"{{{label.replace(' and ', ', ')}}}" if label else ""
 
 
 def _request_parameters() -> str:
@@ -177,7 +167,7 @@ def _parameter_row(field: ParameterField) -> tuple[str, ...]:
 PARTS: Mapping[str, Callable[[], str]] = {
     "request parameters": _request_parameters,
     "engine settings": _engine_settings,
-    "entry settings": _entry_settings,
+    "entry settings": lambda: _settings_table(read_settings(FrontendSettings)),
     "engine arguments": _engine_arguments,
     "errors": _errors,
     "metrics": _metrics,

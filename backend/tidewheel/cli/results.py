@@ -16,19 +16,17 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "ids", nargs="*", metavar="ID", help="print these jobs, one line of JSON each (default: all that have ended)"
-    )
+    text = "print these jobs, one line of JSON each (default: all that have ended)"
+    parser.add_argument("ids", nargs="*", metavar="ID", help=text)
     add_queue_options(parser)
-    parser.add_argument(
-        "--wait-s", type=float, default=0.0, metavar="S", help="wait up to S seconds for each job named"
-    )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--follow", action="store_true", help="go on with new results until Ctrl-C")
-    other.add_argument("--tokens", action="store_true", help="print the text of one job with --stream as it comes")
-    other.add_argument("--cancel", action="store_true", help="cancel the jobs named, which wait or run")
-    other.add_argument("--dead", action="store_true", help="print the jobs that were given up, and why")
-    other.add_argument("--counts", action="store_true", help="print how many jobs wait and run in each class")
+    text = "wait up to S seconds for each job named"
+    parser.add_argument("--wait-s", type=float, default=0.0, metavar="S", help=text)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--follow", action="store_true", help="go on with new results until Ctrl-C")
+    add("--tokens", action="store_true", help="print the text of one job with --stream as it comes")
+    add("--cancel", action="store_true", help="cancel the jobs named, which wait or run")
+    add("--dead", action="store_true", help="print the jobs that were given up, and why")
+    add("--counts", action="store_true", help="print how many jobs wait and run in each class")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
 
 import msgspec
 
@@ -17,23 +16,16 @@ _GIVEN = ("min_replicas", "max_replicas", "startup_s", "queue_limit_s")  # by op
 SETTINGS = tuple(name for name in ScalingSettings.__dataclass_fields__ if name not in _GIVEN)
 
 
-class ScalingOptions(NamedTuple):
-    name: str  # empty: the number is constant
-    settings: ScalingSettings
-    history: tuple[float, ...]
-
-
-def scaling_options(args: argparse.Namespace) -> ScalingOptions:
-    """Raise `UsageError` or `ConfigError` naming option and value."""
+def scaling_options(args: argparse.Namespace) -> tuple[ScalingSettings, tuple[float, ...]]:
+    """Return settings and the history's arrivals. Raise `UsageError` or `ConfigError` with option and value."""
     least, most = _replicas(args.replicas)
-    name = args.scaling or ""
-    if not name:
+    if not args.scaling:
         _check_unused(args, least, most)
-        return ScalingOptions("", ScalingSettings(min_replicas=least, max_replicas=most), ())
-    check_scaling(name)
+        return ScalingSettings(min_replicas=least, max_replicas=most), ()
+    check_scaling(args.scaling)
     if ":" not in args.replicas:
         raise UsageError(f"--scaling needs --replicas MIN:MAX, not {args.replicas}")
-    if args.history is not None and name != "predictive":
+    if args.history is not None and args.scaling != "predictive":
         raise UsageError("--history goes with --scaling predictive")
     values: dict[str, object] = {"min_replicas": least, "max_replicas": most, **_settings(args.scale)}
     if args.startup_s is not None:
@@ -42,8 +34,7 @@ def scaling_options(args: argparse.Namespace) -> ScalingOptions:
         settings = msgspec.convert(values, ScalingSettings, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"--scale: {error}") from None
-    history = () if args.history is None else tuple(read_trace(args.history).arrivals.tolist())
-    return ScalingOptions(name, settings, history)
+    return settings, () if args.history is None else tuple(read_trace(args.history).arrivals.tolist())
 
 
 def _check_unused(args: argparse.Namespace, least: int, most: int) -> None:

@@ -60,7 +60,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     settings = parse_settings(args.set)
     if "scheduling_policy" in settings:
         raise UsageError("--set scheduling_policy: use --policy")
-    scaling = scaling_options(args)
+    scaling_settings, history = scaling_options(args)
     if args.coarse:
         _check_coarse(args, trace)
     if args.find_replicas:
@@ -78,14 +78,14 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         prefixes=_prefixes(args.prefixes),
         seed=_at_least("--seed", args.seed, 0),
         policies=tuple(dict.fromkeys(args.policy.split(","))),
-        num_replicas=scaling.settings.max_replicas,
+        num_replicas=scaling_settings.max_replicas,
         router=args.router,
         cost=_cost(args.cost),
         settings=settings,
         record="" if args.record is None else str(args.record),
-        scaling=scaling.name,
-        scaling_settings=scaling.settings,
-        history=scaling.history,
+        scaling=args.scaling or "",
+        scaling_settings=scaling_settings,
+        history=history,
         is_coarse=args.coarse,
     )
     check_router(scenario.router)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -30,9 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument("--model", default="", metavar="NAME", help="figures of one model (default: sums over all)")
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--interval-s", type=_interval, default=1.0, metavar="S", help="time between two looks (default: %(default)g)"
-    )
+    text = "time between two looks (default: %(default)g)"
+    how.add_argument("--interval-s", type=_interval, default=1.0, metavar="S", help=text)
     once = how.add_mutually_exclusive_group()
     once.add_argument("--once", action="store_true", help="look twice, print as text and end; needs no terminal")
     once.add_argument("--json", action="store_true", help="the same as JSON")
@@ -40,22 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.top import TopError
+    from tidewheel.top.watch import ServerWatch, WatchTarget
     from tidewheel_client.errors import RequestError
 
     try:
+        key = os.environ.get(KEY_VARIABLE, "")
+        watch = ServerWatch(WatchTarget(_pages(args), args.model, args.gateway_url, key))
         if args.once or args.json:
-            return _print_once(_watch(args), args.interval_s, as_json=args.json)
-        return _show(_watch(args), args.interval_s)
+            return _print_once(watch, args.interval_s, as_json=args.json)
+        return _show(watch, args.interval_s)
     except (TopError, RequestError) as error:
         raise UsageError(str(error)) from None
-
-
-def _watch(args: argparse.Namespace) -> ServerWatch:
-    import os
-
-    from tidewheel.top.watch import ServerWatch, WatchTarget
-
-    return ServerWatch(WatchTarget(_pages(args), args.model, args.gateway_url, os.environ.get(KEY_VARIABLE, "")))
 
 
 def _pages(args: argparse.Namespace) -> ServerPages:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
 import json
 import sys
 import time
 import unicodedata
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tidewheel_client import Client, Stream
@@ -27,6 +29,8 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "presence_penalty": (float, "above 0 discourages tokens that are in the answer already"),
     "frequency_penalty": (float, "the same, by how often"),
 }
+JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
+INTERRUPTED = 130  # exit code
 _LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 _MOST_TOKENS = 2**31 - 1  # cut by the server to what fits the context
 _KEPT_CONTROLS = "\n\t"
@@ -45,29 +49,55 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "what is not given is the model's default")
     for name, (kind, text) in _SAMPLING.items():
-        group.add_argument(_option(name), type=kind, metavar=name.rsplit("_", 1)[-1].upper(), help=text)
+        option = f"--{name.replace('_', '-')}"
+        group.add_argument(option, type=kind, metavar=name.rsplit("_", 1)[-1].upper(), help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before TEXT (repeatable)")
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other sampling parameter; VALUE is JSON or text (repeatable)",
-    )
+    text = "any other sampling parameter; VALUE is JSON or text (repeatable)"
+    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
 def sampling_params(args: argparse.Namespace) -> dict[str, object]:
-    params: dict[str, object] = {
-        name: value for name in (*_SAMPLING, "stop") if (value := getattr(args, name)) is not None
-    }
+    params = given(args, (*_SAMPLING, "stop"))
     for pair in args.set:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {pair!r}: write key=value")
-        params[key.replace("-", "_")] = _json_or_text(value)
+        key = key.replace("-", "_")
+        params[key] = value
+        with contextlib.suppress(ValueError):
+            params[key] = json.loads(value)
     if params.keys().isdisjoint(_LENGTHS):
         params["max_tokens"] = _MOST_TOKENS
     return params
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+
+
+def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
+    """Return the type of an option with a whole number in bounds."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}: {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def fields_of(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """Return the options that bear names of the class's fields."""
+    return {name: value for name, value in vars(args).items() if name in inspect.signature(cls).parameters}
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def connect(args: argparse.Namespace) -> Client:
@@ -94,40 +124,14 @@ def _only_model(client: Client) -> str:
     raise UsageError(f"the server at {client.url} has several models: choose one with --model: {', '.join(models)}")
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _json_or_text(value: str) -> object:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrintedAnswer:
+class PrintedAnswer(NamedTuple):
     text: str
     finish_reason: str | None  # None: cancelled here
-    num_input_tokens: int
-    num_output_tokens: int
-    first_s: float  # until the first text
-    total_s: float
-
-    @property
-    def stats(self) -> str:
-        after_first = self.total_s - self.first_s
-        speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
-        return (
-            f"{self.num_input_tokens} tokens in, {self.num_output_tokens} out; "
-            f"first after {self.first_s * 1e3:.0f} ms, then {speed:.0f} tokens/s; "
-            f"ended by {self.finish_reason or 'you'}"
-        )
+    stats: str  # tokens and times
 
 
-def show(stream: Stream, out: TextIO | None = None) -> PrintedAnswer:
+def show(stream: Stream) -> PrintedAnswer:
     """Print a stream's chunks. Ctrl-C cancels it."""
-    out = out or sys.stdout
     start = time.monotonic()
     first_s, texts, num_input, num_output = 0.0, [], 0, 0
     try:
@@ -136,22 +140,19 @@ def show(stream: Stream, out: TextIO | None = None) -> PrintedAnswer:
             texts.append(chunk.text)
             num_input = chunk.num_input_tokens or num_input
             num_output += chunk.num_output_tokens or 0
-            out.write(printable(chunk.text) if out.isatty() else chunk.text)
-            out.flush()
+            print(printable(chunk.text) if sys.stdout.isatty() else chunk.text, end="", flush=True)
     except KeyboardInterrupt:
         stream.cancel()
     finally:
         if texts:
-            out.write("\n")
-            out.flush()
-    return PrintedAnswer(
-        text="".join(texts),
-        finish_reason=stream.finish_reason,
-        num_input_tokens=num_input,
-        num_output_tokens=num_output,
-        first_s=first_s,
-        total_s=time.monotonic() - start,
+            print(flush=True)
+    after_first = time.monotonic() - start - first_s
+    speed = (num_output - 1) / after_first if num_output > 1 and after_first > 0 else 0.0
+    stats = (
+        f"{num_input} tokens in, {num_output} out; first after {first_s * 1e3:.0f} ms, then {speed:.0f} tokens/s; "
+        f"ended by {stream.finish_reason or 'you'}"
     )
+    return PrintedAnswer("".join(texts), stream.finish_reason, stats)
 
 
 def printable(text: str) -> str:

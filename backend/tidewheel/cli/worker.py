@@ -9,41 +9,23 @@ import sys
 from typing import TYPE_CHECKING
 
 from tidewheel.cli.queue_options import add_queue_options, queue_package, where
-from tidewheel.cli.usage import add_server_options, connect
+from tidewheel.cli.usage import INTERRUPTED, add_server_options, connect, fields_of
 
 if TYPE_CHECKING:
     from tidewheel_queue import Worker
-
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_queue_options(parser)
-    group = parser.add_argument_group("work")
-    group.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="jobs at a time (default: %(default)s)"
-    )
-    group.add_argument(
-        "--lease-s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds after which another worker takes a dead one's jobs; at most this long may this one stall "
-        "(default: %(default)g)",
-    )
-    group.add_argument(
-        "--max-attempts", type=int, default=5, metavar="N", help="give a job up after N (default: %(default)s)"
-    )
-    group.add_argument(
-        "--drain-s",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds that jobs may go on after Ctrl-C or SIGTERM, then they are given back; a second ends at once "
-        "(default: %(default)g)",
-    )
-    group.add_argument("--until-empty", action="store_true", help="end when no job waits or runs")
+    add = parser.add_argument_group("work").add_argument
+    add("--concurrency", type=int, default=16, metavar="N", help="jobs at a time (default: %(default)s)")
+    text = "seconds after which another worker takes a dead one's jobs; at most this long may this one stall"
+    add("--lease-s", type=float, default=30.0, metavar="S", help=f"{text} (default: %(default)g)")
+    add("--max-attempts", type=int, default=5, metavar="N", help="give a job up after N (default: %(default)s)")
+    text = "seconds that jobs may go on after Ctrl-C or SIGTERM, then they are given back; a second ends at once"
+    add("--drain-s", type=float, default=30.0, metavar="S", help=f"{text} (default: %(default)g)")
+    add("--until-empty", action="store_true", help="end when no job waits or runs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,13 +40,7 @@ async def _work(args: argparse.Namespace) -> int:
     from tidewheel_client import AsyncClient
     from tidewheel_queue import Worker, WorkerOptions
 
-    options = WorkerOptions(
-        concurrency=args.concurrency,
-        lease_s=args.lease_s,
-        max_attempts=args.max_attempts,
-        drain_s=args.drain_s,
-        until_empty=args.until_empty,
-    )
+    options = WorkerOptions(**fields_of(args, WorkerOptions))
     async with AsyncClient(args.url, args.model, timeout_s=args.timeout_s) as client:
         worker = Worker(client, where(args), name=args.queue, options=options, note=_note)
         code = await _run_until_stopped(worker)
@@ -87,7 +63,7 @@ async def _run_until_stopped(worker: Worker) -> int:
     try:
         await working
     except asyncio.CancelledError:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 

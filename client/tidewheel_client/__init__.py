@@ -5,70 +5,41 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tidewheel_client.answers import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
-from tidewheel_client.errors import (
-    Busy,
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    EngineDead,
-    InternalError,
-    InvalidRequest,
-    KvCacheFull,
-    NotFound,
-    NumericError,
-    PromptTooLarge,
-    RequestError,
-    RequestTimeout,
-    ServerUnavailable,
-    Unsupported,
-    WrongKey,
-)
+from tidewheel_client.answers import Chunk as Chunk
+from tidewheel_client.answers import Completion as Completion
+from tidewheel_client.answers import Metadata as Metadata
+from tidewheel_client.answers import PerfMetrics as PerfMetrics
+from tidewheel_client.answers import TokenLogprob as TokenLogprob
+from tidewheel_client.errors import Busy as Busy
+from tidewheel_client.errors import Cancelled as Cancelled
+from tidewheel_client.errors import DeadlineExceeded as DeadlineExceeded
+from tidewheel_client.errors import Draining as Draining
+from tidewheel_client.errors import EngineDead as EngineDead
+from tidewheel_client.errors import InternalError as InternalError
+from tidewheel_client.errors import InvalidRequest as InvalidRequest
+from tidewheel_client.errors import KvCacheFull as KvCacheFull
+from tidewheel_client.errors import NotFound as NotFound
+from tidewheel_client.errors import NumericError as NumericError
+from tidewheel_client.errors import PromptTooLarge as PromptTooLarge
+from tidewheel_client.errors import RequestError as RequestError
+from tidewheel_client.errors import RequestTimeout as RequestTimeout
+from tidewheel_client.errors import ServerUnavailable as ServerUnavailable
+from tidewheel_client.errors import Unsupported as Unsupported
+from tidewheel_client.errors import WrongKey as WrongKey
 
 if TYPE_CHECKING:
-    from tidewheel_client.async_client import AsyncClient, AsyncSession
-    from tidewheel_client.client import Client, Session
-    from tidewheel_client.mock_transport import AsyncMockTransport, MockTransport
-    from tidewheel_client.server_pages import Figures, Health, Sample
-    from tidewheel_client.stream import AsyncStream, Stream
-    from tidewheel_client.transport import Ask
-
-__all__ = [
-    "Ask",
-    "AsyncClient",
-    "AsyncMockTransport",
-    "AsyncSession",
-    "AsyncStream",
-    "Busy",
-    "Cancelled",
-    "Chunk",
-    "Client",
-    "Completion",
-    "DeadlineExceeded",
-    "Draining",
-    "EngineDead",
-    "Figures",
-    "Health",
-    "InternalError",
-    "InvalidRequest",
-    "KvCacheFull",
-    "Metadata",
-    "MockTransport",
-    "NotFound",
-    "NumericError",
-    "PerfMetrics",
-    "PromptTooLarge",
-    "RequestError",
-    "RequestTimeout",
-    "Sample",
-    "ServerUnavailable",
-    "Session",
-    "Stream",
-    "TokenLogprob",
-    "Unsupported",
-    "WrongKey",
-]
-
+    from tidewheel_client.async_client import AsyncClient as AsyncClient
+    from tidewheel_client.async_client import AsyncSession as AsyncSession
+    from tidewheel_client.client import Client as Client
+    from tidewheel_client.client import Session as Session
+    from tidewheel_client.mock_transport import AsyncMockTransport as AsyncMockTransport
+    from tidewheel_client.mock_transport import MockTransport as MockTransport
+    from tidewheel_client.server_pages import Figures as Figures
+    from tidewheel_client.server_pages import Health as Health
+    from tidewheel_client.server_pages import Sample as Sample
+    from tidewheel_client.stream import AsyncStream as AsyncStream
+    from tidewheel_client.stream import Stream as Stream
+    from tidewheel_client.transport import Ask as Ask
 
 # Imported on first use: the engine needs only errors, perhaps without gRPC.
 _MODULES = {
@@ -79,6 +50,10 @@ _MODULES = {
     "stream": ("AsyncStream", "Stream"),
     "transport": ("Ask",),
 }
+__all__ = [
+    *(name for name in list(globals()) if name[0].isupper() and name != "TYPE_CHECKING"),
+    *(name for names in _MODULES.values() for name in names),
+]
 
 
 def __getattr__(name: str) -> object:

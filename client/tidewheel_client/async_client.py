@@ -4,41 +4,23 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
+from typing import Any, ClassVar, Literal, Self, overload
 
 import grpc
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client import codec, concurrent_map, server_pages
+from tidewheel_client import codec, concurrent_map, errors, server_pages
 from tidewheel_client.answers import Completion, Metadata
-from tidewheel_client.errors import (
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    RequestError,
-    RequestTimeout,
-    ServerUnavailable,
-)
+from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.facade import AsyncEvent, WakeEvent
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.http_transport import AsyncHttpTransport
-from tidewheel_client.server_pages import AsyncServerPages, Figures, Health
-from tidewheel_client.stream import AsyncStream, Retries, StreamLimits
+from tidewheel_client.server_pages import Figures, Health, ServerPages
+from tidewheel_client.stream import AsyncStream
 from tidewheel_client.transport import Ask, Transport
 
 Item = str | Sequence[codec.Message] | Mapping[str, Any]  # a prompt, messages, or arguments of `generate`
 _POLL_S = 0.1
-
-
-class ClientParts(NamedTuple):
-    """Parts that differ in a synchronous client's core."""
-
-    event: Callable[[], WakeEvent]
-    grpc: Callable[..., Transport]
-    http: Callable[..., Transport]
-    get_page: server_pages.Get
-    map: Callable[..., AsyncIterator[Any]]
 
 
 class AsyncClient:
@@ -50,9 +32,12 @@ class AsyncClient:
     tests.
     """
 
-    _parts: ClassVar[ClientParts] = ClientParts(
-        AsyncEvent, AsyncGrpcTransport, AsyncHttpTransport, server_pages.async_get, concurrent_map.in_tasks
-    )
+    # A synchronous client's core differs in these.
+    _event: ClassVar[type[WakeEvent]] = AsyncEvent
+    _grpc: ClassVar[Callable[..., Transport]] = AsyncGrpcTransport
+    _http: ClassVar[Callable[..., Transport]] = AsyncHttpTransport
+    _get_page: ClassVar[Any] = staticmethod(server_pages.async_get)
+    _map: ClassVar[Callable[..., AsyncIterator[Any]]] = staticmethod(concurrent_map.in_tasks)
 
     def __init__(
         self,
@@ -70,9 +55,9 @@ class AsyncClient:
         self.url = url
         self.model = model
         self._timeout_s = timeout_s
-        self._retries = Retries(retries)
+        self._retries = retries
         self._transport = transport or self._connect(credentials, headers)
-        self._pages = AsyncServerPages(url, metrics_url, health_url, self._parts.get_page)
+        self._pages = ServerPages(url, metrics_url, health_url, self._get_page)
 
     def stream(
         self,
@@ -143,7 +128,7 @@ class AsyncClient:
         async with self._start(given, {}, timeout_s) as stream:
             chunks = [chunk async for chunk in stream]
         if not chunks or chunks[-1].embedding is None:
-            raise InternalError("the answer has no embedding")
+            raise errors.InternalError("the answer has no embedding")
         return chunks[-1].embedding
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
@@ -193,12 +178,12 @@ class AsyncClient:
                     raise
                 return error
 
-        return self._parts.map(ask, items, concurrency=concurrency, progress=progress)
+        return self._map(ask, items, concurrency=concurrency, progress=progress)
 
     async def is_ready(self, /) -> bool:
         try:
             answer = await self._transport.call("ModelReady", service_pb2.ModelReadyRequest(name=self.model))
-        except ServerUnavailable:
+        except errors.ServerUnavailable:
             return False
         return bool(answer.ready)
 
@@ -207,8 +192,8 @@ class AsyncClient:
         end = time.monotonic() + timeout_s
         while not await self.is_ready():
             if time.monotonic() >= end:
-                raise RequestTimeout(f"model {self.model!r} at {self.url} is not ready after {timeout_s:g} s")
-            await self._parts.event().wait_for(_POLL_S)
+                raise errors.RequestTimeout(f"model {self.model!r} at {self.url} is not ready after {timeout_s:g} s")
+            await self._event().wait_for(_POLL_S)
 
     async def metadata(self, /) -> Metadata:
         server = await self._transport.call("ServerMetadata", service_pb2.ServerMetadataRequest())
@@ -243,19 +228,17 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _connect(self, credentials: grpc.ChannelCredentials | None, headers: Sequence[tuple[str, str]]) -> Transport:
         if not self.url.startswith(("http://", "https://")):
-            return self._parts.grpc(self.url, credentials, headers)
+            return self._grpc(self.url, credentials, headers)
         if credentials is not None:
             raise InvalidRequest(
                 f"credentials are for gRPC, and {self.url} is HTTP: https in place of http turns on TLS"
             )
-        return self._parts.http(self.url, headers)
+        return self._http(self.url, headers)
 
     def _start(
         self,
@@ -269,8 +252,8 @@ class AsyncClient:
         ask = Ask(
             model=self.model, request_id=request_id or uuid.uuid4().hex, prompt=prompt, params=params, stream=stream
         )
-        limits = StreamLimits(self._timeout_s if timeout_s is None else timeout_s, self._retries)
-        return AsyncStream(self._transport, ask, limits, self._parts.event())
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return AsyncStream(self._transport, ask, limit_s, self._retries, self._event())
 
     async def _is_decoupled(self, model: str) -> bool:
         answer = await self._transport.call("ModelConfig", service_pb2.ModelConfigRequest(name=model))
@@ -303,10 +286,8 @@ class AsyncSession:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(NotFound if error is None else RequestError):  # must not hide the first
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with contextlib.suppress(errors.NotFound if error is None else RequestError):  # must not hide the first
             await self.close()
 
 

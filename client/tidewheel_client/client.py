@@ -1,49 +1,32 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, overload
-
-import grpc
 
 from tidewheel_client import concurrent_map, server_pages
 from tidewheel_client.answers import Completion
-from tidewheel_client.async_client import AsyncClient, AsyncSession, ClientParts, Item
+from tidewheel_client.async_client import AsyncClient, AsyncSession, Item
 from tidewheel_client.errors import RequestError
-from tidewheel_client.facade import BlockingEvent, Facade, blocking, iterate
+from tidewheel_client.facade import BlockingEvent, Facade, blocking, constructing, iterate
 from tidewheel_client.grpc_transport import GrpcTransport
 from tidewheel_client.http_transport import HttpTransport
 from tidewheel_client.stream import streaming
-from tidewheel_client.transport import Transport
 
 
 class _BlockingClient(AsyncClient):
-    _parts = ClientParts(
-        BlockingEvent, GrpcTransport, HttpTransport, server_pages.blocking_get, concurrent_map.in_threads
-    )
+    _event = BlockingEvent
+    _grpc = GrpcTransport
+    _http = HttpTransport
+    _get_page = staticmethod(server_pages.blocking_get)
+    _map = staticmethod(concurrent_map.in_threads)
 
 
 class Client(Facade[AsyncClient]):
     """Thread-safe, synchronous `AsyncClient`."""
 
-    def __init__(
-        self,
-        url: str = "127.0.0.1:8001",
-        model: str = "demo",
-        *,
-        timeout_s: float | None = None,
-        retries: int = 0,
-        credentials: grpc.ChannelCredentials | None = None,
-        headers: Sequence[tuple[str, str]] = (),
-        transport: Transport | None = None,
-        metrics_url: str | None = None,
-        health_url: str | None = None,
-    ) -> None:
-        super().__init__(
-            _BlockingClient(
-                url, model, timeout_s=timeout_s, retries=retries, credentials=credentials, headers=headers,
-                transport=transport, metrics_url=metrics_url, health_url=health_url,
-            )
-        )  # fmt: skip
+    @constructing(AsyncClient.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(_BlockingClient(*args, **options))
 
     @property
     def url(self) -> str:

@@ -41,7 +41,7 @@ def encode(
             _add_text(request, name, str(value))
     flags, sampling = _flags_and_sampling(params)
     for name, wanted in {"stream": stream, **flags}.items():
-        _add_bool(request, name, wanted)
+        _add(request, name, "BOOL", 1, struct.pack("<?", wanted))
     _add_queue_fields(request, sampling)
     if sampling:
         _add_text(request, "sampling_parameters", _json("sampling parameters", sampling))
@@ -109,10 +109,6 @@ def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[st
         request.parameters["priority"].uint64_param = int(priority)
     if isinstance(deadline_ms, int | float) and 0 < deadline_ms < _MAX_TIMEOUT_MS:
         request.parameters["timeout"].int64_param = max(1, int(deadline_ms * 1000))
-
-
-def _add_bool(request: service_pb2.ModelInferRequest, name: str, value: bool) -> None:
-    _add(request, name, "BOOL", 1, struct.pack("<?", value))
 
 
 def _add_text(request: service_pb2.ModelInferRequest, name: str, text: str) -> None:

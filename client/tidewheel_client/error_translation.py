@@ -2,47 +2,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidewheel_client.errors import (
-    Busy,
-    Cancelled,
-    InvalidRequest,
-    NotFound,
-    PromptTooLarge,
-    RequestError,
-    RequestTimeout,
-    ServerUnavailable,
-    Unsupported,
-    from_tagged,
-)
+from tidewheel_client import errors
+from tidewheel_client.errors import RequestError, ServerUnavailable, from_tagged
 
 if TYPE_CHECKING:
     import grpc
 
 _BY_GRPC_STATUS: dict[str, type[RequestError]] = {
-    "INVALID_ARGUMENT": InvalidRequest,
-    "NOT_FOUND": NotFound,
-    "UNIMPLEMENTED": Unsupported,
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "NOT_FOUND": errors.NotFound,
+    "UNIMPLEMENTED": errors.Unsupported,
     "UNAVAILABLE": ServerUnavailable,
-    "CANCELLED": Cancelled,
-    "RESOURCE_EXHAUSTED": PromptTooLarge,
+    "CANCELLED": errors.Cancelled,
+    "RESOURCE_EXHAUSTED": errors.PromptTooLarge,
 }
 
 _BY_HTTP_STATUS: dict[int, type[RequestError]] = {
-    401: Unsupported,
-    403: Unsupported,
-    404: NotFound,
-    413: PromptTooLarge,
-    502: ServerUnavailable,
-    503: ServerUnavailable,
-    504: ServerUnavailable,
+    **dict.fromkeys((401, 403), errors.Unsupported),
+    404: errors.NotFound,
+    413: errors.PromptTooLarge,
+    **dict.fromkeys((502, 503, 504), ServerUnavailable),
 }
 
 # Triton's messages without a status, or with INTERNAL.
 _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("has no available versions", ServerUnavailable),  # shutting down
-    ("unknown model", NotFound),
-    ("is not ready", NotFound),
-    ("Exceeds maximum queue size", Busy),
+    ("unknown model", errors.NotFound),
+    ("is not ready", errors.NotFound),
+    ("Exceeds maximum queue size", errors.Busy),
     ("is not healthy", ServerUnavailable),
 )
 
@@ -58,11 +45,11 @@ def from_text(text: str) -> RequestError:
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
     text, status = error.details() or "", error.code().name
     if _RESTRICTED in text:
-        return Unsupported(
+        return errors.Unsupported(
             f"{text}: ask the server's operator; tidewheel serve --open-api opens what serve itself closes"
         )
     if status == "DEADLINE_EXCEEDED":
-        return RequestTimeout("the time limit of the request has passed")
+        return errors.RequestTimeout("the time limit of the request has passed")
     if text.startswith("failed to connect"):
         return ServerUnavailable(f"no server answers at {url}")
     if text.startswith(("errors resolving", "DNS resolution failed")):

@@ -1,23 +1,5 @@
 """Errors of requests, one class per cause, for the engine, the gateway and the clients.
 
-    RequestError
-    ├── InvalidRequest        TW-INPUT
-    │   └── PromptTooLarge    TW-TOO-LARGE
-    ├── Unsupported           TW-UNSUPPORTED
-    ├── NotFound              TW-NOT-FOUND
-    ├── Busy                  TW-BUSY
-    │   └── WaitingSetFull
-    │       └── KvCacheFull   TW-KV-FULL
-    ├── Draining              TW-DRAINING
-    ├── DeadlineExceeded      TW-DEADLINE
-    ├── Cancelled             TW-CANCELLED
-    ├── EngineDead            TW-ENGINE-DEAD
-    ├── NumericError          TW-NUMERIC
-    ├── WrongKey              TW-KEY          raised by the gateway
-    ├── InternalError         TW-INTERNAL
-    ├── ServerUnavailable     no tag: raised by clients
-    └── RequestTimeout        no tag: raised by clients
-
 A server's message starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``. The docstring of a
 class with a tag has two paragraphs, the cause and the remedy, from which `docs/errors.md` is made.
 """
@@ -208,13 +190,10 @@ class RequestTimeout(RequestError):
     """The client's `timeout_s` passed."""
 
 
+# Classes with a tag of their own, in the order above.
 BY_TAG: dict[str, type[RequestError]] = {
-    cls.tag: cls
-    for cls in (
-        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, KvCacheFull, Draining,
-        DeadlineExceeded, Cancelled, EngineDead, NumericError, WrongKey, InternalError,
-    )
-}  # fmt: skip
+    cls.tag: cls for cls in list(globals().values()) if getattr(cls, "tag", "") and "tag" in vars(cls)
+}
 
 _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
 

@@ -10,8 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -26,10 +25,8 @@ class Facade(Generic[C]):
         run(cast(Any, self._core).__aenter__())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        run(cast(Any, self._core).__aexit__(kind, error, trace))
+    def __exit__(self, *error: object) -> None:
+        run(cast(Any, self._core).__aexit__(*error))
 
 
 def run(call: Awaitable[R]) -> R:
@@ -51,6 +48,13 @@ def iterate(items: AsyncIterator[R]) -> Iterator[R]:
             run(items.aclose())
 
 
+def constructing(
+    method: Callable[Concatenate[C, P], None],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a facade's constructor the signature of its core's."""
+    return functools.wraps(method, assigned=("__annotations__", "__doc__"))
+
+
 def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:
     @functools.wraps(method)
     def call(self: Facade[C], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,19 +73,9 @@ def iterating(
     return call
 
 
-class WakeEvent(Protocol):
-    """Event that another thread or task may set."""
-
-    def set(self) -> None: ...
-
-    def is_set(self) -> bool: ...
-
-    async def wait_for(self, seconds: float) -> bool:
-        """Return whether the event is set, after at most `seconds`."""
-
-
 class AsyncEvent(asyncio.Event):
     async def wait_for(self, seconds: float) -> bool:
+        """Return whether the event is set, after at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.wait()
@@ -91,3 +85,6 @@ class AsyncEvent(asyncio.Event):
 class BlockingEvent(threading.Event):
     async def wait_for(self, seconds: float) -> bool:
         return self.wait(seconds)
+
+
+WakeEvent = AsyncEvent | BlockingEvent

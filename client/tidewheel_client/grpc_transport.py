@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -32,47 +32,50 @@ def _encoded(ask: Ask) -> service_pb2.ModelInferRequest:
     return codec.encode(ask.model, ask.request_id, ask.prompt, ask.params, stream=ask.stream)
 
 
-class _Service:
-    """Triton's service; `library` is `grpc` or `grpc.aio`."""
+class _GrpcTransport:
+    """Connection to Triton's service by `grpc` or `grpc.aio`."""
 
-    def __init__(self, library: Any, url: str, credentials: grpc.ChannelCredentials | None, headers: Headers) -> None:
-        self.url = url
-        self.headers = tuple(headers)
-        self.channel = (
-            library.insecure_channel(url, options=CHANNEL_OPTIONS)
+    _library: ClassVar[Any]
+
+    def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
+        self._url = url
+        self._headers = tuple(headers)
+        self._channel = (
+            self._library.insecure_channel(url, options=CHANNEL_OPTIONS)
             if credentials is None
-            else library.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
+            else self._library.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
         )
-        self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
+        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         # Not Triton's `stream_stream`: the message and its end go out together.
-        self._stream = self.channel.unary_stream(
+        self._stream = self._channel.unary_stream(
             STREAM_METHOD,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=response_codec.StreamResponse.FromString,
         )
 
-    def stream(self, request: service_pb2.ModelInferRequest, timeout_s: float | None) -> Any:
-        return self._stream(request, timeout=timeout_s, metadata=(*self.headers, WITH_STATUS))
+    def _call_stream(self, request: service_pb2.ModelInferRequest, timeout_s: float | None) -> Any:
+        return self._stream(request, timeout=timeout_s, metadata=(*self._headers, WITH_STATUS))
+
+    def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
 
 
-class GrpcTransport:
+class GrpcTransport(_GrpcTransport):
     """Thread-safe transport, whose coroutines block."""
 
-    def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
-        self._service = _Service(grpc, url, credentials, headers)
+    _library = grpc
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
-        return GrpcResponses(self._service.stream(_encoded(ask), timeout_s), self._service.url)
+        return GrpcResponses(self._call_stream(_encoded(ask), timeout_s), self._url)
 
     async def call(self, method: str, request: Any) -> Any:
-        service = self._service
         try:
-            return getattr(service.stub, method)(request, timeout=CALL_TIMEOUT_S, metadata=service.headers)
+            return self._call(method, request, CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise from_rpc(error, service.url) from None
+            raise from_rpc(error, self._url) from None
 
     async def close(self) -> None:
-        self._service.channel.close()
+        self._channel.close()
 
 
 class GrpcResponses:
@@ -106,27 +109,25 @@ class GrpcResponses:
                 pass
 
 
-class AsyncGrpcTransport:
+class AsyncGrpcTransport(_GrpcTransport):
     """Transport of the event loop that makes it."""
 
-    def __init__(self, url: str, credentials: grpc.ChannelCredentials | None = None, headers: Headers = ()) -> None:
-        self._service = _Service(grpc.aio, url, credentials, headers)
+    _library = grpc.aio
 
     def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
         return self.send(_encoded(ask), timeout_s)
 
     def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
-        return AsyncGrpcResponses(self._service.stream(request, timeout_s), self._service.url)
+        return AsyncGrpcResponses(self._call_stream(request, timeout_s), self._url)
 
     async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        service = self._service
         try:
-            return await getattr(service.stub, method)(request, timeout=timeout_s, metadata=service.headers)
+            return await self._call(method, request, timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc(error, service.url) from None
+            raise from_rpc(error, self._url) from None
 
     async def close(self) -> None:
-        await self._service.channel.close()
+        await self._channel.close()
 
 
 class AsyncGrpcResponses:

@@ -40,8 +40,7 @@ class MockTransport:
         pass
 
 
-class AsyncMockTransport(MockTransport):
-    """`MockTransport` for an `AsyncClient`."""
+AsyncMockTransport = MockTransport  # for an `AsyncClient`
 
 
 class _MockResponses:

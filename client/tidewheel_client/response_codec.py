@@ -6,10 +6,11 @@ Triton's wire format, keeps descriptions as bytes, and equal bytes are read once
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -134,12 +135,8 @@ def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> l
         return [None] * len(counts)
     if len(counts) == 1:
         return [token_ids]
-    parts: list[tuple[int, ...] | None] = []
-    start = 0
-    for count in counts:
-        parts.append(token_ids[start : start + (count or 0)])
-        start += count or 0
-    return parts
+    ends = itertools.accumulate((count or 0 for count in counts), initial=0)
+    return [token_ids[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
@@ -160,13 +157,11 @@ def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:
     return struct.unpack(f"<{len(raw) // one.size}{_FORMATS[datatype]}", raw)
 
 
-def _strings(raw: bytes) -> list[str]:
-    strings, start = [], 0
-    while start < len(raw):
-        end = start + 4 + int.from_bytes(raw[start : start + 4], "little")
-        strings.append(raw[start + 4 : end].decode("utf-8", "replace"))
-        start = end
-    return strings
+def _strings(raw: bytes) -> Iterator[str]:
+    while raw:
+        end = 4 + _length(raw)
+        yield raw[4:end].decode("utf-8", "replace")
+        raw = raw[end:]
 
 
 def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:

@@ -8,7 +8,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from tidewheel_client.errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable, WrongKey
-from tidewheel_client.facade import Facade, blocking, run
+from tidewheel_client.facade import run
 
 METRICS_PORT = 8002
 HEALTH_PORT = 8003
@@ -59,7 +59,7 @@ class Health(NamedTuple):
     reason: str = ""
 
 
-class AsyncServerPages:
+class ServerPages:
     """Pages at given addresses, else at Triton's ports on the host of `url`."""
 
     def __init__(
@@ -68,7 +68,7 @@ class AsyncServerPages:
         self._url = url
         self._metrics_url = metrics_url
         self._health_url = health_url
-        self._get = get or async_get
+        self._get = get or blocking_get
 
     @property
     def metrics_url(self) -> str:
@@ -91,24 +91,6 @@ class AsyncServerPages:
         if match is None:
             raise InvalidRequest(f"{self._url!r} names no host and port: give {option}")
         return match["host"]
-
-
-class ServerPages(Facade[AsyncServerPages]):
-    """Synchronous `AsyncServerPages`."""
-
-    def __init__(self, url: str, metrics_url: str | None = None, health_url: str | None = None) -> None:
-        super().__init__(AsyncServerPages(url, metrics_url, health_url, blocking_get))
-
-    @property
-    def metrics_url(self) -> str:
-        return self._core.metrics_url
-
-    @property
-    def health_url(self) -> str:
-        return self._core.health_url
-
-    metrics = blocking(AsyncServerPages.metrics)
-    health = blocking(AsyncServerPages.health)
 
 
 def read_figures(url: str, api_key: str = "") -> Figures:

@@ -5,9 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Concatenate, NamedTuple, Self
+from typing import Concatenate, Self
 
 from tidewheel_client.answers import Chunk, Completion
 from tidewheel_client.errors import Cancelled, InvalidRequest, RequestError, ServerUnavailable
@@ -59,47 +57,38 @@ class Arrivals:
         return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """Up to `limit` retries after retryable errors before any chunk.
+def retry_wait_s(error: RequestError, num_retries: int, left_s: float | None) -> float | None:
+    """Return the wait before the next retry; None: the error is final, or `left_s` is too short.
 
     A wait has a random part, so that clients refused together do not come back together.
     """
-
-    limit: int = 0
-
-    def wait_s(self, error: RequestError, num_retries: int, left_s: float | None) -> float | None:
-        """Return the next wait; None: no retry is left, or `left_s` is too short."""
-        if not error.retryable or num_retries >= self.limit:
-            return None
-        backoff = min(_FIRST_WAIT_S * 2**num_retries, _LONGEST_WAIT_S)
-        wait = backoff if error.retry_after_ms is None else max(error.retry_after_ms / 1e3, 0.0)
-        wait *= 1 + random.random() / 4  # noqa: S311
-        return None if left_s is not None and wait >= left_s else wait
-
-
-class StreamLimits(NamedTuple):
-    timeout_s: float | None = None  # of a request with its retries
-    retries: Retries = Retries()
+    if not error.retryable:
+        return None
+    backoff = min(_FIRST_WAIT_S * 2**num_retries, _LONGEST_WAIT_S)
+    wait = backoff if error.retry_after_ms is None else max(error.retry_after_ms / 1e3, 0.0)
+    wait *= 1 + random.random() / 4  # noqa: S311
+    return None if left_s is not None and wait >= left_s else wait
 
 
 class AsyncStream(AsyncIterator[Chunk]):
     """Iterator over a request's chunks; raises `RequestError`.
 
     One task or thread reads; any may `cancel`, as does leaving the `with` block: the iteration ends, and the server
-    drops the request. `finish_reason` is None until the end.
+    drops the request. `finish_reason` is None until the end. `timeout_s` includes retries.
     """
 
-    def __init__(self, transport: Transport, ask: Ask, limits: StreamLimits, cancelled: WakeEvent) -> None:
+    def __init__(
+        self, transport: Transport, ask: Ask, timeout_s: float | None, retries: int, cancelled: WakeEvent
+    ) -> None:
         self._transport = transport
         self._ask = ask
-        self._retries = limits.retries
+        self._retries = retries  # at most, before any chunk
         self._num_retries = 0
-        self._end = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._arrivals = Arrivals()
         self._cancelled = cancelled
         self._has_ended = False  # without its last response
-        self._responses = transport.open(ask, limits.timeout_s)
+        self._responses = transport.open(ask, timeout_s)
         self.request_id = ask.request_id
 
     @property
@@ -146,16 +135,14 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.finish_reason is None:
             self.cancel()
         await self._responses.close()
 
     async def _retry(self, error: RequestError) -> None:
-        left_s = self._left_s()
-        wait_s = None if self._arrivals.has_begun else self._retries.wait_s(error, self._num_retries, left_s)
+        may_retry = not self._arrivals.has_begun and self._num_retries < self._retries
+        wait_s = retry_wait_s(error, self._num_retries, self._left_s()) if may_retry else None
         self._num_retries += 1
         self._has_ended = wait_s is None
         if wait_s is None:

@@ -16,20 +16,9 @@ from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
-from tidewheel.top import TopError
+from tidewheel.top import TopError, view_text
 from tidewheel.top.server_view import RequestLine, ServerView
-from tidewheel.top.view_text import (
-    NUM_TEXTS,
-    ORDERS,
-    REQUEST_COLUMNS,
-    TextSection,
-    headline,
-    ordered,
-    panels,
-    request_cells,
-    requests_title,
-    tables,
-)
+from tidewheel.top.view_text import REQUEST_COLUMNS, TextSection, request_cells
 from tidewheel.top.watch import ServerWatch, cancel
 from tidewheel_client.errors import RequestError
 
@@ -77,7 +66,7 @@ class TerminalApp(App[None]):
         self._interval_s = interval_s
         self._view = first
         self._problem = ""
-        self._orders = deque(ORDERS)  # the first is shown
+        self._orders = deque(view_text.ORDERS)  # the first is shown
         self._is_reversed = False
         self._is_paused = False
         self._lines: dict[str, RequestLine] = {}  # by key of the row
@@ -87,10 +76,10 @@ class TerminalApp(App[None]):
         yield Static(id="verdict")
         with VerticalScroll(id="figures", can_focus=False):
             with Container(id="panels"):
-                for index in range(len(panels(self._view))):
+                for index in range(len(view_text.panels(self._view))):
                     yield Static(classes="panel", id=f"panel{index}")
             with Container(id="tables"):
-                for index in range(len(tables(self._view))):
+                for index in range(len(view_text.tables(self._view))):
                     yield Static(classes="panel", id=f"table{index}")
         yield DataTable(id="requests", cursor_type="row", zebra_stripes=True)
         yield Footer()
@@ -164,14 +153,14 @@ class TerminalApp(App[None]):
 
     def _draw(self) -> None:
         view = self._view
-        self.query_one("#headline", Static).update(Text(headline(view)))
+        self.query_one("#headline", Static).update(Text(view_text.headline(view)))
         verdict = self.query_one("#verdict", Static)
         shown = f"NO ANSWER: {self._problem}" if self._problem else view.summary
         verdict.update(Text(f"PAUSED   {shown}" if self._is_paused else shown))
         word = shown.partition(":")[0]
         verdict.set_class(word in _GOOD, "good")
         verdict.set_class(word in _TOLERABLE, "tolerable")
-        for name, sections in (("panel", panels(view)), ("table", tables(view))):
+        for name, sections in (("panel", view_text.panels(view)), ("table", view_text.tables(view))):
             for index, section in enumerate(sections):
                 panel = self.query_one(f"#{name}{index}", Static)
                 panel.border_title = escape(section.title)
@@ -182,9 +171,9 @@ class TerminalApp(App[None]):
     def _draw_requests(self) -> None:
         table, order = self._requests, self._orders[0]
         chosen = self._chosen_key()
-        rows = ordered(self._view, order, is_reversed=self._is_reversed)
+        rows = view_text.ordered(self._view, order, is_reversed=self._is_reversed)
         self._lines = {_key(one): one for one in rows}
-        table.border_title = escape(requests_title(self._view, order))
+        table.border_title = escape(view_text.requests_title(self._view, order))
         table.clear()
         for key, one in self._lines.items():
             table.add_row(*_cells(one), key=key)
@@ -222,7 +211,7 @@ def _key(request: RequestLine) -> str:
 
 def _cells(request: RequestLine) -> list[Text]:
     cells = request_cells(request)
-    first, last = 2, len(REQUEST_COLUMNS) - NUM_TEXTS
+    first, last = 2, len(REQUEST_COLUMNS) - view_text.NUM_TEXTS
     return [Text(cell, justify="right" if first <= index < last else "left") for index, cell in enumerate(cells)]
 
 

@@ -23,6 +23,7 @@ from tidewheel.top.metric_changes import MetricsPage, PageChange
 from tidewheel.top.server_view import RequestLine, ServerView
 from tidewheel.top.view_text import verdict
 from tidewheel_client.errors import InvalidRequest, RequestError
+from tidewheel_client.facade import run
 from tidewheel_client.server_pages import Figures, Health, ServerPages, read_figures
 
 WINDOW_S = 10.0  # of rates
@@ -125,13 +126,13 @@ class ServerWatch:
 
     def _health(self) -> Health | RequestError:
         try:
-            return self._target.pages.health()
+            return run(self._target.pages.health())
         except RequestError as error:
             return error
 
     def _metrics(self, health: Health | RequestError) -> Figures:
         try:
-            return self._target.pages.metrics()
+            return run(self._target.pages.metrics())
         except InvalidRequest as error:
             raise TopError(error.message) from None
         except RequestError as error:

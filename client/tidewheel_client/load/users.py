@@ -117,7 +117,7 @@ class _HttpUser(LoadUser):
     def post(self, request: LoadRequest, timing: Timing) -> None:
         raise NotImplementedError
 
-    def open(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
+    def post_json(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
         """Return the response. Raise `RequestError` for a refusal."""
         url = f"{str(self.host).rstrip('/')}/{path}"
         response = self._connection.post(url, json=body, stream=stream, timeout=self.options.request_timeout)
@@ -138,7 +138,7 @@ class HttpStreamUser(_HttpUser):
             **request.parameters,
         }
         finish_reason = "None"
-        with self.open(f"v2/models/{self.target_model()}/generate_stream", body, stream=True) as response:
+        with self.post_json(f"v2/models/{self.target_model()}/generate_stream", body, stream=True) as response:
             for event in _events(response):
                 if "error" in event:
                     raise from_text(event["error"])
@@ -156,7 +156,7 @@ class OpenAiUser(_HttpUser):
         options = {"include_usage": True, "continuous_usage_stats": True}  # an event may hold several tokens
         body = {"model": self.target_model(), "prompt": request.prompt, "stream": True, "stream_options": options}
         num_tokens, is_over = 0, False
-        with self.open("v1/completions", {**body, **request.parameters}, stream=True) as response:
+        with self.post_json("v1/completions", {**body, **request.parameters}, stream=True) as response:
             for event in _events(response):
                 if "error" in event:
                     raise _error(json.dumps(event), None)
@@ -184,7 +184,7 @@ class HttpInferUser(_HttpUser):
                 _tensor("return_num_output_tokens", "BOOL", True),
             ]
         }
-        answer = self.open(f"v2/models/{self.target_model()}/infer", body, stream=False).json()
+        answer = self.post_json(f"v2/models/{self.target_model()}/infer", body, stream=False).json()
         outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
         timing.arrived(outputs["num_output_tokens"], len(outputs["text_output"].encode()))
 

@@ -21,11 +21,11 @@ class PagesOf(ServerPages):
         self.texts = list(texts)
         self.answer = health
 
-    def metrics(self) -> Figures:
+    async def metrics(self) -> Figures:
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         return Figures.parse(text)
 
-    def health(self) -> Health:
+    async def health(self) -> Health:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer

@@ -147,7 +147,7 @@ def test_errors_carry_their_tags(shared: Server) -> None:
 def test_refused_prompts_are_not_kept(shared: Server) -> None:
     """Triton would keep the memory of the last eight requests of each kind."""
     tritonserver = shared.triton_process()
-    size, count = 32 << 20, 6
+    size, count = 16 << 20, 6
     before = tritonserver.memory_info()
     with grpcclient.InferenceServerClient(shared.grpc) as client:
         for _ in range(count):

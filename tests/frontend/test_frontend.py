@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,7 +59,8 @@ def test_what_the_engine_gets(harness: FrontendHarness) -> None:
     assert message.sampling.max_tokens == 9
     assert message.sampling.stop == message.sampling.bad_words == ()
     assert message.stop_token_ids == (2, 5)
-    assert message.bad_words_ids == phrase_ids("fox", harness.tokenizer, harness.info.vocab_size)
+    encode = partial(harness.tokenizer.encode, add_special_tokens=False)
+    assert message.bad_words_ids == phrase_ids("fox", encode, harness.info.vocab_size)
     assert (message.options.priority, message.options.cache_salt, message.sampling.temperature) == (1, "s", 0.0)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-import tidewheel
 from tidewheel.engine import folder
 from tidewheel.errors import ConfigError, Draining, PermanentError
 from tidewheel.private_dir import check_room, private_dir, unwritable
@@ -248,7 +247,7 @@ def python_executable() -> str:
 
 def python_environment() -> dict[str, str]:
     """Return the environment that gives `python_executable` this process's imports."""
-    package = Path(tidewheel.__file__).parent
+    package = Path(__file__).parents[1]
     paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 

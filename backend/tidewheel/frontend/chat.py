@@ -44,10 +44,6 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True):
     add_generation_prompt: bool = True
     escapes_special_tokens: bool = True  # text of messages that spells a special token is encoded as plain text
 
-    @property
-    def num_bytes(self) -> int:
-        return len(msgspec.msgpack.encode(self))
-
 
 def parse_conversation(data: str | bytes) -> Conversation:
     """Parse a list of messages, or `{"messages": [...], "tools": [...], "chat_template_kwargs": {...}}`.

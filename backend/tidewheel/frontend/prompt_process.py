@@ -7,7 +7,7 @@ process when a job overruns its limits.
 
 from __future__ import annotations
 
-import abc
+import itertools
 import resource
 import signal
 import sys
@@ -21,6 +21,7 @@ import numpy as np
 
 from tidewheel.batch import Int32Array
 from tidewheel.confidential import protect_texts
+from tidewheel.engine.messages import ErrorInfo
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.coercion import check_size, to_text
@@ -29,7 +30,7 @@ from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import TRIAL_STACK_BYTES, GrammarCompiler, to_source
 
-_CPU_STEP = 512 << 10  # characters
+_CPU_STEP = 512 << 10  # bytes
 
 # Patterns that try every division of a run overrun the limit with short runs, quadratic ones with long runs.
 _RUNS = ("a", "A", "0", " ", "\n", ".", "-", "_", "é", "日", "🎉", "a ", "a1", "\n ")
@@ -68,25 +69,14 @@ class GrammarTrial(_Message, frozen=True):
     grammar: Grammar
 
 
-class JobResult(_Message, frozen=True):
-    text: str = ""
+Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    text: str = ""  # of a process that starts, its work; empty: it serves
     plain: Spans = ()  # of a prompt: text of messages that must make no special token
     token_ids: bytes = b""  # little-endian int32
-
-
-class Refusal(_Message, frozen=True):
-    tag: str  # of the error; empty: the folder cannot be served
-    message: str
-
-
-class Stage(_Message, frozen=True):
-    """Work of the process before it serves; empty: it serves."""
-
-    name: str
-
-
-Job = RenderJob | EncodeJob | TokenizeJob | DecodeJob | GrammarTrial
-Answer = JobResult | Refusal | Stage
+    error: ErrorInfo | None = None
 
 
 class TokenizerFolder(NamedTuple):
@@ -100,90 +90,39 @@ class PromptLimits(NamedTuple):
 
     memory_mb: int = 3072
     trial_s: float = 20.0
-    job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
+    job_s: float = 5.0  # and as much again per `_CPU_STEP` of the job
     grammar_s: float = 1.0
 
     def of_job(self, job: Job) -> float:
-        match job:
-            case GrammarTrial():
-                return self.grammar_s
-            case RenderJob(conversation):
-                size = conversation.num_bytes
-            case EncodeJob(text) | TokenizeJob(EncodeJob(text)):
-                size = len(text)
-            case DecodeJob(token_ids):
-                size = len(token_ids)
-        return self.job_s * (1 + size / _CPU_STEP)
+        if isinstance(job, GrammarTrial):
+            return self.grammar_s
+        return self.job_s * (1 + len(msgspec.msgpack.encode(job)) / _CPU_STEP)
 
 
-class PromptEncoder(abc.ABC):
-    """Thread-safe. Methods raise `InvalidRequest`, `InternalError`, `Unsupported` (a grammar) or `Draining`."""
-
-    @abc.abstractmethod
-    def run(self, job: Job) -> JobResult: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
-        """Return token ids [num_tokens] int32. Plain spans make no special token."""
-        found = self.run(EncodeJob(text, add_special_tokens, plain))
-        return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
-
-
-class LocalEncoder(PromptEncoder):
-    """Encoder in this process, without limits."""
+class JobRunner:
+    """Runner of jobs, without limits. Methods raise `InvalidRequest` or `Unsupported`."""
 
     def __init__(self, folder: TokenizerFolder) -> None:
         """Raise `ConfigError`."""
-        self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
-        self._controls = ControlTokens(self._tokenizer)
-        self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
+        self.tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
+        self.template = ChatTemplate.load(folder.path, self.tokenizer.named_tokens)
+        self._controls = ControlTokens(self.tokenizer)
         self._folder = folder
         self._compiler: GrammarCompiler | ConfigError | None = None
 
-    def run(self, job: Job) -> JobResult:
+    def run(self, job: Job) -> Answer:
         match job:
             case RenderJob(conversation):
                 return self._render(conversation)
             case EncodeJob():
-                return JobResult(token_ids=self._encode(job).astype("<i4").tobytes())
+                return Answer(token_ids=self._encode(job).astype("<i4").tobytes())
             case TokenizeJob():
-                return JobResult(self._tokenize(job))
+                return Answer(self._tokenize(job))
             case DecodeJob(token_ids):
                 ids = np.frombuffer(token_ids, dtype="<i4").tolist()
-                return JobResult(self._tokenizer.decode(ids, skip_special_tokens=False))
+                return Answer(self.tokenizer.decode(ids, skip_special_tokens=False))
             case GrammarTrial(grammar):
-                return JobResult(self._compile(grammar))
-
-    def _render(self, conversation: Conversation) -> JobResult:
-        if self.template is None:
-            raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
-        text = to_text("messages", self.template.render(conversation))
-        size, limit = len(text.encode("utf-8")), self._folder.max_prompt_bytes
-        check_size("messages, as the chat template writes them,", size, limit, "max_prompt_bytes")
-        if not conversation.escapes_special_tokens:
-            return JobResult(text)
-        return JobResult(text, self._controls.plain_spans(conversation, text, self.template.render))
-
-    def _encode(self, job: EncodeJob) -> Int32Array:
-        if job.plain:
-            return self._controls.encode(job.text, job.plain, add_special_tokens=job.add_special_tokens)
-        return self._tokenizer.encode(job.text, add_special_tokens=job.add_special_tokens)
-
-    def _tokenize(self, job: TokenizeJob) -> str:
-        ids = self._encode(job.prompt).tolist()
-        strings = [self._tokenizer.token_string(token_id) for token_id in ids] if job.with_strings else None
-        answer = {"count": len(ids), "max_model_len": job.max_model_len, "tokens": ids, "token_strs": strings}
-        return msgspec.json.encode(answer).decode()
-
-    def _compile(self, grammar: Grammar) -> str:
-        compiler = self.prepare_grammars()
-        if isinstance(compiler, ConfigError):
-            raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {compiler}")
-        source = to_source(grammar)
-        compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
-        return source
+                return Answer(self._compile(grammar))
 
     def prepare(self, job: Job) -> None:
         """Make shared parts once, outside of the limit of a job."""
@@ -202,26 +141,50 @@ class LocalEncoder(PromptEncoder):
                 self._compiler = error
         return self._compiler
 
-    def close(self) -> None: ...
-
-
-def try_out(encoder: LocalEncoder) -> Iterator[str]:
-    """Encode and render odd inputs. Yield the name of each part. Raise `ConfigError`."""
-    yield "its vocabulary"
-    encoder.prepare_grammars()
-    yield "its tokenizer"
-    for run in _RUNS:
-        for length in _RUN_LENGTHS:
+    def try_out(self) -> Iterator[str]:
+        """Encode and render odd inputs. Yield the name of each part. Raise `ConfigError`."""
+        yield "its vocabulary"
+        self.prepare_grammars()
+        yield "its tokenizer"
+        for run, length in itertools.product(_RUNS, _RUN_LENGTHS):
             try:
-                encoder.encode(run * length + "!\x00", add_special_tokens=True)
+                self.tokenizer.encode(run * length + "!\x00")
             except InvalidRequest as error:
                 raise ConfigError(f"{error.message} ({length} times {run!r}): use another tokenizer") from None
-    if encoder.template is None:
-        return
-    yield "its chat template"
-    for roles in _CONVERSATIONS:
-        for content in _CONTENTS:
-            encoder.template.try_out(Conversation([{"role": role, "content": content} for role in roles]))
+        if self.template is None:
+            return
+        yield "its chat template"
+        for roles, content in itertools.product(_CONVERSATIONS, _CONTENTS):
+            self.template.try_out(Conversation([{"role": role, "content": content} for role in roles]))
+
+    def _render(self, conversation: Conversation) -> Answer:
+        if self.template is None:
+            raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
+        text = to_text("messages", self.template.render(conversation))
+        size, limit = len(text.encode("utf-8")), self._folder.max_prompt_bytes
+        check_size("messages, as the chat template writes them,", size, limit, "max_prompt_bytes")
+        if not conversation.escapes_special_tokens:
+            return Answer(text)
+        return Answer(text, self._controls.plain_spans(conversation, text, self.template.render))
+
+    def _encode(self, job: EncodeJob) -> Int32Array:
+        if job.plain:
+            return self._controls.encode(job.text, job.plain, add_special_tokens=job.add_special_tokens)
+        return self.tokenizer.encode(job.text, add_special_tokens=job.add_special_tokens)
+
+    def _tokenize(self, job: TokenizeJob) -> str:
+        ids = self._encode(job.prompt).tolist()
+        strings = [self.tokenizer.token_string(token_id) for token_id in ids] if job.with_strings else None
+        answer = {"count": len(ids), "max_model_len": job.max_model_len, "tokens": ids, "token_strs": strings}
+        return msgspec.json.encode(answer).decode()
+
+    def _compile(self, grammar: Grammar) -> str:
+        compiler = self.prepare_grammars()
+        if isinstance(compiler, ConfigError):
+            raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {compiler}")
+        source = to_source(grammar)
+        compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
+        return source
 
 
 def main() -> None:
@@ -232,42 +195,40 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_mb << 20, limits.memory_mb << 20))
     protect_texts()
     with Connection(0) as connection:
-        encoder = _start(connection, folder, limits.trial_s, is_trial=bool(trial))
-        if encoder is not None:
-            _serve(connection, encoder, limits)
+        try:
+            runner = _start(connection, folder, limits.trial_s, is_trial=bool(trial))
+        except ConfigError as error:
+            _send(connection, Answer(error=ErrorInfo("", str(error))))
+        else:
+            _serve(connection, runner, limits)
 
 
-def _start(connection: Connection, folder: TokenizerFolder, limit_s: float, *, is_trial: bool) -> LocalEncoder | None:
+def _start(connection: Connection, folder: TokenizerFolder, limit_s: float, *, is_trial: bool) -> JobRunner:
     _limit_cpu(limit_s)
-    try:
-        _send(connection, Stage("its files"))
-        encoder = LocalEncoder(folder)
-        for stage in try_out(encoder) if is_trial else ():
-            _send(connection, Stage(stage))
-    except ConfigError as error:
-        _send(connection, Refusal("", str(error)))
-        return None
+    runner = JobRunner(folder)
+    for work in runner.try_out() if is_trial else ():
+        _send(connection, Answer(work))
     _limit_cpu(0.0)
-    _send(connection, Stage(""))
-    return encoder
+    _send(connection, Answer())
+    return runner
 
 
-def _serve(connection: Connection, encoder: LocalEncoder, limits: PromptLimits) -> None:
+def _serve(connection: Connection, runner: JobRunner, limits: PromptLimits) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
     while True:
         try:
             job = decoder.decode(connection.recv_bytes())
         except EOFError:  # the front end has ended
             return
-        answer: Answer
         try:
-            encoder.prepare(job)
+            runner.prepare(job)
             _limit_cpu(limits.of_job(job))
-            answer = encoder.run(job)
+            answer = runner.run(job)
         except TidewheelError as error:
-            answer = Refusal(error.tag, error.message)
+            answer = Answer(error=ErrorInfo.of(error))
         except MemoryError:
-            answer = Refusal(InvalidRequest.tag, "the prompt or grammar needs too much memory: shorten it")
+            message = "the prompt or grammar needs too much memory: shorten it"
+            answer = Answer(error=ErrorInfo(InvalidRequest.tag, message))
         _limit_cpu(0.0)
         _send(connection, answer)
 

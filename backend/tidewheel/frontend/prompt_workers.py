@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import signal
@@ -7,20 +8,20 @@ import threading
 from queue import LifoQueue
 
 import msgspec
+import numpy as np
 
+from tidewheel.batch import Int32Array
 from tidewheel.engine.launcher import python_environment, python_executable
-from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest, from_wire
+from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest
 from tidewheel.frontend import prompt_process
+from tidewheel.frontend.control_tokens import Spans
 from tidewheel.frontend.prompt_process import (
     Answer,
+    EncodeJob,
     GrammarTrial,
     Job,
-    JobResult,
-    PromptEncoder,
     PromptLimits,
-    Refusal,
     RenderJob,
-    Stage,
     TokenizerFolder,
 )
 from tidewheel_process.child import Child, describe_exit
@@ -35,8 +36,8 @@ _ENVIRONMENT = {
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-class PromptWorkers(PromptEncoder):
-    """Encoder that gives each job to one of `count` processes, which are replaced when they end."""
+class PromptWorkers:
+    """Encoder that gives each job to one of `count` processes, which are replaced when they end. Thread-safe."""
 
     def __init__(self, folder: TokenizerFolder, count: int, limits: PromptLimits | None = None) -> None:
         self._folder = folder
@@ -55,24 +56,28 @@ class PromptWorkers(PromptEncoder):
         for index in range(1, len(self._workers)):
             self._worker(index)
 
-    def run(self, job: Job) -> JobResult:
+    def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
+        """Return token ids [num_tokens] int32. Plain spans make no special token."""
+        found = self.run(EncodeJob(text, add_special_tokens, plain))
+        return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
+
+    def run(self, job: Job) -> Answer:
+        """Raise `InvalidRequest`, `InternalError`, `Unsupported` (a grammar) or `Draining`."""
         index = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):
                 answer = self._worker(index).ask(job)
-                if answer is not None:
-                    break
-                self._discard(index, job)
+                if answer is None:
+                    self._discard(index, job)
+                elif answer.error is not None:
+                    raise answer.error.to_error()
+                else:
+                    return answer
         except ConfigError as error:  # files that have changed
             raise InternalError(str(error)) from None
         finally:
             self._idle.put(index)
-        if answer is None:
-            raise InternalError("the process that makes token ids ended twice: the server's log may say why")
-        if isinstance(answer, Refusal):
-            raise from_wire(answer.tag, answer.message)
-        assert isinstance(answer, JobResult)
-        return answer
+        raise InternalError("the process that makes token ids ended twice: the server's log may say why")
 
     def close(self) -> None:
         with self._lock:
@@ -122,19 +127,18 @@ class _Worker:
 
     def wait_started(self) -> None:
         """Raise `ConfigError` if the folder cannot be served."""
-        stage = "its files"
+        work = "its files"
         while not self._is_started:
             answer = self._read()
-            if isinstance(answer, Refusal):
-                raise ConfigError(answer.message)
             if answer is None:
                 limits = f"{self._limits.trial_s:.0f} s of CPU time and {self._limits.memory_mb} MiB of memory"
                 raise ConfigError(
-                    f"{self._folder.path}: {stage} could not be tried within {limits} ({describe_exit(self.end())}): "
+                    f"{self._folder.path}: {work} could not be tried within {limits} ({describe_exit(self.end())}): "
                     "use files that you trust"
                 )
-            assert isinstance(answer, Stage)
-            stage, self._is_started = answer.name, not answer.name
+            if answer.error is not None:
+                raise ConfigError(answer.error.message)
+            work, self._is_started = answer.text, not answer.text
 
     def ask(self, job: Job) -> Answer | None:
         """Return None if the process has ended."""
@@ -151,8 +155,6 @@ class _Worker:
         return self._child.returncode or 0
 
     def _read(self) -> Answer | None:
-        try:
-            answer: Answer = _answers.decode(self._connection.recv_bytes())
-        except (OSError, EOFError):
-            return None
-        return answer
+        with contextlib.suppress(OSError, EOFError):
+            return _answers.decode(self._connection.recv_bytes())
+        return None

@@ -28,6 +28,10 @@ WORDS, WEIGHTS = "embedding_bias_words", "embedding_bias_weights"
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms", "session_id")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
+_SERVICE = frozenset({"priority", "tenant", "deadline_ms", "soft_deadline_ms"})
+_TOKENIZE = _SERVICE | {"add_special_tokens", "add_generation_prompt", "return_token_strs"}
+_EMBED = _SERVICE | {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens"}
+_OF_TASK: Mapping[Task, frozenset[str]] = {"tokenize": _TOKENIZE, "detokenize": _TOKENIZE, "embed": _EMBED}
 _OFF: tuple[object, ...] = ("", False, [])
 
 
@@ -192,10 +196,14 @@ class _GivenValue(NamedTuple):
 
 
 def parse_parameters(
-    sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None
+    sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None, task: Task = "generate"
 ) -> ParsedParameters:
     """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)
+    for name in sorted(given.keys() - _OF_TASK.get(task, given.keys())):
+        value = given[name].value
+        name = value.name if isinstance(value, Grammar) else name
+        raise InvalidRequest(f"{name} does not go with the task {task}: leave it out")
     options, prompt = _take_options(given), PromptOptions(**_take(given, PromptOptions))
     ensemble = EnsembleParameters(**_take(given, EnsembleParameters))
     values: dict[str, Any] = {**(defaults or {}), **_take(given, SamplingParams)}
@@ -209,15 +217,6 @@ def parse_parameters(
     if is_scoring:
         values["max_tokens"] = 1  # is not returned: with it, all of the prompt is computed
     return ParsedParameters(SamplingParams(**values), options, prompt, is_scoring)
-
-
-def check_names(sources: Sequence[ParameterSource], known: Iterable[str], task: str) -> None:
-    """Raise `InvalidRequest` for a parameter without meaning for the task."""
-    given = _collect(sources)
-    for name in sorted(given.keys() - set(known)):
-        value = given[name].value
-        name = value.name if isinstance(value, Grammar) else name
-        raise InvalidRequest(f"{name} does not go with the task {task}: leave it out")
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:

@@ -17,15 +17,9 @@ from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import EmbeddingStream, Generation, Outputs, OutputStream, PromptStream
-from tidewheel.frontend.prompt_process import (
-    DecodeJob,
-    EncodeJob,
-    GrammarTrial,
-    PromptEncoder,
-    RenderJob,
-    TokenizeJob,
-)
-from tidewheel.frontend.request_parameters import GenerateRequest, check_names, parse_parameters, with_token_biases
+from tidewheel.frontend.prompt_process import DecodeJob, EncodeJob, GrammarTrial, RenderJob, TokenizeJob
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
@@ -35,10 +29,6 @@ from tidewheel.sampling import SamplingParams, pack_biases
 
 MAX_KNOWN_GRAMMARS = 64
 MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
-# Parameters of the other tasks.
-_SERVICE = {"priority", "tenant", "deadline_ms", "soft_deadline_ms"}
-_TOKENIZE = {"add_special_tokens", "add_generation_prompt", "return_token_strs", *_SERVICE}
-_EMBED = {"add_special_tokens", "add_generation_prompt", "cache_salt", "truncate_prompt_tokens", *_SERVICE}
 
 
 class PreparedRequest(NamedTuple):
@@ -53,18 +43,11 @@ class MessageMaker:
     """Maker of messages and outputs, thread-safe. Without a tokenizer, there is no text."""
 
     def __init__(
-        self,
-        info: EngineInfo,
-        tokenizer: Tokenizer | None,
-        defaults: GenerationDefaults | None = None,
-        encoder: Tokenizer | PromptEncoder | None = None,
-        compilable: Callable[[Grammar], str] = to_source,
+        self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
     ) -> None:
-        """`encoder` makes tokens of `bad_words`. `compilable` tries grammars out."""
-        self._compilable = compilable
+        """Without `defaults`, requests sample as the model says."""
         self._info = info
         self._tokenizer = tokenizer
-        self._encoder = encoder or tokenizer
         self.defaults = defaults or GenerationDefaults.load(Path(info.model))
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         # Folders may name ids that the model cannot output.
@@ -84,7 +67,7 @@ class MessageMaker:
             bad_words_ids=self._bad_words_ids(sampling.bad_words),
             bias_token_ids=bias_token_ids,
             bias_amounts=bias_amounts,
-            grammar="" if grammar is None else self._compilable(grammar),
+            grammar="" if grammar is None else self._source_of(grammar),
             grammar_name="" if grammar is None else grammar.name,
             end_token_ids=() if grammar is None else self._end_token_ids(sampling.stop_token_ids),
             request_id=given.request_id[:MAX_REQUEST_ID_CHARS],
@@ -107,35 +90,41 @@ class MessageMaker:
         return tuple(dict.fromkeys((*self._eos_token_ids, *(t for t in stop_token_ids if t in special))))
 
     def _bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        if self._encoder is None:
+        if self._tokenizer is None:
             return ()
-        return tuple(ids for word in words for ids in phrase_ids(word, self._encoder, self._info.vocab_size))
+        return tuple(ids for word in words for ids in phrase_ids(word, self._encode, self._info.vocab_size))
+
+    def _encode(self, text: str) -> Int32Array:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _source_of(self, grammar: Grammar) -> str:
+        """Return what compiles. Raise `InvalidRequest` or `Unsupported`."""
+        return to_source(grammar)
 
     def _open_streams(self, given: Generation) -> list[OutputStream]:
         kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
         return [kind(self._tokenizer, given) for _ in range(given.options.n)]
 
 
-class RequestReader:
-    """Reader of client requests, thread-safe."""
+class RequestReader(MessageMaker):
+    """Reader of client requests, which makes tokens and tries grammars by an encoder. Thread-safe."""
 
     def __init__(
         self,
         info: EngineInfo,
         tokenizer: Tokenizer,
-        encoder: PromptEncoder,
+        encoder: PromptWorkers,
         settings: FrontendSettings,
         *,
         max_prompt_bytes: int,
         defaults: GenerationDefaults | None = None,
     ) -> None:
-        """Without `defaults`, requests sample as the model says."""
-        self._info = info
-        self._tokenizer = tokenizer
+        super().__init__(info, tokenizer, defaults)
+        self._max_token_bytes = tokenizer.max_token_bytes
         self._encoder = encoder
         self._settings = settings
-        compilable = functools.lru_cache(MAX_KNOWN_GRAMMARS)(self._try_grammar)
-        self._maker = MessageMaker(info, tokenizer, defaults, encoder, compilable)
+        self._try_grammar = functools.lru_cache(MAX_KNOWN_GRAMMARS)(encoder.run)
         self.max_prompt_bytes = max_prompt_bytes
         default = settings.default_max_tokens
         self._default_max_tokens = info.max_num_tokens if default == "context" else default
@@ -148,11 +137,9 @@ class RequestReader:
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
         is_embedding = request.task == "embed"
-        if is_embedding:
-            check_names(request.parameters, _EMBED, request.task)
-        parameters = with_token_biases(request.parameters, self._encode_word)
-        defaults = {} if is_embedding else self._maker.defaults.sampling
-        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults)
+        parameters = with_token_biases(request.parameters, self._encode)
+        defaults = {} if is_embedding else self.defaults.sampling
+        sampling, options, prompt_options, is_scoring = parse_parameters(parameters, defaults, request.task)
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request, prompt_options, sampling)
@@ -171,14 +158,13 @@ class RequestReader:
             is_scoring=is_scoring,
             request_id=request.request_id,
         )
-        prepared = self._maker.prepare(key, given, arrival_ns, request.timeout_us)
+        prepared = self.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
         return prepared
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
         """Answer the tasks `tokenize` and `detokenize`."""
-        check_names(request.parameters, _TOKENIZE, request.task)
-        options = parse_parameters(request.parameters).prompt
+        options = parse_parameters(request.parameters, task=request.task).prompt
         name = self._prompt_name(request)
         if request.task == "detokenize":
             if request.input_ids is None:
@@ -245,18 +231,18 @@ class RequestReader:
         max_tokens = min(sampling.max_tokens or self._default_max_tokens, room)
         return msgspec.structs.replace(sampling, max_tokens=max_tokens)
 
-    def _try_grammar(self, grammar: Grammar) -> str:
-        return self._encoder.run(GrammarTrial(grammar)).text
+    def _encode(self, text: str) -> Int32Array:
+        return self._encoder.encode(text, add_special_tokens=False)
 
-    def _encode_word(self, word: str) -> Int32Array:
-        return self._encoder.encode(word, add_special_tokens=False)
+    def _source_of(self, grammar: Grammar) -> str:
+        return self._try_grammar(GrammarTrial(grammar)).text
 
     def _check_length(self, name: str, text: str) -> None:
         if not text:
             raise InvalidRequest(f"{name} is empty: give at least one character")
-        if self._tokenizer.max_token_bytes is not None:
+        if self._max_token_bytes is not None:
             # Tokenisation can take seconds.
-            least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
+            least = -(-len(text.encode("utf-8")) // self._max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
 
 
@@ -276,10 +262,10 @@ def truncated(prompt_ids: Int32Array, sampling: SamplingParams, info: EngineInfo
     return prompt_ids[-count:]
 
 
-def phrase_ids(phrase: str, encoder: Tokenizer | PromptEncoder, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+def phrase_ids(phrase: str, encode: Callable[[str], Int32Array], vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of a phrase at the start of a text and after a space."""
     bare = phrase.lstrip() or phrase
-    spellings = [encoder.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}")]
+    spellings = [encode(text).tolist() for text in (bare, f" {bare}")]
     return tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < vocab_size))
 
 

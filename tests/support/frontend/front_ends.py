@@ -12,12 +12,13 @@ import numpy as np
 
 from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from support.engine.request_ledger import check_all_over
+from support.frontend.local_encoder import LocalEncoder
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.ended_requests import EndedRequest
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
+from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.settings import FrontendSettings

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from support.engine.fake_engine import make_info, write_model_folder
+from support.frontend.local_encoder import LocalEncoder
 from support.fuzz.engine_target import serve_messages
 from support.fuzz.mutations import Form
 from support.triton import fake_triton
@@ -32,7 +33,7 @@ from tidewheel.entries.migration import migrate
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError, printable
 from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.prompt_process import LocalEncoder, TokenizerFolder
+from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.frontend.tokenizer import Tokenizer

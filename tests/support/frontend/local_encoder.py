@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from tidewheel.frontend.prompt_process import Answer, Job, JobRunner, TokenizerFolder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+
+
+class LocalEncoder(PromptWorkers):
+    """Encoder in this process."""
+
+    def __init__(self, folder: TokenizerFolder) -> None:
+        self._runner = JobRunner(folder)
+
+    def run(self, job: Job) -> Answer:
+        return self._runner.run(job)
+
+    def close(self) -> None: ...

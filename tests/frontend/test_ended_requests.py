@@ -45,11 +45,11 @@ def test_an_answer_tells_its_figures(harness: FrontendHarness, ended: list[Ended
     harness.deliver(submitted.key, tokens, "length", stats=figures)
     submitted.sink.wait_end()
     one = the_one(ended)
-    assert (one.request_id, one.tenant, one.priority, one.has_session) == ("r7", "acme", 2, True)
-    assert (one.finish_reason, one.tag, one.is_cancelled, one.is_streamed) == ("length", "", False, True)
-    assert (one.num_prompt_tokens, one.num_output_tokens) == (len(message.prompt) // 4, len(tokens))
-    assert (one.num_cached_tokens, one.num_preemptions) == (3, 2)
-    assert one.num_responses == len(submitted.sink.responses) > 0
+    assert (one.request_id, one.tenant, one.priority, one.session) == ("r7", "acme", "HIGH", True)
+    assert (one.finish_reason, one.tag, one.client_cancelled, one.stream) == ("length", None, False, True)
+    assert (one.prompt_tokens, one.output_tokens) == (len(message.prompt) // 4, len(tokens))
+    assert (one.cached_tokens, one.preemptions) == (3, 2)
+    assert one.responses == len(submitted.sink.responses) > 0
     assert one.deadline_ms == 60_000
     stages = one.stages
     assert [moment - begin for moment in stages[1:4]] == [5, 7, 9]
@@ -65,7 +65,7 @@ def test_a_stop_string_leaves_the_first_token_of_the_front_end(
     harness.deliver(submitted.key, harness.encode(" two three"))
     submitted.sink.wait_end()
     one = the_one(ended)
-    assert one.finish_reason == "stop" and one.num_cached_tokens is None
+    assert one.finish_reason == "stop" and one.cached_tokens is None
     assert before <= one.stages.first_token_ns <= one.stages.end_ns
     assert one.stages.scheduled_ns == 0 and one.stages.first_token_ns > 0
 
@@ -77,7 +77,7 @@ def test_sequences_are_told_together(harness: FrontendHarness, ended: list[Ended
         harness.deliver(submitted.key, token, "length", index=index, stats=stats(start))
     submitted.sink.wait_end()
     one = the_one(ended)
-    assert (one.num_sequences, one.num_output_tokens, one.stages.scheduled_ns) == (2, 2, 20)
+    assert (one.sequences, one.output_tokens, one.stages.scheduled_ns) == (2, 2, 20)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_refusals_are_told_by_their_tag(
 ) -> None:
     harness.refuse(**asked)
     one = the_one(ended)
-    assert (one.tag, one.finish_reason, one.tenant, one.num_output_tokens) == (tag, "", tenant, 0)
+    assert (one.tag, one.finish_reason, one.tenant, one.output_tokens) == (tag, None, tenant, 0)
 
 
 def test_a_request_that_cannot_be_read_is_refused_and_reported(
@@ -102,7 +102,7 @@ def test_a_request_that_cannot_be_read_is_refused_and_reported(
     sink = RecordingSink()
     harness.frontend.refuse("q", sink, time.monotonic_ns(), InvalidRequest("sampling_parameters is not JSON"))
     one = the_one(ended)
-    assert (one.request_id, one.tag, one.num_responses) == ("q", "TW-INPUT", 0)
+    assert (one.request_id, one.tag, one.responses) == ("q", "TW-INPUT", 0)
     assert str(sink.error) == "[TW-INPUT] sampling_parameters is not JSON"
     assert harness.frontend.stats().rejected == {"TW-INPUT": 1}
 
@@ -116,7 +116,7 @@ def test_an_engine_that_dies_is_told_with_the_tokens_until_then(
     harness.frontend.on_lost([submitted.key], EngineDead("gone"))
     submitted.sink.wait_end()
     one = the_one(ended)
-    assert (one.tag, one.num_output_tokens, one.num_responses) == ("TW-ENGINE-DEAD", 1, 1)
+    assert (one.tag, one.output_tokens, one.responses) == ("TW-ENGINE-DEAD", 1, 1)
 
 
 def test_a_client_that_leaves_is_told(harness: FrontendHarness, ended: list[EndedRequest]) -> None:
@@ -124,7 +124,7 @@ def test_a_client_that_leaves_is_told(harness: FrontendHarness, ended: list[Ende
     submitted.sink.gone.set()
     submitted.sink.wait_end()
     one = the_one(ended)
-    assert one.is_cancelled and one.finish_reason == "cancelled"
+    assert one.client_cancelled and one.finish_reason == "cancelled"
 
 
 def test_a_sink_that_breaks_is_told_once(harness: FrontendHarness, ended: list[EndedRequest]) -> None:
@@ -136,7 +136,7 @@ def test_a_sink_that_breaks_is_told_once(harness: FrontendHarness, ended: list[E
     harness.deliver(submitted.key, harness.encode("one"))
     submitted.sink.wait_end()  # before more comes: a sink ends itself if its last response breaks
     harness.deliver(submitted.key, harness.encode(" two"), "length")
-    assert the_one(ended).tag == "TW-CANCELLED" and the_one(ended).is_cancelled
+    assert the_one(ended).tag == "TW-CANCELLED" and the_one(ended).client_cancelled
 
 
 def test_nothing_of_the_text_is_told(harness: FrontendHarness, ended: list[EndedRequest]) -> None:

@@ -28,7 +28,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_line_has_times_counts_and_labels(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     log = RequestLog(str(path), "demo")
-    log.write([ended(), ended("q", finish_reason="", tag="TW-KV-FULL", priority=0, stages=Stages(1, end_ns=MS + 1))])
+    log.write(
+        [ended(), ended("q", finish_reason=None, tag="TW-KV-FULL", priority=None, stages=Stages(1, end_ns=MS + 1))]
+    )
     first, second = lines(path)
     moment = datetime.fromisoformat(first.pop("time"))
     assert abs(moment.timestamp() - (1100 * MS + wall_offset_ns()) * 1e-9) < 1 and moment.tzinfo == UTC

@@ -53,7 +53,7 @@ def test_an_error_has_its_tag_and_only_the_stages_that_were(make_spans: Callable
     with collecting() as collector:
         spans = make_spans(collector.url, "demo")
         refused = Stages(1000 * MS, end_ns=1001 * MS)
-        spans.write([ended(finish_reason="", tag="TW-KV-FULL", traceparent="", stages=refused)])
+        spans.write([ended(finish_reason=None, tag="TW-KV-FULL", traceparent="", stages=refused)])
         spans.close()
         (root,) = collector.roots()
     assert (root.status.code, root.status.message, root.parent_span_id) == (2, "TW-KV-FULL", b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -36,12 +37,12 @@ class BrokenSink(RecordingSink):
 class Watched:
     """A watcher that asks only when a test polls, over requests with keys from 0 on."""
 
-    def __init__(self, *sinks: RecordingSink) -> None:
+    def __init__(self, *sinks: RecordingSink, interval_s: float = 3600) -> None:
         self.requests = [make_request(sink, key) for key, sink in enumerate(sinks)]
         self.live = {request.key: request for request in self.requests}
         self.cancelled: list[LiveRequest] = []
         self.expired: SimpleQueue[LiveRequest] = SimpleQueue()
-        self.watcher = Watcher(self.live, self.cancelled.append, self.expire, interval_s=3600)
+        self.watcher = Watcher(self.live, self.cancelled.append, self.expire, interval_s=interval_s)
 
     def expire(self, request: LiveRequest) -> None:
         self.expired.put(request)
@@ -82,33 +83,26 @@ def test_clients_that_are_gone_or_cannot_say_are_cancelled(opened: list[Watched]
     assert watched.cancelled == [watched.requests[0], watched.requests[2]]
 
 
-def test_deadlines_come_in_their_order_without_a_round_of_questions(opened: list[Watched]) -> None:
+def test_requests_expire_once_and_a_failure_holds_up_no_other(opened: list[Watched]) -> None:
     opened.append(watched := Watched(*[CountingSink() for _ in range(4)]))
     now_ns = time.monotonic_ns()
-    with watched.watcher._changed:  # it looks when all are set
-        for key, milliseconds in ((3, 1e9), (0, 20), (2, 10), (1, -5)):
-            watched.watcher.set_deadline(watched.live[key], now_ns + int(milliseconds * 1e6))
-    assert [watched.expired.get(timeout=30).key for _ in range(3)] == [1, 2, 0]
+    watched.live[7] = make_request(CountingSink(), 7, "broken")
+    for key, expires_ns in ((7, 1), (0, now_ns + 10**15), (1, now_ns), (2, 1)):
+        watched.live[key].expires_ns = expires_ns
+    with contextlib.suppress(RuntimeError):
+        watched.watcher.expire_due()
+    watched.watcher.expire_due()
+    assert sorted(watched.expired.get(timeout=30).key for _ in range(3)) == [1, 2, 7]
     assert watched.expired.empty()
 
 
-def test_a_deadline_that_fails_holds_up_no_other(opened: list[Watched]) -> None:
-    opened.append(watched := Watched(CountingSink()))
+def test_a_round_that_fails_is_followed_by_another() -> None:
+    watched = Watched(CountingSink(), interval_s=0.001)
     watched.live[7] = make_request(CountingSink(), 7, "broken")
-    watched.watcher.set_deadline(watched.live[7], 1)
-    assert watched.expired.get(timeout=30).key == 7
-    watched.watcher.set_deadline(watched.live[0], 2)
-    assert watched.expired.get(timeout=30).key == 0
-
-
-def test_deadlines_of_requests_that_are_over_are_dropped(opened: list[Watched]) -> None:
-    opened.append(watched := Watched(CountingSink()))
-    month_ns = time.monotonic_ns() + 30 * 86_400 * 10**9
-    for key in range(1, 10_000):
-        watched.live[key] = make_request(CountingSink(), key)
-        watched.watcher.set_deadline(watched.live[key], month_ns)
-        del watched.live[key]
-    assert len(watched.watcher._deadlines) < 100
+    for key in (7, 0):
+        watched.live[key].expires_ns = 1
+        assert watched.expired.get(timeout=30).key == key
+    watched.watcher.close()
 
 
 def test_work_that_raises_does_not_end_its_thread() -> None:

@@ -18,7 +18,7 @@ from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import Cancelled, ConfigError, TidewheelError
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.output import Response
-from tidewheel.frontend.request_parameters import GenerateRequest, Task
+from tidewheel.frontend.request_parameters import Task
 from tidewheel.frontend.settings import STDERR
 from tidewheel.request import FinishReason, Priority
 
@@ -50,34 +50,27 @@ def milliseconds(begin_ns: int, end_ns: int) -> float | None:
     return round((end_ns - begin_ns) / _NS_PER_MS, 3) if begin_ns and end_ns else None
 
 
-class EndedRequest(NamedTuple):
-    """Figures and labels of a request that has ended, without prompt and output."""
+class EndedRequest(msgspec.Struct, frozen=True):
+    """Figures and labels of a request that has ended, by the log's names, without prompt and output."""
 
     request_id: str
-    task: Task
-    is_streamed: bool
-    priority: int  # granted class
-    tenant: str
-    has_session: bool
-    traceparent: str  # of the client or of Triton; empty: none
-    deadline_ns: int  # 0: none
     stages: Stages
-    finish_reason: str = ""  # empty: an error
-    tag: str = ""  # of the error
-    num_sequences: int = 1
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int | None = None  # None: it ended before figures of the engine came
-    num_preemptions: int | None = None
-    num_output_tokens: int = 0
-    num_responses: int = 0
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self.finish_reason == FinishReason.CANCELLED or self.tag == Cancelled.tag
-
-    @property
-    def deadline_ms(self) -> float | None:
-        return milliseconds(self.stages.arrival_ns, self.deadline_ns)
+    task: Task = "generate"
+    stream: bool = False
+    priority: str | None = None  # granted class
+    tenant: str = ""
+    finish_reason: str | None = None  # None: an error
+    tag: str | None = None  # of the error
+    client_cancelled: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None  # None: it ended before figures of the engine came
+    output_tokens: int = 0
+    sequences: int = 1
+    responses: int = 0
+    preemptions: int | None = None
+    deadline_ms: float | None = None
+    session: bool = False
+    traceparent: str = ""  # of the client or of Triton; empty: none
 
     @classmethod
     def of(
@@ -85,15 +78,10 @@ class EndedRequest(NamedTuple):
     ) -> EndedRequest:
         stats = [chunk.stats for chunk in response if chunk.stats is not None]
         urgency, message, outputs = request.urgency, request.prepared.message, request.prepared.outputs
+        priority = stats[0].priority if stats else urgency.priority
+        reason = response[0].finish_reason if response else None
         return cls(
             request_id=request.asked.request_id,
-            task=request.asked.task,
-            is_streamed=request.asked.stream,
-            priority=stats[0].priority if stats else int(urgency.priority),
-            tenant=urgency.tenant,
-            has_session=urgency.has_session,
-            traceparent=request.asked.traceparent,
-            deadline_ns=urgency.deadline_ns,
             stages=Stages(  # of the first sequence to begin and the last to end
                 request.arrival_ns,
                 scheduled_ns=_least(one.first_scheduled_ns for one in stats),
@@ -101,21 +89,23 @@ class EndedRequest(NamedTuple):
                 last_token_ns=max((one.last_token_ns for one in stats), default=0),
                 end_ns=end_ns,
             ),
-            finish_reason=(response[0].finish_reason or "") if response else "",
-            tag="" if error is None else error.tag,
-            num_sequences=message.options.n if isinstance(message, AddRequest) else 1,
-            num_prompt_tokens=0 if outputs is None else outputs.num_input_tokens,
-            num_cached_tokens=stats[0].num_cached_tokens if stats else None,
-            num_preemptions=sum(one.num_preemptions for one in stats) if stats else None,
-            num_output_tokens=0 if outputs is None else sum(outputs.num_output_tokens),
-            num_responses=request.num_responses,
+            task=request.asked.task,
+            stream=request.asked.stream,
+            priority=Priority(priority).name if priority else None,
+            tenant=urgency.tenant,
+            finish_reason=reason,
+            tag=None if error is None else error.tag,
+            client_cancelled=reason == FinishReason.CANCELLED or isinstance(error, Cancelled),
+            prompt_tokens=0 if outputs is None else outputs.num_input_tokens,
+            cached_tokens=stats[0].num_cached_tokens if stats else None,
+            output_tokens=0 if outputs is None else sum(outputs.num_output_tokens),
+            sequences=message.options.n if isinstance(message, AddRequest) else 1,
+            responses=request.num_responses,
+            preemptions=sum(one.num_preemptions for one in stats) if stats else None,
+            deadline_ms=milliseconds(request.arrival_ns, urgency.deadline_ns),
+            session=urgency.has_session,
+            traceparent=request.asked.traceparent,
         )
-
-    @classmethod
-    def refused(cls, request_id: str, arrival_ns: int, end_ns: int, error: TidewheelError) -> EndedRequest:
-        asked = GenerateRequest(request_id=request_id)
-        stages = Stages(arrival_ns, end_ns=end_ns)
-        return cls(request_id, asked.task, False, 0, "", False, "", 0, stages, tag=error.tag)
 
 
 def _least(moments: Iterable[int]) -> int:
@@ -124,32 +114,19 @@ def _least(moments: Iterable[int]) -> int:
 
 def _line(model: str, ended: EndedRequest, wall_ns: int) -> dict[str, object]:
     """Return an entry of the log. Fields with `_ms` are durations; null: never, or unknown."""
-    stages = ended.stages
+    stages, fields = ended.stages, msgspec.structs.asdict(ended)
+    del fields["stages"], fields["traceparent"]
     moment = datetime.fromtimestamp((stages.end_ns + wall_ns) * 1e-9, UTC)
     return {
         "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "model": model,
+        **fields,
         "request_id": ended.request_id[:_MAX_ID_CHARS],
-        "task": ended.task,
-        "stream": ended.is_streamed,
-        "priority": Priority(ended.priority).name if ended.priority else None,
-        "tenant": ended.tenant,
-        "finish_reason": ended.finish_reason or None,
-        "tag": ended.tag or None,
-        "client_cancelled": ended.is_cancelled,
         "queue_ms": milliseconds(stages.arrival_ns, stages.scheduled_ns),
         "prefill_ms": milliseconds(stages.scheduled_ns, stages.first_token_ns),
         "first_token_ms": milliseconds(stages.arrival_ns, stages.first_token_ns),
         "decode_ms": milliseconds(stages.first_token_ns, stages.last_token_ns),
         "total_ms": milliseconds(stages.arrival_ns, stages.end_ns),
-        "prompt_tokens": ended.num_prompt_tokens,
-        "cached_tokens": ended.num_cached_tokens,
-        "output_tokens": ended.num_output_tokens,
-        "sequences": ended.num_sequences,
-        "responses": ended.num_responses,
-        "preemptions": ended.num_preemptions,
-        "deadline_ms": ended.deadline_ms,
-        "session": ended.has_session,
         "trace_id": trace_id(ended.traceparent) or None,
     }
 

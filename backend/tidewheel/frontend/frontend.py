@@ -21,7 +21,7 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.admission_gate import AdmissionGate
-from tidewheel.frontend.ended_requests import EndedRequest
+from tidewheel.frontend.ended_requests import EndedRequest, Stages
 from tidewheel.frontend.live_request import Ending, LiveRequest, Sink, TokenColumns
 from tidewheel.frontend.output import OutputChunk, Response, is_last
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
@@ -94,8 +94,6 @@ class Frontend:
             if refusal is None:
                 self._live[live.key] = live
                 self._gate.enter(live.key)
-                if live.urgency.deadline_ns:
-                    self._watcher.set_deadline(live, live.urgency.deadline_ns)
                 self._prompts.put(live)
         if refusal is not None:
             self._fail(live, refusal)
@@ -106,7 +104,7 @@ class Frontend:
         self._recorder.failed(error, had_output=False)
         sink.fail(error)
         if self._on_ended is not None:
-            self._on_ended(EndedRequest.refused(request_id, arrival_ns, time.monotonic_ns(), error))
+            self._on_ended(EndedRequest(request_id, Stages(arrival_ns, end_ns=time.monotonic_ns()), tag=error.tag))
 
     def wait_for_room(self) -> None:
         self._gate.wait()
@@ -252,7 +250,7 @@ class Frontend:
         """End the request, or give an engine that knows its deadline a little time to end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
-            self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
+            request.expires_ns = request.urgency.deadline_ns + _DEADLINE_GRACE_NS
         elif request.has_output:
             self._end(request, Ending(FinishReason.DEADLINE))
         else:

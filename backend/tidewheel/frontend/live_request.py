@@ -60,6 +60,7 @@ class LiveRequest:
         self.sink = sink
         self.arrival_ns = arrival_ns
         self.urgency = urgency or Urgency()
+        self.expires_ns = self.urgency.deadline_ns  # when the watcher ends it; 0: never
         self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
         self.has_output = False

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.ended_requests import EndedRequest, wall_offset_ns
-from tidewheel.request import Priority
 from tidewheel.version import __version__
 
 if TYPE_CHECKING:
@@ -98,25 +97,23 @@ def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
 
 def attributes_of(ended: EndedRequest, model: str) -> Attributes:
     """Return attributes by OpenTelemetry's names for generative AI, or ours."""
-    optional: dict[str, str | bool | int | float | list[str] | None] = {
-        "gen_ai.response.id": ended.request_id or None,
-        "gen_ai.response.finish_reasons": [ended.finish_reason] if ended.finish_reason else None,
-        "gen_ai.usage.cache_read.input_tokens": ended.num_cached_tokens,
-        "error.type": ended.tag or None,
-        "tidewheel.class": Priority(ended.priority).name if ended.priority else None,
-        "tidewheel.tenant": ended.tenant or None,
-        "tidewheel.preemptions": ended.num_preemptions,
-        "tidewheel.deadline_ms": ended.deadline_ms,
-    }
-    return {
+    attributes: dict[str, str | bool | int | float | list[str] | None] = {
         "gen_ai.operation.name": _OPERATIONS.get(ended.task, ended.task),
         "gen_ai.provider.name": _SERVICE,
         "gen_ai.request.model": model,
-        "gen_ai.request.choice.count": ended.num_sequences,
-        "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": ended.num_output_tokens,
-        "tidewheel.responses": ended.num_responses,
-        "tidewheel.session": ended.has_session,
-        "tidewheel.client_cancelled": ended.is_cancelled,
-        **{name: value for name, value in optional.items() if value is not None},
+        "gen_ai.request.choice.count": ended.sequences,
+        "gen_ai.response.id": ended.request_id,
+        "gen_ai.response.finish_reasons": [ended.finish_reason] if ended.finish_reason else None,
+        "gen_ai.usage.input_tokens": ended.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
+        "gen_ai.usage.output_tokens": ended.output_tokens,
+        "error.type": ended.tag,
+        "tidewheel.class": ended.priority,
+        "tidewheel.tenant": ended.tenant,
+        "tidewheel.responses": ended.responses,
+        "tidewheel.preemptions": ended.preemptions,
+        "tidewheel.deadline_ms": ended.deadline_ms,
+        "tidewheel.session": ended.session,
+        "tidewheel.client_cancelled": ended.client_cancelled,
     }
+    return {name: value for name, value in attributes.items() if value is not None and value != ""}

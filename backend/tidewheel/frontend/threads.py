@@ -16,7 +16,6 @@ from tidewheel.frontend.settings import FrontendSettings
 logger = logging.getLogger(__name__)
 
 _MAX_SHARE = 0.2  # of a thread's time
-_MIN_STALE = 64  # before the heap is rebuilt
 
 _AGEING_NS = 10_000_000_000
 _LONG_PROMPT_BYTES = 16 << 10
@@ -63,7 +62,7 @@ class Workers(Generic[T]):
 
 
 class Watcher:
-    """Thread that calls `cancel` when a client is gone and `expire` at deadlines.
+    """Thread that calls `expire` at deadlines and `cancel` when a client is gone, every `interval_s`.
 
     To ask Triton about a client takes about 100 µs, so sweeps get a bounded share of the thread's time.
     """
@@ -74,27 +73,20 @@ class Watcher:
         self._expire = expire
         self._interval_s = interval_s
         self._sweep: Iterator[LiveRequest] = iter(())
-        self._deadlines: list[tuple[int, int]] = []  # heap of (monotonic ns, key)
-        self._changed = threading.Condition()
-        self._is_closed = False
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self._thread.start()
 
-    def set_deadline(self, request: LiveRequest, moment_ns: int) -> None:
-        """Expire the request at a monotonic time. Thread-safe."""
-        with self._changed:
-            if len(self._deadlines) > 2 * len(self._live) + _MIN_STALE:
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
-                heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (moment_ns, request.key))
-            if self._deadlines[0] == (moment_ns, request.key):
-                self._changed.notify()
-
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        self._stopped.set()
         self._thread.join(1.0)
+
+    def expire_due(self) -> None:
+        now_ns = time.monotonic_ns()
+        for request in list(self._live.values()):
+            if 0 < request.expires_ns <= now_ns:
+                request.expires_ns = 0
+                self._expire(request)
 
     def poll(self, budget_s: float) -> None:
         """Sweep over live requests for `budget_s`."""
@@ -115,32 +107,12 @@ class Watcher:
             self._cancel(request)
 
     def _run(self) -> None:
-        next_poll = time.monotonic() + self._interval_s
-        while not self._is_closed:
-            self._sleep(next_poll)
+        while not self._stopped.wait(self._interval_s):
             try:
-                while (request := self._pop_due(time.monotonic_ns())) is not None:
-                    self._expire(request)
-                if time.monotonic() >= next_poll:
-                    self.poll(self._interval_s * _MAX_SHARE)
-                    next_poll = time.monotonic() + self._interval_s
+                self.expire_due()
+                self.poll(self._interval_s * _MAX_SHARE)
             except Exception:
                 logger.exception("a round of deadlines and cancellations failed")
-
-    def _sleep(self, until: float) -> None:
-        with self._changed:
-            if self._deadlines:
-                until = min(until, self._deadlines[0][0] * 1e-9)
-            if not self._is_closed:
-                self._changed.wait(max(0.0, until - time.monotonic()))
-
-    def _pop_due(self, now_ns: int) -> LiveRequest | None:
-        with self._changed:
-            while self._deadlines and self._deadlines[0][0] <= now_ns:
-                request = self._live.get(heapq.heappop(self._deadlines)[1])
-                if request is not None:
-                    return request
-        return None
 
 
 class PromptQueue:

@@ -12,9 +12,9 @@ PARENT = "b7ad6b7169203331"
 def ended(request_id: str = "r", **fields: Any) -> EndedRequest:
     """Make an ended request: 10 ms of queue, 20 of prefill, 30 of decode and 40 until its response was sent."""
     values: dict[str, Any] = {
-        "is_streamed": True, "priority": 2, "tenant": "acme", "has_session": True, "deadline_ns": 0,
-        "traceparent": f"00-{TRACE}-{PARENT}-01", "finish_reason": "stop",
         "stages": Stages(1000 * MS, 1010 * MS, 1030 * MS, 1060 * MS, 1100 * MS),
-        "num_prompt_tokens": 7, "num_cached_tokens": 4, "num_output_tokens": 9, "num_responses": 3,
+        "stream": True, "priority": "HIGH", "tenant": "acme", "finish_reason": "stop", "prompt_tokens": 7,
+        "cached_tokens": 4, "output_tokens": 9, "responses": 3, "session": True,
+        "traceparent": f"00-{TRACE}-{PARENT}-01",
     }  # fmt: skip
-    return EndedRequest(request_id, "generate", **values | fields)
+    return EndedRequest(request_id, **values | fields)

@@ -116,3 +116,14 @@ def test_a_victim_is_needed_where_another_that_shares_its_blocks_has_just_expire
         max_preemptions=1,
     )
     assert machine.driver.scheduler.stats().num_expired > 0
+
+
+def test_a_critical_request_waits_for_a_block_to_hold_the_tail_of_its_session() -> None:
+    machine = live(
+        *[(HIGH, 1), 3, (CRITICAL, 2), (CRITICAL, 3), 2],
+        pool=(5, 16),
+        seed=89,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+    )
+    assert machine.driver.scheduler.stats().num_sessions > 0

@@ -152,6 +152,8 @@ def _check_wait(driver: SchedulerDriver, blocks: Blocks, model: Model) -> None:
         return
     lower = {name for name in blocks.tables if model.counts(driver.requests[name]) > Priority.CRITICAL}
     free = blocks.num_free + sum(blocks.num_only_of(name) for name in lower)
-    needed = driver.kv.num_blocks_for(head.num_tokens) + int(config.watermark * driver.kv.num_blocks)
+    # The tail of a session is held while it is copied.
+    num_blocks = driver.kv.num_blocks_for(head.num_tokens) + bool(head.session_id)
+    needed = num_blocks + int(config.watermark * driver.kv.num_blocks)
     has_row = lower or (blocks.has_free_row and len(blocks.tables) < driver.scheduler.stats().max_num_seqs)
     assert not has_row or free < needed + blocks.num_growing, f"{head} waits for nothing"

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
 from tidewheel.cli.main import main
-from tidewheel.cli.usage import printable
+from tidewheel.cli.usage import printable, show
+from tidewheel_client import Chunk, Stream
 
 
 def url(triton: FakeTriton) -> list[str]:
@@ -210,6 +213,32 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(triton: FakeTriton) -> None:
         chat.kill()
         chat.wait()
         os.close(controller)
+
+
+class InterruptedStream:
+    """Each chunk meets a Ctrl-C within the client's own code."""
+
+    finish_reason = None
+    is_cancelled = False
+    num_whole_reads = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while not self.is_cancelled:
+            signal.raise_signal(signal.SIGINT)
+            self.num_whole_reads += 1
+            yield Chunk(text="partial")
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_ctrl_c_interrupts_no_code_of_the_client(capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC may keep a lock if an exception comes between two of its lines; later calls then wait forever."""
+    stream = InterruptedStream()
+    answer = show(cast(Stream, stream))
+    assert stream.is_cancelled and stream.num_whole_reads == 1
+    assert answer.text == "partial" and capsys.readouterr().out == "partial\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def read_until(descriptor: int, *texts: bytes) -> None:

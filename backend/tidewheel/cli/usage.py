@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import inspect
 import json
+import signal
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -135,14 +136,13 @@ def show(stream: Stream) -> PrintedAnswer:
     start = time.monotonic()
     first_s, texts, num_input, num_output = 0.0, [], 0, 0
     try:
-        for chunk in stream:
-            first_s = first_s or time.monotonic() - start
-            texts.append(chunk.text)
-            num_input = chunk.num_input_tokens or num_input
-            num_output += chunk.num_output_tokens or 0
-            print(printable(chunk.text) if sys.stdout.isatty() else chunk.text, end="", flush=True)
-    except KeyboardInterrupt:
-        stream.cancel()
+        with _cancelled_by_ctrl_c(stream):
+            for chunk in stream:
+                first_s = first_s or time.monotonic() - start
+                texts.append(chunk.text)
+                num_input = chunk.num_input_tokens or num_input
+                num_output += chunk.num_output_tokens or 0
+                print(printable(chunk.text) if sys.stdout.isatty() else chunk.text, end="", flush=True)
     finally:
         if texts:
             print(flush=True)
@@ -153,6 +153,16 @@ def show(stream: Stream) -> PrintedAnswer:
         f"ended by {stream.finish_reason or 'you'}"
     )
     return PrintedAnswer("".join(texts), stream.finish_reason, stats)
+
+
+@contextlib.contextmanager
+def _cancelled_by_ctrl_c(stream: Stream) -> Iterator[None]:
+    """Let Ctrl-C cancel the stream. A KeyboardInterrupt within gRPC can leave a lock held, and its channel dead."""
+    before = signal.signal(signal.SIGINT, lambda *_: stream.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def printable(text: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tidewheel.cluster import replica
 from tidewheel.cluster.replica import ServerChild
-from tidewheel.engine import control_calls
+from tidewheel.engine import connection
 from tidewheel.server.endpoints import Endpoints
 
 ONE, OTHER, DEAD = Path("one"), Path("other"), Path("dead")
@@ -23,9 +23,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ServerChild:
     server._endpoints = Endpoints(metrics=1234)
     monkeypatch.setattr(replica, "_DRAIN_LOOK_S", 0.0)
     monkeypatch.setattr(replica, "current_engines_of", {1234: [ONE, OTHER, DEAD]}.__getitem__)
-    monkeypatch.setattr(
-        control_calls, "read_status", lambda engine: SimpleNamespace(state="ready", is_alive=engine != DEAD)
-    )
+    monkeypatch.setattr(connection, "read_serving", lambda engine: engine != DEAD)
     return server
 
 
@@ -40,7 +38,7 @@ def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
         count = left[engine].pop(0)
         return None if count is None else SimpleNamespace(num_running=count, num_waiting=0)
 
-    monkeypatch.setattr(control_calls, "drain", drain)
+    monkeypatch.setattr(connection, "drain", drain)
     server.drain(60.0)
     assert asked == [ONE, OTHER] * 5
 
@@ -48,7 +46,7 @@ def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
 def test_a_request_that_does_not_end_is_waited_for_no_longer_than_the_limit(
     server: ServerChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_calls, "drain", lambda *_: SimpleNamespace(num_running=0, num_waiting=1))
+    monkeypatch.setattr(connection, "drain", lambda *_: SimpleNamespace(num_running=0, num_waiting=1))
     begun = time.monotonic()
     server.drain(0.2)
     assert 0.2 <= time.monotonic() - begun < 20

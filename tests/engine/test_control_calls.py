@@ -10,7 +10,7 @@ import pytest
 from support.engine.engine_clients import Client, endless, request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
-from tidewheel.engine.control_calls import cancel_request, list_requests
+from tidewheel.engine.connection import cancel_request, list_requests
 from tidewheel.engine.messages import MAX_LISTED, ListRequests, RequestList, RequestRow, encoder, to_engine_decoder
 
 Connect = Callable[..., Client]

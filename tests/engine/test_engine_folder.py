@@ -23,7 +23,7 @@ from tidewheel.engine.folder import (
     socket_address,
     write_status,
 )
-from tidewheel.engine.launcher import python_executable, recent_deaths, record_death
+from tidewheel.engine.launcher import python_executable, record_death
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
 from tidewheel_process.handle import start_ticks
@@ -127,27 +127,28 @@ def test_last_log_line(tmp_path: Path) -> None:
 
 
 def test_deaths_are_remembered_once_each(tmp_path: Path) -> None:
-    record_death(tmp_path, 1, 10, window_s=60)
-    record_death(tmp_path, 1, 10, window_s=60)
-    assert len(record_death(tmp_path, 1, 11, window_s=60)) == 2
-    assert [(death.pid, death.start_ticks) for death in recent_deaths(tmp_path, 60)] == [(1, 10), (1, 11)]
+    first, second = status(pid=1, start_ticks=10), status(pid=1, start_ticks=11)
+    record_death(tmp_path, first, window_s=60)
+    assert len(record_death(tmp_path, first, window_s=60)) == 1
+    deaths = record_death(tmp_path, second, window_s=60)
+    assert [(death.pid, death.start_ticks) for death in deaths] == [(1, 10), (1, 11)]
 
 
 def test_old_and_impossible_deaths_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    record_death(tmp_path, 1, 1, window_s=60)
+    record_death(tmp_path, status(pid=1), window_s=60)
     now = 1059.0
-    assert len(record_death(tmp_path, 2, 2, window_s=60)) == 2
+    assert len(record_death(tmp_path, status(pid=2), window_s=60)) == 2
     now = 1061.0
-    assert [death.pid for death in recent_deaths(tmp_path, 60)] == [2]
+    assert [death.pid for death in record_death(tmp_path, status(pid=3), window_s=60)] == [2, 3]
     now = 5.0  # the machine has booted since
-    assert recent_deaths(tmp_path, 60) == []
+    assert [death.pid for death in record_death(tmp_path, status(pid=4), window_s=60)] == [4]
 
 
 def test_unreadable_memory_is_no_memory(tmp_path: Path) -> None:
     (tmp_path / DEATHS).write_text("{")
-    assert recent_deaths(tmp_path, 60) == []
+    assert len(record_death(tmp_path, status(), window_s=60)) == 1
 
 
 def test_the_interpreter_is_found_where_python_is_embedded(monkeypatch: pytest.MonkeyPatch) -> None:

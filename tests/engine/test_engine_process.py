@@ -19,7 +19,7 @@ from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, H
 from support.scheduler.scheduling import make_request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
-from tidewheel.engine.control_calls import drain
+from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import LOG, Status, socket_address
 from tidewheel.engine.heartbeat import HangLimits
 from tidewheel.engine.launcher import stop_engine

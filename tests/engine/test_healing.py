@@ -17,12 +17,13 @@ from support.engine.engine_clients import LIMIT_S, Client, endless, request
 from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, LOADS_FOREVER, READS
 from tidewheel.config import EngineConfig
 from tidewheel.engine import launcher, process
-from tidewheel.engine.folder import DEATHS, LOCK, STATUS, Status, new_target, read_status
-from tidewheel.engine.front_ends import ListeningClock
+from tidewheel.engine.folder import DEATHS, STATUS, Status, new_target, read_status
+from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.launcher import EngineLauncher
 from tidewheel.errors import ConfigError, EngineDead, PermanentError
 from tidewheel_process.child import Child
 from tidewheel_process.handle import ProcessHandle
+from tidewheel_process.locked_folder import LOCK, LockedFolder
 from tidewheel_process.restarts import RestartPolicy
 
 Connect = Callable[..., Client]
@@ -236,9 +237,9 @@ def test_the_owner_of_a_removed_lock_makes_another(folder: Path) -> None:
     assert owner.try_lock() and not other.try_lock()
     (folder / LOCK).unlink()
     assert other.try_lock() and not owner.try_lock()
-    other.release(end_engine_that_loads=False)
+    other.release()
     assert owner.try_lock()
-    owner.release(end_engine_that_loads=False)
+    owner.release()
 
 
 def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +249,11 @@ def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path, monke
     status = read_status(folder)
     assert status is not None and status.state == "failed" and status.is_given_up
     assert "max_num_seqs" in status.message
+    owner = LockedFolder(folder)
+    assert owner.try_lock()
     with pytest.raises(PermanentError):
-        raise launcher._failure(status)
+        EngineLauncher(new_target(folder, EngineConfig(model="m")), command=(), policy=RestartPolicy()).seek(0)
+    owner.release()
 
 
 def test_a_status_that_the_disk_does_not_take_is_written_later(

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tidewheel.engine.folder import CURRENT, HEARTBEAT, LOCK, Status, first_status, is_owned, write_status
+from tidewheel.engine.folder import CURRENT, HEARTBEAT, Status, first_status, write_status
 from tidewheel.engine.heartbeat import MAX_GAP_S, UNUSED_S, EngineWatch, HangLimits, HangWatch, Heartbeat
+from tidewheel_process.locked_folder import LOCK, is_locked
 
 LOOK_S = 0.2
 GONE = "the front end of the engine is gone or says nothing"
@@ -190,8 +191,8 @@ def test_a_front_end_that_says_nothing_serves_nobody(world: World) -> None:
 
 
 def test_to_ask_for_the_owner_takes_nothing(world: World) -> None:
-    assert is_owned(world.folder)
+    assert is_locked(world.folder / LOCK)
     world.leave()
-    assert not is_owned(world.folder)
+    assert not is_locked(world.folder / LOCK)
     fcntl.flock(world.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert not is_owned(world.folder / "nowhere")
+    assert not is_locked(world.folder / "nowhere" / LOCK)

@@ -43,7 +43,7 @@ def test_a_put_wakes_once(outbox: Outbox) -> None:
     outbox.put(1, b"one")
     outbox.put(2, b"two")
     assert is_awake(outbox)
-    assert outbox.take() == []
+    assert outbox.take_cancelled() == []
     assert not is_awake(outbox)
     wire = Wire()
     outbox.flush(wire.send)
@@ -55,7 +55,7 @@ def test_a_put_wakes_once(outbox: Outbox) -> None:
 def test_what_is_not_taken_stays(outbox: Outbox) -> None:
     for key in range(3):
         outbox.put(key, bytes([key]))
-    outbox.take()
+    outbox.take_cancelled()
     outbox.flush(Wire(room=1).send)
     assert outbox.lose_in_flight() == [0]
     wire = Wire()
@@ -66,7 +66,7 @@ def test_what_is_not_taken_stays(outbox: Outbox) -> None:
 def test_cancelled_before_it_was_sent(outbox: Outbox) -> None:
     outbox.put(1, b"one")
     outbox.put_cancel([1, 7])
-    assert outbox.take() == [1]
+    assert outbox.take_cancelled() == [1]
     wire = Wire()
     outbox.flush(wire.send)
     assert wire.sent == []
@@ -75,11 +75,11 @@ def test_cancelled_before_it_was_sent(outbox: Outbox) -> None:
 def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
     outbox.put(1, b"one")
     outbox.put(2, b"two")
-    outbox.take()
+    outbox.take_cancelled()
     outbox.flush(Wire().send)
     outbox.ended([Delta(2, [], "stop")])
     outbox.put_cancel([1, 2])
-    assert outbox.take() == []
+    assert outbox.take_cancelled() == []
     outbox.flush(Wire(room=0).send)
     wire = Wire()
     outbox.flush(wire.send)
@@ -89,7 +89,7 @@ def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
 def test_a_request_is_in_flight_until_its_last_sequence_has_ended(outbox: Outbox) -> None:
     for key in (1, 2, 3):
         outbox.put(key, b"", 2)
-    outbox.take()
+    outbox.take_cancelled()
     outbox.flush(Wire().send)
     outbox.ended([Delta(1, [], "stop", index=1), Delta(2, [5], index=0), Delta(3, [], "error", index=WHOLE_REQUEST)])
     outbox.ended([Delta(1, [], "length", index=0), Delta(2, [], "stop", index=0), Delta(9, [], "stop")])
@@ -98,10 +98,10 @@ def test_a_request_is_in_flight_until_its_last_sequence_has_ended(outbox: Outbox
 
 def test_one_sequence_is_cancelled(outbox: Outbox) -> None:
     outbox.put(1, b"one", 2)
-    outbox.take()
+    outbox.take_cancelled()
     outbox.flush(Wire().send)
     outbox.put_cancel([], [(1, 1), (7, 0)])
-    assert outbox.take() == []
+    assert outbox.take_cancelled() == []
     wire = Wire()
     outbox.flush(wire.send)
     assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([], [(1, 1)])]
@@ -111,7 +111,7 @@ def test_a_key_that_was_refused_can_be_sent_again(outbox: Outbox) -> None:
     wire = Wire()
     for _ in range(2):
         outbox.put(1, b"one")
-        outbox.take()
+        outbox.take_cancelled()
         outbox.flush(wire.send)
         outbox.ended([Delta(1, [], "error", index=WHOLE_REQUEST)])
     assert wire.sent == [b"one", b"one"]
@@ -121,7 +121,7 @@ def test_a_key_that_was_refused_can_be_sent_again(outbox: Outbox) -> None:
 def test_waiting_is_bounded(outbox: Outbox) -> None:
     for key in range(2):
         outbox.put(key, b"")
-    outbox.take()
+    outbox.take_cancelled()
     for key in range(2, 4):
         outbox.put(key, b"")
     with pytest.raises(Busy, match="4 requests wait") as error:
@@ -133,10 +133,10 @@ def test_holding_ends(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     outbox.put(1, b"")
-    outbox.take()
+    outbox.take_cancelled()
     now = 105.0
     outbox.put(2, b"")
-    outbox.take()
+    outbox.take_cancelled()
     assert outbox.lose_expired() == []
     now = 110.5
     assert outbox.lose_expired() == [1]
@@ -147,10 +147,10 @@ def test_holding_ends(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
     outbox.put(1, b"in flight")
-    outbox.take()
+    outbox.take_cancelled()
     outbox.flush(Wire().send)
     outbox.put(2, b"held")
-    outbox.take()
+    outbox.take_cancelled()
     outbox.put(3, b"queued")
     assert sorted(outbox.refuse(Draining("bye"))) == [1, 2, 3]
     assert outbox.refuse(Draining("again")) == []
@@ -160,7 +160,7 @@ def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
         outbox.put(4, b"")
     assert first.value is not second.value
     outbox.put_cancel([1])
-    assert outbox.take() == []
+    assert outbox.take_cancelled() == []
 
 
 def test_waking_after_the_end_touches_no_descriptor() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidewheel.scheduler import tenancy
 from tidewheel.scheduler.tenancy import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
 
 
@@ -145,8 +146,9 @@ def test_the_heap_agrees_with_a_plain_search(calls: list[tuple[str, str, int]]) 
             assert counters.counter(least) == min(counters.counter(each) for each in active)
 
 
-def test_memory_is_bounded_whatever_tenants_are_named() -> None:
-    counters = VirtualCounters(same_weight, max_idle=10)
+def test_memory_is_bounded_whatever_tenants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenancy, "MAX_IDLE_TENANTS", 10)
+    counters = VirtualCounters(same_weight)
     counters.activate("regular")
     for number in range(1000):
         tenant = f"visitor-{number}"

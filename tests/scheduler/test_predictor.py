@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidewheel.scheduler import estimates
 from tidewheel.scheduler.estimates import MIN_SEEN, LengthHistogram, OutputPredictor
 
 LONG = 1 << 20
@@ -45,8 +46,9 @@ def test_the_answer_is_never_above_max_tokens() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.9])
-def test_quantiles_are_calibrated_on_heavy_tailed_lengths(fraction: float) -> None:
-    chance, outputs = random.Random(7), OutputPredictor(128, quantile=fraction)
+def test_quantiles_are_calibrated_on_heavy_tailed_lengths(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "QUANTILE", fraction)
+    chance, outputs = random.Random(7), OutputPredictor(128)
     below = 0
     for number in range(4000):
         prompt = chance.choice([50, 500])
@@ -83,8 +85,9 @@ def test_old_lengths_are_forgotten() -> None:
     assert outputs.predict("a", 10, LONG) == pytest.approx(800, rel=0.1)
 
 
-def test_memory_is_bounded_whatever_tenants_are_named() -> None:
-    outputs = OutputPredictor(128, max_cells=50)
+def test_memory_is_bounded_whatever_tenants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "MAX_CELLS", 50)
+    outputs = OutputPredictor(128)
     feed(outputs, "regular", 10, [300] * 20)
     for number in range(500):
         feed(outputs, f"visitor-{number}", 1 << (number % 20), [30])

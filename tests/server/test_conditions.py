@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tidewheel.engine import control_calls
+from tidewheel.engine import connection
 
 SCRIPT = """
 import os, signal, sys
@@ -95,9 +95,6 @@ def test_an_engine_that_does_not_answer_is_not_idle(
         num_running = engines[folder.name]
         return None if num_running is None else SimpleNamespace(num_running=num_running, num_waiting=0)
 
-    def status(folder: Path) -> SimpleNamespace:
-        return SimpleNamespace(state="ready", is_alive=folder.name != "dead")
-
-    monkeypatch.setattr(control_calls, "drain", drain)
-    monkeypatch.setattr(control_calls, "read_status", status)
-    assert control_calls.drain_all([Path(name) for name in engines], 1.0) == num_left
+    monkeypatch.setattr(connection, "drain", drain)
+    monkeypatch.setattr(connection, "read_serving", lambda folder: folder.name != "dead")
+    assert connection.drain_all([Path(name) for name in engines], 1.0) == num_left

@@ -18,7 +18,7 @@ import psutil
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import read_settings
 from tidewheel.cluster.ray_scaling import figures_of
-from tidewheel.engine.control_calls import drain_all
+from tidewheel.engine.connection import drain_all
 from tidewheel.health_endpoint import Readiness
 from tidewheel.private_dir import private_dir, run_dir
 from tidewheel.server.endpoints import Endpoints

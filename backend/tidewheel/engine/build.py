@@ -18,7 +18,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.record.recorder import Recorder, RecordingScheduler
+from tidewheel.record.recorder import BUFFER_BYTES, Recorder, RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
@@ -124,7 +124,7 @@ def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
     except OSError as error:
         raise ConfigError(f"record is {config.record!r}: {error}") from None
     recorder = Recorder(
-        os.fdopen(descriptor, "wb", buffering=0),
+        os.fdopen(descriptor, "wb", buffering=BUFFER_BYTES),
         settings=config.to_settings(),
         info=msgspec.to_builtins(info),
         with_contents=config.enable_prefix_caching,

@@ -4,17 +4,18 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import zmq
 
 from tidewheel.engine import messages
-from tidewheel.engine.folder import Status, socket_address
+from tidewheel.engine.folder import Status, read_serving, socket_address
 from tidewheel.errors import Busy, TidewheelError, from_wire
+from tidewheel.stats import EngineStats
 from tidewheel_process.handle import ProcessHandle
 
 log = logging.getLogger(__name__)
@@ -22,22 +23,19 @@ log = logging.getLogger(__name__)
 MAX_HELD = 4096
 MAX_MESSAGES = 1024  # per `receive`
 LAST_WORDS_MS = 100  # of a dead engine, still in ZeroMQ's thread
+ANSWER_S = 5.0
+
+T = TypeVar("T", bound=messages.Message)
 
 
-class _Add(NamedTuple):
-    key: int
+class _HeldRequest(NamedTuple):
     payload: bytes
     num_sequences: int
     deadline: float
 
 
-class _Cancel(NamedTuple):
-    keys: list[int]
-    sequences: list[tuple[int, int]]  # key and index
-
-
 class Outbox:
-    """Requests until their end: queued, held without an engine, or in flight.
+    """Requests until their end: held until an engine takes them, then in flight.
 
     `put`, `put_cancel` and `wake` are thread-safe; one io thread calls the rest.
     """
@@ -47,13 +45,13 @@ class Outbox:
         self._max_held = max_held
         self._hold_s = hold_s
         self._lock = threading.RLock()
-        self._queue: deque[_Add | _Cancel] = deque()
         self._refusal: TidewheelError | None = None
         self._is_closed = False
         self._is_signalled = False  # `wake_fd` is to be read
-        self._held: dict[int, _Add] = {}
+        self._held: dict[int, _HeldRequest] = {}
         self._in_flight: dict[int, int] = {}  # unfinished sequences by key
-        self._cancelled = _Cancel([], [])  # in flight, not yet sent
+        self._cancelled = messages.Cancel([])  # in flight, not yet sent
+        self._cancelled_held: list[int] = []
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
         """Raise `Busy` if too many are held, or the error of `refuse`."""
@@ -61,54 +59,52 @@ class Outbox:
             if self._refusal is not None:
                 refusal = self._refusal  # each raising thread needs its own instance
                 raise from_wire(refusal.tag, refusal.message, refusal.retry_after_ms)
-            num_waiting = len(self._queue) + len(self._held)
-            if num_waiting >= self._max_held:
-                full = f"{num_waiting} of {self._max_held} requests wait for the engine"
+            if len(self._held) >= self._max_held:
+                full = f"{len(self._held)} of {self._max_held} requests wait for the engine"
                 raise Busy(full, retry_after_ms=messages.RETRY_AFTER_MS)
-            self._push(_Add(key, payload, num_sequences, time.monotonic() + self._hold_s))
-
-    def put_cancel(self, keys: list[int], sequences: list[tuple[int, int]] | None = None) -> None:
-        with self._lock:
-            if self._refusal is None:
-                self._push(_Cancel(keys, sequences or []))
-
-    def _push(self, entry: _Add | _Cancel) -> None:
-        if not self._queue:
+            self._held[key] = _HeldRequest(payload, num_sequences, time.monotonic() + self._hold_s)
             self.wake()
-        self._queue.append(entry)
+
+    def put_cancel(self, keys: list[int], sequences: Sequence[tuple[int, int]] = ()) -> None:
+        with self._lock:
+            for key in keys:
+                if self._held.pop(key, None) is not None:
+                    self._cancelled_held.append(key)
+                elif key in self._in_flight:
+                    self._cancelled.keys.append(key)
+            self._cancelled.sequences.extend(pair for pair in sequences if pair[0] in self._in_flight)
+            self.wake()
 
     def wake(self) -> None:
         with self._lock:
-            if not self._is_closed:  # a closed descriptor's number may be reused
+            if not self._is_closed and not self._is_signalled:  # a closed descriptor's number may be reused
                 self._is_signalled = True
                 os.eventfd_write(self.wake_fd, 1)
 
-    def take(self) -> list[int]:
-        """Process the queue. Return keys cancelled unsent."""
+    def take_cancelled(self) -> list[int]:
+        """Return keys cancelled unsent."""
         if not self._is_signalled:
             return []
         with self._lock:
             os.eventfd_read(self.wake_fd)
             self._is_signalled = False
-            entries, self._queue = self._queue, deque()
-        unsent: list[int] = []
-        for entry in entries:
-            if isinstance(entry, _Add):
-                self._held[entry.key] = entry
-                continue
-            unsent += [key for key in entry.keys if self._held.pop(key, None) is not None]
-            self._cancelled.keys.extend(key for key in entry.keys if key in self._in_flight)
-            self._cancelled.sequences.extend(pair for pair in entry.sequences if pair[0] in self._in_flight)
-        return unsent
+            cancelled, self._cancelled_held = self._cancelled_held, []
+        return cancelled
 
     def flush(self, send: Callable[[bytes], bool]) -> None:
-        for key, held in list(self._held.items()):
-            if not send(held.payload):
-                return
-            del self._held[key]
-            self._in_flight[key] = held.num_sequences
-        if any(self._cancelled) and send(messages.encoder.encode(messages.Cancel(*self._cancelled))):
-            self._cancelled = _Cancel([], [])
+        with self._lock:
+            keys = list(self._held)
+        for key in keys:
+            with self._lock:  # each send, so that `put` waits for no more
+                if (held := self._held.get(key)) is None:
+                    continue
+                if not send(held.payload):
+                    return
+                del self._held[key]
+                self._in_flight[key] = held.num_sequences
+        with self._lock:
+            if (self._cancelled.keys or self._cancelled.sequences) and send(messages.encoder.encode(self._cancelled)):
+                self._cancelled = messages.Cancel([])
 
     def ended(self, deltas: Iterable[messages.Delta]) -> None:
         for delta in deltas:
@@ -119,31 +115,28 @@ class Outbox:
                 del self._in_flight[delta.key]
 
     def lose_in_flight(self) -> list[int]:
-        lost = list(self._in_flight)
-        self._in_flight.clear()
-        self._cancelled = _Cancel([], [])
-        return lost
+        with self._lock:
+            lost = list(self._in_flight)
+            self._in_flight.clear()
+            self._cancelled = messages.Cancel([])
+            return lost
 
     def lose_expired(self) -> list[int]:
         now = time.monotonic()
-        expired = []
-        for key, held in self._held.items():
-            if held.deadline > now:
-                break
-            expired.append(key)
-        for key in expired:
-            del self._held[key]
-        return expired
+        with self._lock:
+            expired = list(takewhile(lambda key: self._held[key].deadline <= now, self._held))
+            for key in expired:
+                del self._held[key]
+            return expired
 
     def refuse(self, error: TidewheelError) -> list[int]:
         """Make `put` raise the error. Return unfinished keys."""
         with self._lock:
             self._refusal = error
-            self.wake()
-        cancelled = self.take()
-        lost = [*cancelled, *self._held, *self.lose_in_flight()]
-        self._held.clear()
-        return lost
+            lost = [*self._cancelled_held, *self._held, *self.lose_in_flight()]
+            self._cancelled_held.clear()
+            self._held.clear()
+            return lost
 
     def close(self) -> None:
         with self._lock:
@@ -200,3 +193,42 @@ class Connection:
     def close(self) -> None:
         self.process.close()
         self._socket.close()
+
+
+def drain(engine_dir: Path, timeout_s: float = ANSWER_S) -> EngineStats | None:
+    """Return the draining engine's figures, or None on timeout."""
+    answer = _ask(engine_dir, messages.Drain(), messages.Stats, timeout_s)
+    return None if answer is None else answer.stats
+
+
+def drain_all(engine_dirs: Sequence[Path], timeout_s: float) -> int | None:
+    """Drain the serving engines. Return their unfinished requests, 1 for each timeout; None without an engine."""
+    serving = [folder for folder in engine_dirs if read_serving(folder)]
+    stats = [drain(folder, timeout_s) for folder in serving]
+    return sum(1 if one is None else one.num_running + one.num_waiting for one in stats) if serving else None
+
+
+def list_requests(engine_dir: Path, limit: int, timeout_s: float = ANSWER_S) -> messages.RequestList | None:
+    """Return the oldest requests, or None on timeout."""
+    return _ask(engine_dir, messages.ListRequests(limit), messages.RequestList, timeout_s)
+
+
+def cancel_request(engine_dir: Path, pid: int, number: int, timeout_s: float = ANSWER_S) -> bool | None:
+    """Cancel a request of `list_requests`. Return whether it was there, or None on timeout."""
+    answer = _ask(engine_dir, messages.CancelRequest(pid, number), messages.CancelReply, timeout_s)
+    return None if answer is None else answer.was_there
+
+
+def _ask(engine_dir: Path, message: messages.Message, kind: type[T], timeout_s: float) -> T | None:
+    status = read_serving(engine_dir)
+    if status is None:
+        return None
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    connection = Connection(context, engine_dir, status)
+    try:
+        connection.send(message)
+        answers = connection.receive(int(timeout_s * 1000))
+        return next((answer for answer in answers if isinstance(answer, kind)), None)
+    finally:
+        connection.close()
+        context.term()

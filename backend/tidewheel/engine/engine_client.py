@@ -36,20 +36,17 @@ MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 class EngineListener(Protocol):
     """Callbacks on the client's thread; they must not block."""
 
-    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
-        """Take one token for each key."""
+    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None: ...  # a token for each key
 
     def on_deltas(self, deltas: list[messages.Delta]) -> None: ...
 
-    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """End a lost engine's requests."""
+    def on_lost(self, keys: list[int], error: TidewheelError) -> None: ...  # with their engine
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
     def on_room(self, room: messages.Room) -> None: ...
 
-    def on_drain(self) -> None:
-        """Note the engine's drain."""
+    def on_drain(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +179,7 @@ class EngineClient:
     def _run_once(self) -> None:
         timeout_ms = SEEK_POLL_MS if self._connection is None and self._failure is None else POLL_MS
         self._poller.poll(timeout_ms)
-        cancelled = self._outbox.take()
-        if cancelled:
+        if cancelled := self._outbox.take_cancelled():
             self._notify(
                 self._listener.on_deltas, [messages.Delta.whole(key, FinishReason.CANCELLED) for key in cancelled]
             )
@@ -205,7 +201,7 @@ class EngineClient:
             self._lose(expired, _lost(f"the engine is not back after {self._options.hold_s:g} s{problem}"))
 
     def _seek(self) -> None:
-        status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
+        status = self._launcher.seek(self._seeking_since_ns)
         if status is not None:
             connection = Connection(self._context, self._engine_dir, status)
             self._hang = HangWatch(self._engine_dir, self._options.hang)
@@ -239,15 +235,17 @@ class EngineClient:
         self._next_look = now + LOOK_S
         was_hung = hang.is_hung
         hang.look()
-        if hang.is_hung and not was_hung and self.is_owner:
-            log.error("engine %d hangs: %s; its log shows where", connection.process.pid, hang.describe())
-            connection.process.send_signal(signal.SIGUSR1)
-        if was_hung and not hang.is_hung and self.is_owner:
-            log.warning("engine %d goes on", connection.process.pid)
-        if not hang.must_end or not self.is_owner:
+        if not self.is_owner:
             return False
-        log.error("engine %d is killed: %s", connection.process.pid, hang.describe())
-        return True
+        process = connection.process
+        if hang.is_hung and not was_hung:
+            log.error("engine %d hangs: %s; its log shows where", process.pid, hang.describe())
+            process.send_signal(signal.SIGUSR1)
+        elif was_hung and not hang.is_hung:
+            log.warning("engine %d goes on", process.pid)
+        if hang.must_end:
+            log.error("engine %d is killed: %s", process.pid, hang.describe())
+        return hang.must_end
 
     def _take_refused(self) -> dict[str, int]:
         with self._refused_lock:
@@ -269,6 +267,7 @@ class EngineClient:
             case messages.EngineReady():
                 self.num_restarts += self._info is not None and self._info.pid != message.info.pid
                 self._info = message.info
+                self._launcher.was_ready = True
                 self._is_ready = True
                 self._problem = ""
                 self._settled.set()
@@ -308,7 +307,7 @@ class EngineClient:
         self._lose(self._outbox.refuse(error), error)
         self._disconnect(error)
         self._settled.set()
-        self._launcher.release(end_engine_that_loads=self._info is None)
+        self._launcher.release()
 
     def _lose(self, keys: list[int], error: TidewheelError) -> None:
         if keys:
@@ -329,7 +328,7 @@ class EngineClient:
             self._connection.send(messages.Goodbye())
             self._connection.close()
             self._connection = None
-        self._launcher.release(end_engine_that_loads=self._info is None)
+        self._launcher.release()
         self._context.term()
         self._outbox.close()
 

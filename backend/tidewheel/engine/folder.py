@@ -16,7 +16,6 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, run_dir
 from tidewheel_process.handle import start_ticks
-from tidewheel_process.locked_folder import LOCK, is_locked
 
 ENGINE_LOCK = "engine.lock"
 SOCKET = "engine.sock"
@@ -58,10 +57,6 @@ def engine_dirs() -> list[Path]:
 def current_engines() -> list[Path]:
     """Return each model's link to its serving engine."""
     return sorted(run_dir().glob(f"*/{CURRENT}"))
-
-
-def is_owned(engine_dir: Path) -> bool:
-    return is_locked(engine_dir / LOCK)
 
 
 class EngineTarget(NamedTuple):
@@ -114,6 +109,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def is_alive(self) -> bool:
         return self.state not in _ENDED and start_ticks(self.pid) == self.start_ticks
 
+    @property
+    def is_serving(self) -> bool:
+        return self.state == "ready" and self.is_alive
+
 
 _decoder = msgspec.json.Decoder(Status)
 
@@ -129,6 +128,12 @@ def read_status(engine_dir: Path) -> Status | None:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def read_serving(engine_dir: Path) -> Status | None:
+    """Return the status of a ready engine; None without one."""
+    status = read_status(engine_dir)
+    return status if status is not None and status.is_serving else None
 
 
 def write_status(engine_dir: Path, status: Status) -> None:

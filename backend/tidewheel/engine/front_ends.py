@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,27 +20,7 @@ from tidewheel.stats import WaitingRoom
 log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
-MAX_GAP_S = 1.0
-_NO_LOGPROBS: dict[int, TopLogprobs] = {}
 MAX_UNSENT = 1 << 18  # tokens and ends until a front end counts as gone
-
-
-class ListeningClock:
-    """Clock of others' silence.
-
-    A longer gap between readings, such as a pause of this process, counts as `MAX_GAP_S`.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._last = clock()
-        self._paused_s = 0.0
-
-    def __call__(self) -> float:
-        now = self._clock()
-        self._paused_s += max(0.0, now - self._last - MAX_GAP_S)
-        self._last = now
-        return now - self._paused_s
 
 
 @dataclass(slots=True, eq=False)
@@ -101,12 +80,8 @@ class FrontEnds:
     def remove(self, front_end: FrontEnd) -> list[str]:
         """Return unfinished request ids."""
         self._by_identity.pop(front_end.identity, None)
-        orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
-        for request_id in orphans:
-            del self._routes[request_id]
-        front_end.request_ids.clear()
         self._layout = _NO_LAYOUT
-        return orphans
+        return [request_id for key in list(front_end.request_ids) for request_id in self.forget(front_end, key)]
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
         gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
@@ -152,10 +127,12 @@ class FrontEnds:
         """End a request that is not open, or answer a message."""
         front_end.unsent.append(messages.Delta.whole(key, reason, error))
 
-    def forget(self, front_end: FrontEnd, key: int) -> None:
-        """Close a request unknown to the scheduler."""
-        for request_id in front_end.request_ids.pop(key).values():
+    def forget(self, front_end: FrontEnd, key: int) -> list[str]:
+        """Return the request's unfinished ids."""
+        orphans = list(front_end.request_ids.pop(key).values())
+        for request_id in orphans:
             del self._routes[request_id]
+        return orphans
 
     def deliver(self, outputs: StepOutputs) -> None:
         if outputs.requests:
@@ -195,7 +172,7 @@ class FrontEnds:
 
     def _deliver_delta(self, outputs: StepOutputs, index: int) -> None:
         request, token_ids = outputs.requests[index], [int(outputs.token_ids[index])]
-        logprobs = (outputs.logprobs or _NO_LOGPROBS).get(index)
+        logprobs = outputs.logprobs.get(index) if outputs.logprobs else None
         if request.finish_reason is not None:
             self._finish(request, token_ids, logprobs)
         elif route := self._routes.get(request.request_id):

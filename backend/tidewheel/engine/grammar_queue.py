@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Protocol
 
 from tidewheel.engine.front_ends import FrontEnd
@@ -27,7 +28,6 @@ class GrammarCache:
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         self._make_compiler = make_compiler
-        self._compiler: Compiler | ConfigError | None = None
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
         self._num_chars = 0
 
@@ -39,19 +39,17 @@ class GrammarCache:
 
     def compile(self, source: str, name: str) -> TokenGrammar:
         """Compile without keeping. Not thread-safe."""
-        compiler = self.prepare()
-        if isinstance(compiler, ConfigError):
-            raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {compiler}")
-        return compiler.compile(source, name)
+        if isinstance(self.compiler, ConfigError):
+            raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {self.compiler}")
+        return self.compiler.compile(source, name)
 
-    def prepare(self) -> Compiler | ConfigError:
-        """Read the vocabulary, up to a second."""
-        if self._compiler is None:
-            try:
-                self._compiler = self._make_compiler()
-            except ConfigError as error:
-                self._compiler = error
-        return self._compiler
+    @cached_property
+    def compiler(self) -> Compiler | ConfigError:
+        """Compiler after reading the vocabulary, up to a second, or why there is none."""
+        try:
+            return self._make_compiler()
+        except ConfigError as error:
+            return error
 
     def keep(self, source: str, grammar: TokenGrammar) -> None:
         if source not in self._kept:
@@ -66,9 +64,8 @@ class GrammarQueue:
     """Requests that wait while another thread compiles their grammar."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        """Read the vocabulary now, because it would delay steps."""
         self._cache = GrammarCache(make_compiler)
-        self._cache.prepare()
+        self._cache.compiler  # noqa: B018 - read now, because it would delay steps
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._jobs: dict[str, Future[TokenGrammar]] = {}
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []

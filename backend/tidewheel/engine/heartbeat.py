@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tidewheel.engine.folder import HEARTBEAT, Status, is_owned, read_status
+from tidewheel.engine.folder import HEARTBEAT, Status, read_status
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
+from tidewheel_process.locked_folder import LOCK, is_locked
 
 UNUSED_S = 2.0  # after a front end's end, until another takes over
-MAX_GAP_S = 1.0  # between looks; longer gaps are the watcher's pauses
+MAX_GAP_S = 1.0
 
 _LAYOUT = struct.Struct("<Qdd?I")
 
@@ -61,6 +62,21 @@ class HangLimits:
     end_steps: float = 20.0
 
 
+class ListeningClock:
+    """Clock of others' silence: a longer gap between readings, such as a pause of this process, is `MAX_GAP_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._paused_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._paused_s += max(0.0, now - self._last - MAX_GAP_S)
+        self._last = now
+        return now - self._paused_s
+
+
 class HangWatch:
     """Watcher of a heartbeat, whose own pauses do not count as silence.
 
@@ -72,10 +88,10 @@ class HangWatch:
     ) -> None:
         self._engine_dir = engine_dir
         self._limits = limits or HangLimits()
-        self._clock = clock
+        self._listened = ListeningClock(clock)
         self._memory = _map(engine_dir / HEARTBEAT)
         self._beat = self._read()
-        self._looked_at = clock()
+        self._heard_at = self._listened()
         self.silence_s = 0.0
 
     @property
@@ -87,13 +103,12 @@ class HangWatch:
         return self._exceeds(self._limits.end_s, self._limits.end_steps)
 
     def look(self) -> None:
-        now = self._clock()
-        self.silence_s += min(now - self._looked_at, MAX_GAP_S)
-        self._looked_at = now
+        now = self._listened()
+        self.silence_s = now - self._heard_at
         beat = self._read()
         status = read_status(self._engine_dir) if self.is_hung else None
         if beat != self._beat or (status is not None and status.stage):
-            self._beat, self.silence_s = beat, 0.0
+            self._beat, self._heard_at, self.silence_s = beat, now, 0.0
 
     @property
     def has_front_ends(self) -> bool:
@@ -136,12 +151,16 @@ class EngineWatch:
             return None
         if status.is_given_up and self._was_ready:
             return Readiness("given up", status.message)
-        is_wanted = is_owned(self._current)
-        if status.state == "ready" and status.is_alive:
+        is_wanted = is_locked(self._current / LOCK)
+        if status.is_serving:
             self._was_ready = True
             return self._judge(status, is_wanted)
         self._was_ready = self._was_ready and is_wanted
-        return self._absent(status) if self._was_ready else None
+        if not self._was_ready:
+            return None
+        if status.state in ("starting", "loading") and status.is_alive:
+            return Readiness("reloading", f"the engine loads again {status.stage}".rstrip())
+        return Readiness("stopped", status.message or "the engine process ended")
 
     def _judge(self, status: Status, is_wanted: bool) -> Readiness:
         if self._hang is None or self._process != (status.pid, status.start_ticks):
@@ -158,8 +177,3 @@ class EngineWatch:
         if now - self._used_at > UNUSED_S:
             return Readiness("stopped", "the front end of the engine is gone or says nothing")
         return READY
-
-    def _absent(self, status: Status) -> Readiness:
-        if status.state in ("starting", "loading") and status.is_alive:
-            return Readiness("reloading", f"the engine loads again {status.stage}".rstrip())
-        return Readiness("stopped", status.message or "the engine process ended")

@@ -45,10 +45,9 @@ class EngineLauncher:
     """Starter of a folder's engine while it holds the lock. Not thread-safe."""
 
     def __init__(self, target: folder.EngineTarget, *, command: Sequence[str], policy: RestartPolicy) -> None:
+        self.was_ready = False  # an engine served this front end, so absence is a death
+        self._target = target
         self._engine_dir = target.folder
-        self._start_timeout_s = target.config.engine_start_timeout_s
-        self._identity = target.identity
-        self._settings = target.started.to_settings()
         self._command = command
         self._policy = policy
         self._lock = LockedFolder(target.folder)
@@ -74,30 +73,31 @@ class EngineLauncher:
         self._num_failed_starts += 1
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
-    def seek(self, *, was_ready: bool, since_ns: int) -> folder.Status | None:
+    def seek(self, since_ns: int) -> folder.Status | None:
         """Return a ready engine's status, or start an engine and return None. Call repeatedly from `since_ns` on.
 
-        `was_ready`: an engine served this front end, so absence is a death. Raise `ConfigError` for a failed start,
-        `PermanentError` if another would not help, `Draining` during shutdown.
+        Raise `ConfigError` for a failed start, `PermanentError` if another cannot help, `Draining` at shutdown.
         """
         status = folder.read_status(self._engine_dir)
-        if was_ready and status is not None and status.is_draining and not status.is_alive:
+        if self.was_ready and status is not None and status.is_draining and not status.is_alive:
             raise Draining("the server is shutting down")
         if time.monotonic() < self._next_start:
             return None
         try:
             if self.try_lock():
-                self._tend(status, was_ready)
-            elif status is not None:
-                self._check_owner(status, was_ready, since_ns)
+                self._tend(status)
+            elif status is not None and status.written_ns >= since_ns:
+                self._check_failed(status, is_mine=not self.was_ready)
         except OSError as error:
             raise unwritable(self._engine_dir, error) from None
         status = folder.read_status(self._engine_dir)
-        if status is None or status.state != "ready" or not status.is_alive or status.identity != self._identity:
-            self._check_room(status)
-            return None
-        self._num_failed_starts = 0
-        return status
+        if status is not None and status.is_serving and status.identity == self._target.identity:
+            self._num_failed_starts = 0
+            return status
+        if status is not None and time.monotonic() >= self._next_room_check:
+            self._next_room_check = time.monotonic() + ROOM_CHECK_S
+            check_room(self._engine_dir)
+        return None
 
     def give_up(self, message: str) -> None:
         """Tell other front ends that no restart follows."""
@@ -107,78 +107,71 @@ class EngineLauncher:
             with contextlib.suppress(OSError):
                 folder.write_status(self._engine_dir, final)
 
-    def release(self, *, end_engine_that_loads: bool) -> None:
+    def release(self) -> None:
+        """Leave the engine to other front ends; end one that still loads."""
         status = folder.read_status(self._engine_dir)
-        if end_engine_that_loads and self._is_mine(status) and status is not None and status.state != "ready":
+        if status is not None and self._is_mine(status) and status.state != "ready" and not self.was_ready:
             _end(status, STOP_GRACE_S)
         self._lock.release()
 
-    def _check_room(self, status: folder.Status | None) -> None:
-        if status is not None and time.monotonic() >= self._next_room_check:
-            self._next_room_check = time.monotonic() + ROOM_CHECK_S
-            check_room(self._engine_dir)
+    def _is_mine(self, status: folder.Status) -> bool:
+        return self._child is not None and status.pid == self._child.pid
 
-    def _is_mine(self, status: folder.Status | None) -> bool:
-        return self._child is not None and status is not None and status.pid == self._child.pid
-
-    def _tend(self, status: folder.Status | None, was_ready: bool) -> None:
+    def _tend(self, status: folder.Status | None) -> None:
         if status is not None and status.is_alive:
-            if not (fault := self._fault(status, was_ready)):
+            if not (fault := self._fault(status)):
                 return
             log.warning("replacing engine %d, which is %s", status.pid, fault)
             _end(status, STOP_GRACE_S)
             if fault == LATE:
                 self._child = None
-                limit = f"{self._start_timeout_s:g} s: raise engine_start_timeout_s"
+                limit = f"{self._target.config.engine_start_timeout_s:g} s: raise engine_start_timeout_s"
                 raise ConfigError(f"the engine was not ready within {limit}")
             status = None
-        self._check_last_start(status, was_ready)
-        if time.monotonic() >= self._earliest_start(status, was_ready):
-            if not was_ready:
-                (self._engine_dir / folder.DEATHS).unlink(missing_ok=True)  # a load is a new beginning
-            self._child = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
-            self._loads_since = time.monotonic()
-            log.info("started engine %d", self._child.pid)
+        self._check_last_start(status)
+        if not self.was_ready:
+            (self._engine_dir / folder.DEATHS).unlink(missing_ok=True)  # a load is a new beginning
+        elif time.monotonic() < self._earliest_restart(status):
+            return
+        self._child = spawn_engine(self._command, self._target)
+        self._loads_since = time.monotonic()
+        log.info("started engine %d", self._child.pid)
 
-    def _check_owner(self, status: folder.Status, was_ready: bool, since_ns: int) -> None:
-        if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
-            raise _failure(status)
-
-    def _fault(self, status: folder.Status, was_ready: bool) -> str:
-        if status.identity != self._identity:
+    def _fault(self, status: folder.Status) -> str:
+        if status.identity != self._target.identity:
             return "left over from a server with other settings"
-        if status.is_draining and not was_ready:
+        if status.is_draining and not self.was_ready:
             return "shutting down"
-        is_late = status.state != "ready" and time.monotonic() - self._loads_since > self._start_timeout_s
-        return LATE if is_late else ""
+        has_time = time.monotonic() - self._loads_since <= self._target.config.engine_start_timeout_s
+        return "" if status.state == "ready" or has_time else LATE
 
-    def _check_last_start(self, status: folder.Status | None, was_ready: bool) -> None:
-        is_mine, child = self._is_mine(status), self._child
-        if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
+    def _check_failed(self, status: folder.Status, *, is_mine: bool) -> None:
+        if status.state == "failed" and (is_mine or (self.was_ready and status.is_given_up)):
             self._child = None
-            raise _failure(status)
-        has_served = was_ready and (status is None or status.state == "stopped" or status.info is not None)
-        if child is not None and not has_served and (is_mine or not was_ready):
+            raise PermanentError(status.message) if status.is_given_up else ConfigError(status.message)
+
+    def _check_last_start(self, status: folder.Status | None) -> None:
+        child, is_loading = self._child, False
+        if status is not None:
+            self._check_failed(status, is_mine=self._is_mine(status))
+            is_loading = self._is_mine(status) and status.state != "stopped" and status.info is None
+        if child is not None and (is_loading or not self.was_ready):
             self._child = None
             child.ends_within(STOP_GRACE_S)  # ended, but perhaps not yet reaped
             last_words = folder.last_log_line(self._engine_dir)
             raise ConfigError(f"the engine ended while it loaded ({child.exit}): {last_words}")
 
-    def _earliest_start(self, status: folder.Status | None, was_ready: bool) -> float:
+    def _earliest_restart(self, status: folder.Status | None) -> float:
         """Return monotonic seconds. Raise `PermanentError` in a crash loop."""
-        if not was_ready or status is None or status.state == "stopped" or status.info is None:
+        if status is None or status.state == "stopped" or status.info is None:
             return 0.0
-        deaths = record_death(self._engine_dir, status.pid, status.start_ticks, self._policy.window_s)
+        deaths = record_death(self._engine_dir, status, self._policy.window_s)
         if len(deaths) >= self._policy.max_deaths:
             raise PermanentError(
                 f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
                 f"its log ends with: {folder.last_log_line(self._engine_dir)}"
             )
         return deaths[-1].at + self._policy.delay_s(len(deaths))
-
-
-def _failure(status: folder.Status) -> ConfigError:
-    return PermanentError(status.message) if status.is_given_up else ConfigError(status.message)
 
 
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
@@ -198,22 +191,14 @@ def _end(status: folder.Status, grace_s: float) -> None:
         handle.close()
 
 
-def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
-    """Return deaths, oldest first. Future times are from before the last boot."""
-    try:
-        deaths = _deaths_decoder.decode((engine_dir / folder.DEATHS).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return []
-    now = time.monotonic()
-    return [death for death in deaths if now - window_s <= death.at <= now]
-
-
-def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
-    """Return recent deaths with this one."""
-    deaths = recent_deaths(engine_dir, window_s)
-    if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
-        deaths.append(Death(pid, start_ticks, time.monotonic()))
-        folder.replace_file(engine_dir / folder.DEATHS, msgspec.json.encode(deaths))
+def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> list[Death]:
+    """Return recent deaths with this engine's, oldest first. Future times are from before the last boot."""
+    path, now, deaths = engine_dir / folder.DEATHS, time.monotonic(), []
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        deaths = [death for death in _deaths_decoder.decode(path.read_bytes()) if now - window_s <= death.at <= now]
+    if not any((death.pid, death.start_ticks) == (status.pid, status.start_ticks) for death in deaths):
+        deaths.append(Death(status.pid, status.start_ticks, now))
+        folder.replace_file(path, msgspec.json.encode(deaths))
     return deaths
 
 
@@ -252,10 +237,11 @@ def python_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str) -> Child:
-    text = msgspec.json.encode(settings).decode()
-    arguments = [*command, "--engine-dir", str(engine_dir), "--settings", text, "--identity", identity]
-    log_path = engine_dir / folder.LOG
+def spawn_engine(command: Sequence[str], target: folder.EngineTarget) -> Child:
+    settings = target.started.to_settings()
+    arguments = [*command, "--engine-dir", str(target.folder)]
+    arguments += ["--settings", msgspec.json.encode(settings).decode(), "--identity", target.identity]
+    log_path = target.folder / folder.LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
@@ -265,7 +251,7 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
             raise ConfigError(f"the engine process cannot be started: {error}") from None
     child.reap_on_thread()
     try:
-        folder.write_status(engine_dir, folder.first_status(child.pid, "starting", settings, identity))
+        folder.write_status(target.folder, folder.first_status(child.pid, "starting", settings, target.identity))
     except OSError:
         child.kill()
         raise

@@ -11,12 +11,13 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.config import EngineConfig, describe_changes
-from tidewheel.engine.control_calls import drain
+from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import (
     CURRENT,
     EngineTarget,
     Status,
     new_target,
+    read_serving,
     read_status,
     settings_digest,
     write_status,
@@ -66,8 +67,8 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
 
 
 def find_engine(model_dir: Path) -> EngineTarget | None:
-    status = read_status(model_dir / CURRENT)
-    if status is None or status.state != "ready" or not status.is_alive or status.is_draining:
+    status = read_serving(model_dir / CURRENT)
+    if status is None or status.is_draining:
         return None
     started, config = (EngineConfig.from_settings(settings) for settings in (status.started, status.settings))
     return EngineTarget(model_dir / status.identity, status.identity, started, config, status.read_ns)

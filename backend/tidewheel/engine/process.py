@@ -63,28 +63,23 @@ class StatusFile:
         self._inode = 0
         self.keep()
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
+        """Return False if the folder is gone."""
         path = self.engine_dir / STATUS
         try:
+            if self.engine_dir.stat().st_ino != self._folder_inode:
+                return False
             if not self._inode or path.stat().st_ino != self._inode:
                 write_status(self.engine_dir, self._status)
                 self._inode = path.stat().st_ino
         except FileNotFoundError:
             self._inode = 0
+            return self.engine_dir.exists()
         except OSError as error:
             if self._problem != str(error):
                 log.warning("the status cannot be written and is tried again: %s", error)
             self._problem = str(error)
-
-    def keep_in_place(self) -> bool:
-        """Keep the status; return False if the folder is gone."""
-        try:
-            is_there = self.engine_dir.stat().st_ino == self._folder_inode
-        except FileNotFoundError:
-            return False
-        if is_there:
-            self.keep()
-        return is_there
+        return True
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
@@ -121,7 +116,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
     def must_stop() -> str:
         if asked:
             return "it was asked to"
-        return "" if status.keep_in_place() else "its folder is gone"
+        return "" if status.keep() else "its folder is gone"
 
     with _bound_socket(status.engine_dir) as socket:
         server = EngineServer(

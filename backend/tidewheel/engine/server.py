@@ -15,8 +15,9 @@ from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine import messages
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
-from tidewheel.engine.front_ends import FrontEnd, FrontEnds, ListeningClock
+from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
+from tidewheel.engine.heartbeat import ListeningClock
 from tidewheel.engine.requests import check_request, to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
@@ -199,16 +200,17 @@ class EngineServer:
                     self._alone_since = -math.inf
 
     def _greet(self, identity: bytes, hello: messages.Hello) -> None:
-        if hello.protocol != messages.PROTOCOL:
-            text = (
+        is_foreign = hello.protocol != messages.PROTOCOL
+        if is_foreign:
+            failure = (
                 f"the engine speaks protocol {messages.PROTOCOL}, the front end {hello.protocol}: restart the server"
             )
-            self._front_ends.send(identity, messages.EngineFailure(text, is_permanent=True))
         elif hello.identity not in ("", self._identity):
-            text = "the engine of this model was started with other settings or files: load the model again"
-            self._front_ends.send(identity, messages.EngineFailure(text))
-        elif failure := self._take_settings(hello):
-            self._front_ends.send(identity, messages.EngineFailure(failure))
+            failure = "the engine of this model was started with other settings or files: load the model again"
+        else:
+            failure = self._take_settings(hello)
+        if failure:
+            self._front_ends.send(identity, messages.EngineFailure(failure, is_foreign))
         else:
             self._front_ends.admit(identity, hello.client, self._listened())
             log.info("front end %s joins", hello.client)

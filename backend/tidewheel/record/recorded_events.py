@@ -99,9 +99,7 @@ class ScheduleEvent(Event, frozen=True, tag="schedule"):
 
     @property
     def features(self) -> StepFeatures:
-        return StepFeatures(
-            self.num_rows, self.num_tokens, self.num_samples, self.num_new_rows, self.kv_tokens, self.chunk_pairs
-        )
+        return StepFeatures(*(getattr(self, name) for name in StepFeatures._fields))
 
 
 class ApplyEvent(Event, frozen=True, tag="apply"):

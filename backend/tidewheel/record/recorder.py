@@ -6,7 +6,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
@@ -24,7 +23,7 @@ from tidewheel.version import __version__
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 28
-FLUSH_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20
 _STATE_BYTES = 16
 _LARGEST_NAME = 2**31 - 1
 
@@ -53,13 +52,6 @@ class PrefixNames:
         return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
 
 
-@dataclass(slots=True)
-class _TokenStream:
-    request_id: str
-    state: bytes
-    stop_token_ids: Collection[int]
-
-
 class Recorder:
     """Writer of a recording, complete when the engine is idle. A write error ends only the recording."""
 
@@ -79,8 +71,6 @@ class Recorder:
         self._named_tenants = named_tenants
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._unwritten: list[bytes] = []
-        self._num_unwritten = 0
         self.write(events.HeaderEvent(events.SCHEMA, __version__, settings, info))
 
     @property
@@ -93,31 +83,27 @@ class Recorder:
     def write(self, event: events.Event) -> None:
         if self._file is None:
             return
-        line = events.encoder.encode(event) + b"\n"
-        self._unwritten.append(line)
-        self._num_bytes += len(line)
-        self._num_unwritten += len(line)
-        if self._num_bytes > self._max_bytes:
-            log.warning("recording ends: it has %d bytes, its limit", self._num_bytes)
-            self._unwritten.append(events.encoder.encode(events.FullEvent()) + b"\n")
-            self.flush()
-            self._file = None
-        elif self._num_unwritten > FLUSH_BYTES:
-            self.flush()
+        try:
+            self._num_bytes += self._file.write(events.encoder.encode(event) + b"\n")
+            if self._num_bytes > self._max_bytes:
+                log.warning("recording ends: it has %d bytes, its limit", self._num_bytes)
+                self._file.write(events.encoder.encode(events.FullEvent()) + b"\n")
+                self._file.flush()
+                self._file = None
+        except OSError as error:
+            self._end(error)
 
     def flush(self) -> None:
-        """Write the buffer; a disk error ends the recording."""
-        if self._file is None or not self._unwritten:
-            return
-        data = b"".join(self._unwritten)
-        self._unwritten.clear()
-        self._num_unwritten = 0
+        """Write the file's buffer; a disk error ends the recording."""
         try:
-            self._file.write(data)
-            self._file.flush()
+            if self._file is not None:
+                self._file.flush()
         except OSError as error:
-            log.warning("recording ends: %s", error)
-            self._file = None
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        log.warning("recording ends: %s", error)
+        self._file = None
 
 
 class RecordingScheduler(Scheduler):
@@ -134,9 +120,8 @@ class RecordingScheduler(Scheduler):
         super().__init__(config, kv)
         self._recorder = recorder
         self._clock = clock
-        self._streams: dict[str, _TokenStream] = {}
-        self._rows: dict[int, _TokenStream] = {}
-        self._streams_in_flight: deque[list[_TokenStream]] = deque()
+        self._prefixes: dict[str, bytes] = {}  # state of `PrefixNames` by request id
+        self._requests_in_flight: deque[list[Request]] = deque()
         self._pending_expire: float | None = None  # an `expire` that ended no request
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
@@ -151,7 +136,7 @@ class RecordingScheduler(Scheduler):
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
         request = super().cancel(request_id, reason)
-        self._streams.pop(request_id, None)
+        self._prefixes.pop(request_id, None)
         self._write(events.CancelEvent(request_id, str(reason), request is not None))
         return request
 
@@ -165,7 +150,7 @@ class RecordingScheduler(Scheduler):
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         ended = super().fail_all(error)
-        self._streams_in_flight.clear()
+        self._requests_in_flight.clear()
         self._write(events.FailEvent(self._ended(ended)))
         self._recorder.flush()
         return ended
@@ -188,10 +173,7 @@ class RecordingScheduler(Scheduler):
             self._write(events.ScheduleEvent(now, expired))
             self._recorder.flush()
         elif self._recorder.is_open:
-            for new in batch.new_rows:
-                self._rows[new.row] = self._streams[new.request_id]
-            rows = self._rows
-            self._streams_in_flight.append([rows[row] for row in batch.rows.tolist()])
+            self._requests_in_flight.append(self._state.columns.requests(batch.rows.astype(np.intp)))
             self._write(describe_batch(now, batch, expired=expired, seconds=seconds))
         return batch
 
@@ -200,8 +182,7 @@ class RecordingScheduler(Scheduler):
         outputs = super().apply(batch, sampled, now)
         seconds = self._clock() - begin
         if self._recorder.is_open:
-            delivered = {request.request_id for request in outputs.requests}
-            names = self._token_names(self._streams_in_flight.popleft(), sampled, delivered)
+            names = self._token_names(self._requests_in_flight.popleft(), sampled, set(outputs.requests))
             ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
             self._write(events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
             self._ended(outputs.finished)
@@ -226,7 +207,7 @@ class RecordingScheduler(Scheduler):
         if self._recorder.with_contents and with_contents:
             state, ids = names.extend(state, request.prompt_token_ids.tolist())
             prompt = np.array(ids, dtype="<i4").tobytes()
-        self._streams[request.request_id] = _TokenStream(request.request_id, state, frozenset(request.stop_token_ids))
+        self._prefixes[request.request_id] = state
         return events.RecordedRequest(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -244,31 +225,30 @@ class RecordingScheduler(Scheduler):
             session_ttl=request.session_ttl,
         )
 
-    def _token_names(self, streams: list[_TokenStream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
+    def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:
         """Return int32 names by row; tokens of requests that ended in flight are ordinary."""
         names = [
-            self._token_name(stream, token_id)
-            if stream.request_id in delivered or token_id < 0
-            else events.ORDINARY_TOKEN
-            for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
+            self._token_name(request, token_id) if request in delivered or token_id < 0 else events.ORDINARY_TOKEN
+            for request, token_id in zip(requests, sampled.token_ids.tolist(), strict=True)
         ]
         if all(name == events.ORDINARY_TOKEN for name in names):
             return b""
         return np.array(names, dtype="<i4").tobytes()
 
-    def _token_name(self, stream: _TokenStream, token_id: int) -> int:
+    def _token_name(self, request: Request, token_id: int) -> int:
         if token_id < 0:
             return token_id
-        if token_id in stream.stop_token_ids:
+        if token_id in request.stop_token_ids:
             return events.STOP_TOKEN
         if not self._recorder.with_contents:
             return events.ORDINARY_TOKEN
-        stream.state, (name,) = self._recorder.names.extend(stream.state, (token_id,))
+        prefix = self._prefixes[request.request_id]
+        self._prefixes[request.request_id], (name,) = self._recorder.names.extend(prefix, (token_id,))
         return name
 
     def _ended(self, requests: Sequence[Request]) -> list[str]:
         for request in requests:
-            self._streams.pop(request.request_id, None)
+            self._prefixes.pop(request.request_id, None)
         return [request.request_id for request in requests]
 
 
@@ -300,8 +280,4 @@ def describe_ended(outputs: StepOutputs) -> list[tuple[str, str]]:
     return [(request.request_id, str(request.finish_reason)) for request in outputs.finished]
 
 
-_COLUMNS = tuple(
-    name
-    for name, hint in ScheduledBatch.__annotations__.items()
-    if hint in ("Int32Array", "BoolArray")
-)  # fmt: skip
+_COLUMNS = tuple(name for name, hint in ScheduledBatch.__annotations__.items() if hint in ("Int32Array", "BoolArray"))

@@ -42,18 +42,20 @@ class AdmissionControl:
         self._estimate = estimate
         self.limits = WaitingLimits(state)
         self._tenants = TenantTable(state.config.tenants)
-        self._tenant_counts = TenantCounts(state.config.tenants)
-        self.breaker = CircuitBreaker(state.config.breaker_error_rate, state.config.breaker_queue_time_s)
-        state.stats.tenants = self._tenant_counts.figures
-        state.stats.num_shed_by_class = self.breaker.num_shed
+        self._tenant_counts = TenantCounts(state.stats, state.config.tenants)
+        self._make_breaker()
 
     def reconfigure(self, before: SchedulerConfig) -> None:
-        stats, config = self._state.stats, self._state.config
+        config = self._state.config
         self._tenants.reconfigure(config.tenants)
-        stats.tenants = self._tenant_counts.reconfigure(config.tenants)
+        self._tenant_counts.reconfigure(config.tenants)
         if config.differs(before, "breaker_error_rate", "breaker_queue_time_s"):
-            self.breaker = CircuitBreaker(config.breaker_error_rate, config.breaker_queue_time_s)
-            self.breaker.num_shed = stats.num_shed_by_class
+            self._make_breaker()
+
+    def _make_breaker(self) -> None:
+        config = self._state.config
+        self.breaker = CircuitBreaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        self.breaker.num_shed = self._state.stats.num_shed_by_class
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Return the evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -48,7 +48,9 @@ def victims_for(
     min_victims = int((needs_row or needs_tokens) and not columns.are_ending().any())
     num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=plan.num_blocks_kept(columns.num_running))
     if num_missing > 0 and state.has_in_flight:
-        num_missing += _num_growing_next(columns) - _num_returning_blocks(state)
+        starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
+        num_growing_next = int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))
+        num_missing += num_growing_next - _num_returning_blocks(state)
     if num_missing <= 0 and not min_victims:
         return []
     planned = plan.chunk_ends
@@ -56,27 +58,20 @@ def victims_for(
     rows = [
         row
         for row in order_of_victims(state, Priority.HIGH)
-        if row not in planned and (decoding is None or row in decoding) and _comes_after(state, row, request)
+        if row not in planned and (decoding is None or row in decoding)
     ]
+    if state.policy.by_tenant:
+        place = state.waiting.key(request)
+        rows = [row for row in rows if state.waiting.key(columns.request(row)) > place]
     growing = plan.growing_rows.tolist()
-    if num_missing > _most_freed(state, rows) + len(growing):
+    stays = columns.running.copy()
+    stays[rows] = False
+    num_held, num_kept = int(columns.num_slots[rows].sum()), int(columns.num_slots[stays].max(initial=0))
+    most_freed = min(num_held // kv.block_size, kv.num_blocks - kv.num_free_blocks - num_kept // kv.block_size)
+    if num_missing > most_freed + len(growing):
         return []
     chosen = choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=min_victims)
     return chosen or []
-
-
-def _comes_after(state: SchedulerState, row: int, request: Request) -> bool:
-    waiting = state.waiting
-    return not state.policy.by_tenant or waiting.key(state.columns.request(row)) > waiting.key(request)
-
-
-def _most_freed(state: SchedulerState, rows: list[int]) -> int:
-    columns, kv = state.columns, state.kv
-    stays = columns.running.copy()
-    stays[rows] = False
-    num_held = int(columns.num_slots[rows].sum())
-    num_kept = int(columns.num_slots[stays].max(initial=0))
-    return min(num_held // kv.block_size, kv.num_blocks - kv.num_free_blocks - num_kept // kv.block_size)
 
 
 def protected_row(columns: RowColumns) -> int:
@@ -134,26 +129,15 @@ def choose_victims(
             departures.take_back(row)
             victims.remove(row)
             num_missing += loss
-    return _alone(state, rows, victims, wanted, kept, relieved) if len(victims) > 1 else victims
-
-
-def _alone(
-    state: SchedulerState,
-    rows: Sequence[int],
-    victims: list[int],
-    num_missing: int,
-    kept: Sequence[int],
-    relieved: Container[int],
-) -> list[int]:
-    """Return a single row that frees enough, in no better class and not preempted too often; else `victims`."""
-    columns = state.columns
+    if len(victims) < 2:
+        return victims
+    columns, departures = state.columns, state.kv.departures(kept)
     best_class = int(columns.classes[victims].min())
     spent = columns.num_preemptions >= state.config.max_preemptions
     takes_spent = bool(spent[victims].any())
-    departures = state.kv.departures(kept)
-    for row in rows:
+    for row in rows:  # one may free enough alone, in no better class and not preempted too often
         if columns.classes[row] >= best_class and (takes_spent or not spent[row]):
-            if departures.add(row) + (row in relieved) >= num_missing:
+            if departures.add(row) + (row in relieved) >= wanted:
                 return [row]
             departures.take_back(row)
     return victims
@@ -163,11 +147,6 @@ def _num_returning_blocks(state: SchedulerState) -> int:
     departures = state.kv.departures()
     ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
     return state.kv.transfers.num_returning_blocks() + sum([departures.add(row) for row in ending])
-
-
-def _num_growing_next(columns: RowColumns) -> int:
-    starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
-    return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))
 
 
 AHEAD: Float64Array = 4.0 * 2.0 ** np.arange(16)  # steps

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import cast
 
 import numpy as np
@@ -21,23 +22,21 @@ class TenantIds:
     def __init__(self, num_rows: int) -> None:
         self.ids: dict[str, int] = {}
         self.names = [""] * num_rows
-        self._num_rows = [0] * num_rows
+        self._num_rows: Counter[str] = Counter()
         self._free = list(range(num_rows))
 
     def acquire(self, tenant: str) -> int:
         if tenant not in self.ids:
             self.ids[tenant] = self._free.pop()
-        tenant_id = self.ids[tenant]
-        self.names[tenant_id] = tenant
-        self._num_rows[tenant_id] += 1
-        return tenant_id
+            self.names[self.ids[tenant]] = tenant
+        self._num_rows[tenant] += 1
+        return self.ids[tenant]
 
     def release(self, tenant: str) -> None:
-        tenant_id = self.ids[tenant]
-        self._num_rows[tenant_id] -= 1
-        if self._num_rows[tenant_id] == 0:
-            del self.ids[tenant]
-            self._free.append(tenant_id)
+        self._num_rows[tenant] -= 1
+        if not self._num_rows[tenant]:
+            del self._num_rows[tenant]
+            self._free.append(self.ids.pop(tenant))
 
 
 class RowColumns:

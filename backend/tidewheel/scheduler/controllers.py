@@ -6,7 +6,6 @@ from typing import NamedTuple
 from tidewheel.batch import ScheduledBatch
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
-from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import InFlightStep, StepLimits
 from tidewheel.scheduler.strategy import STRATEGIES, JoinView
@@ -156,11 +155,17 @@ class StepControl:
         state, config, num_rows = self._state, self._state.config, self._state.config.num_rows
         num_running = state.columns.num_running
         budget = max(self.token_budget, num_running + 1)  # each row decodes, one prompt progresses
+        max_joins = 0
+        if state.waiting:
+            oldest = state.waiting.oldest_arrival
+            most = max(self.max_num_seqs, num_running)  # a lowered limit ends no request
+            view = JoinView(num_running, state.waiting.num_new, now if oldest is None else oldest, most)
+            max_joins = self.strategy.max_joins(now, view)
         return StepLimits(
             min(budget, max(config.max_num_batched_tokens, num_running)),  # rows outlast a lowered limit
             config.long_prefill_token_threshold or config.max_num_batched_tokens,
             min(self.max_num_seqs, num_rows),
-            self._max_joins(state.waiting, num_running, now) if state.waiting else 0,
+            max_joins,
             max(MIN_SCORES, num_rows - num_running),  # memory was measured with logits for every row
             self._keep_free,
         )
@@ -176,27 +181,17 @@ class StepControl:
         if step.started:
             oldest = min([request.arrival_time for request in step.started])
             self.strategy.observe_batch(max(now - oldest, 0.0))
-        if self._tpot is not None or self._governor is not None:
-            self._adjust(batch, seconds, now - last, now)
         self._last_applied = now
-
-    def _adjust(self, batch: ScheduledBatch, seconds: float, elapsed: float, now: float) -> None:
-        state = self._state
-        if elapsed > 0.0:
+        if self._tpot is None and self._governor is None:
+            return
+        if (elapsed := now - last) > 0.0:
             weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
             self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
-        kv_usage = 1.0 - state.kv.num_free_blocks / state.kv.num_blocks
-        num_running = state.columns.num_running
-        step = AppliedStep(now, seconds, batch.num_decodes, batch.num_tokens, num_running, kv_usage, self._busy)
+        kv_usage, num_running = 1.0 - state.kv.num_free_blocks / state.kv.num_blocks, state.columns.num_running
+        applied = AppliedStep(now, seconds, batch.num_decodes, batch.num_tokens, num_running, kv_usage, self._busy)
         if self._tpot is not None:
-            self._tpot.observe(step)
+            self._tpot.observe(applied)
             self.token_budget = self._tpot.budget
         if self._governor is not None:
-            self._governor.observe(step)
+            self._governor.observe(applied)
             self.max_num_seqs = self._governor.max_num_seqs
-
-    def _max_joins(self, waiting: WaitingSet, num_running: int, now: float) -> int:
-        oldest = waiting.oldest_arrival
-        limit = max(self.max_num_seqs, num_running)  # a lowered limit ends no request
-        view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
-        return self.strategy.max_joins(now, view)

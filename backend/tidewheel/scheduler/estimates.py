@@ -65,11 +65,9 @@ class LengthHistogram:
 
 
 class OutputPredictor:
-    """Median output length by tenant and prompt length, in an LRU of `max_cells`."""
+    """Median output length by tenant and prompt length, in an LRU of `MAX_CELLS`."""
 
-    def __init__(self, prior_tokens: int, *, quantile: float = QUANTILE, max_cells: int = MAX_CELLS) -> None:
-        self._quantile = quantile
-        self._max_cells = max_cells
+    def __init__(self, prior_tokens: int) -> None:
         self.prior = float(prior_tokens)
         self._cells: OrderedDict[_Cell, LengthHistogram] = OrderedDict()
         self._shared: dict[_Cell, LengthHistogram] = {(None, None): LengthHistogram()}
@@ -87,7 +85,7 @@ class OutputPredictor:
         ):
             histogram = cells.get(key)
             if histogram is not None and histogram.num_seen >= MIN_SEEN:
-                return min(histogram.quantile(self._quantile), float(max_tokens))
+                return min(histogram.quantile(QUANTILE), float(max_tokens))
         return min(self.prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
@@ -108,7 +106,7 @@ class OutputPredictor:
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
         for bucket in (num_prompt_tokens.bit_length(), None):
             cell = self._cells.pop((tenant, bucket), None) or LengthHistogram()
-            if len(self._cells) >= self._max_cells:
+            if len(self._cells) >= MAX_CELLS:
                 self._cells.popitem(last=False)
             self._cells[tenant, bucket] = cell
             for histogram in (cell, self._shared.setdefault((None, bucket), LengthHistogram())):

@@ -178,12 +178,23 @@ class _EntryPlanner:
         if was_new:
             plan.num_joined += 1 + len(request.followers)
         if request.first_scheduled_time is None:
-            _start(state, plan, request, hit.num_tokens, self._now)
+            self._start(request, hit.num_tokens)
         plan.new_rows.append(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         level = shared_level(state.policy, request)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, level, scores=request.scores_prompt)
         return True
+
+    def _start(self, request: Request, num_cached_tokens: int) -> None:
+        state = self._state
+        request.first_scheduled_time = self._now
+        request.num_cached_tokens = num_cached_tokens
+        self._plan.started.append(request)
+        if state.virtual_counters is not None:
+            state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
+        if state.kv.prefixes.is_enabled:
+            state.stats.num_prefix_queries += request.num_prompt_tokens
+            state.stats.num_prefix_hits += num_cached_tokens
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
@@ -241,14 +252,3 @@ class _EntryPlanner:
             return True
         is_behind = state.waiting.key(columns.request(row)) > state.waiting.key(request)  # it may starve
         return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
-
-
-def _start(state: SchedulerState, plan: StepPlan, request: Request, num_cached_tokens: int, now: float) -> None:
-    request.first_scheduled_time = now
-    request.num_cached_tokens = num_cached_tokens
-    plan.started.append(request)
-    if state.virtual_counters is not None:
-        state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
-    if state.kv.prefixes.is_enabled:
-        state.stats.num_prefix_queries += request.num_prompt_tokens
-        state.stats.num_prefix_hits += num_cached_tokens

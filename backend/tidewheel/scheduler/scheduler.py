@@ -25,7 +25,6 @@ from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.planner import plan_step
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import InFlightStep, StepPlan
-from tidewheel.scheduler.tenancy import VirtualCounters
 from tidewheel.stats import EngineStats, WaitingRoom
 
 
@@ -218,20 +217,26 @@ def _check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def _commit_step(
     state: SchedulerState, batch: ScheduledBatch, step: InFlightStep, sampled: SampledTokens, now: float
 ) -> StepOutputs:
+    columns = state.columns
     ended = _fail_not_finite(state, step, sampled, now)
-    live = state.columns.epochs.take(step.rows) == step.epochs
+    live = columns.epochs.take(step.rows) == step.epochs
     for index, states in (sampled.pooled or {}).items():
         if live[index]:
-            state.columns.request(int(step.rows[index])).pool(int(batch.start_positions[index]), states)
-    _keep_prompt_logprobs(state.columns, batch, step.rows, live, sampled.prompt_logprobs or {})
+            columns.request(int(step.rows[index])).pool(int(batch.start_positions[index]), states)
+    for index, entries in (sampled.prompt_logprobs or {}).items():
+        if live[index]:
+            kept = columns.request(int(step.rows[index])).prompt_logprobs
+            kept += entries[len(kept) - int(batch.start_positions[index]) :]
     _commit_computed(state, batch, step.rows, live)
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
-    requests = state.columns.append_tokens(rows, tokens, now)
-    state.columns.write_back_some(batch.step_id)
+    requests = columns.append_tokens(rows, tokens, now)
+    columns.write_back_some(batch.step_id)
     if state.virtual_counters is not None:
-        _charge_outputs(state.virtual_counters, state.columns, rows)
-    for index, reason in _find_endings(state.columns, rows, tokens):
+        num_tokens = np.bincount(columns.tenant_ids.take(rows))
+        for tenant_id in num_tokens.nonzero()[0].tolist():
+            state.virtual_counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
+    for index, reason in _find_endings(columns, rows, tokens):
         request = requests[index]
         request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
         state.end(request, reason, now)
@@ -268,19 +273,6 @@ def _no_token(request: Request) -> TidewheelError:
     )
 
 
-def _keep_prompt_logprobs(
-    columns: RowColumns,
-    batch: ScheduledBatch,
-    rows: RowArray,
-    live: BoolArray,
-    found: Mapping[int, list[TopLogprobs]],
-) -> None:
-    for index, entries in found.items():
-        if live[index]:
-            kept = columns.request(int(rows[index])).prompt_logprobs
-            kept += entries[len(kept) - int(batch.start_positions[index]) :]
-
-
 def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
     """Count computed tokens; publish blocks known at entry, those of output at the end."""
     columns = state.columns
@@ -291,12 +283,6 @@ def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArra
     for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
         row = int(rows[index])
         state.kv.commit(row, columns.request(row), int(ends[index]))
-
-
-def _charge_outputs(counters: VirtualCounters, columns: RowColumns, rows: RowArray) -> None:
-    num_tokens = np.bincount(columns.tenant_ids.take(rows))
-    for tenant_id in num_tokens.nonzero()[0].tolist():
-        counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
 def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:

@@ -295,15 +295,13 @@ class SchedulerState:
             self.kv.commit(row, request, int(columns.num_computed_tokens[row]))
         else:
             self.kv.forget(row)
-        self.kv.free(row, after_step=int(columns.last_step[row]) if self.is_in_flight(row) else None)
+        last_step = int(columns.last_step[row])
+        self.kv.free(row, after_step=last_step if last_step > self.last_applied else None)
         columns.leave(row)
 
     @property
     def has_in_flight(self) -> bool:
         return self.last_applied < self.stats.num_steps - 1
-
-    def is_in_flight(self, row: int) -> bool:
-        return int(self.columns.last_step[row]) > self.last_applied
 
     def _count_waiting(self, request: Request, change: int) -> None:
         self.stats.num_waiting_tokens += change * request.num_tokens

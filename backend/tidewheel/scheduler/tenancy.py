@@ -9,7 +9,7 @@ from itertools import islice
 
 from tidewheel.errors import Busy
 from tidewheel.request import Request
-from tidewheel.stats import TenantFigures
+from tidewheel.stats import EngineStats, TenantFigures
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
 BURST_S = 1.0  # content of a full bucket, at least 1
@@ -142,23 +142,19 @@ def _describe(tenant: str, account: str) -> str:
 class TenantCounts:
     """Figures by label: the first `MAX_LABELS` tenants, and `other`."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.figures: dict[str, TenantFigures] = {}
+    def __init__(self, stats: EngineStats, names: Iterable[str]) -> None:
+        self._stats = stats
         self.reconfigure(names)
 
-    def reconfigure(self, names: Iterable[str]) -> dict[str, TenantFigures]:
+    def reconfigure(self, names: Iterable[str]) -> None:
         named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
-        self._labels = {name: _label(name) for name in named}
+        self._labels = {name: re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS] for name in named}
+        before = self._stats.tenants
         labels = (*self._labels.values(), OTHERS)
-        self.figures = {label: self.figures.get(label) or TenantFigures() for label in labels}
-        return self.figures
+        self._stats.tenants = {label: before.get(label) or TenantFigures() for label in labels}
 
     def of(self, tenant: str) -> TenantFigures:
-        return self.figures[self._labels.get(tenant, OTHERS)]
-
-
-def _label(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS]
+        return self._stats.tenants[self._labels.get(tenant, OTHERS)]
 
 
 INPUT_WEIGHT = 1.0
@@ -180,9 +176,8 @@ class VirtualCounters:
     heap entries are updated at the top.
     """
 
-    def __init__(self, weight: Callable[[str], float], max_idle: int = MAX_IDLE_TENANTS) -> None:
+    def __init__(self, weight: Callable[[str], float]) -> None:
         self.weight = weight
-        self._max_idle = max_idle
         self._counters: dict[str, float] = {}
         self._active: dict[str, int] = {}  # activation order, breaks ties
         self._heap: list[tuple[float, int, str]] = []
@@ -208,9 +203,9 @@ class VirtualCounters:
         if not self._active:
             self._last = tenant
         self._refresh()
-        if len(self._counters) - len(self._active) > self._max_idle:
+        if len(self._counters) - len(self._active) > MAX_IDLE_TENANTS:
             idle = [tenant for tenant in self._counters if tenant not in self._active]
-            for name in heapq.nsmallest(len(idle) - self._max_idle // 2, idle, key=self._counters.__getitem__):
+            for name in heapq.nsmallest(len(idle) - MAX_IDLE_TENANTS // 2, idle, key=self._counters.__getitem__):
                 del self._counters[name]
 
     def charge(self, tenant: str, num_input: int, num_output: int) -> None:

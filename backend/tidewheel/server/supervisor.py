@@ -15,7 +15,7 @@ from signal import SIGKILL, SIGTERM
 import psutil
 
 from tidewheel.adapter.stub_process import PresenceMark, read_mark
-from tidewheel.engine.control_calls import drain_all
+from tidewheel.engine.connection import drain_all
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.health_endpoint import DRAINING, READY, Readiness

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tidewheel.engine.control_calls import cancel_request, list_requests
+from tidewheel.engine.connection import cancel_request, list_requests
 from tidewheel.engine.folder import label_of, model_label
 from tidewheel.engine.messages import MAX_LISTED, RequestRow
 from tidewheel.metrics import RECEIVED

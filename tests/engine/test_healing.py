@@ -260,16 +260,16 @@ def test_a_status_that_the_disk_does_not_take_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = process.StatusFile(tmp_path, {"model": "m"}, "")
-    write = process.write_status
+    write = launcher.folder.write_status
 
     def fail(*_: object) -> None:
         raise FULL
 
-    monkeypatch.setattr(process, "write_status", fail)
+    monkeypatch.setattr(launcher.folder, "write_status", fail)
     status.update(is_draining=True)
     status.keep()
     assert read_status(tmp_path) is None
-    monkeypatch.setattr(process, "write_status", write)
+    monkeypatch.setattr(launcher.folder, "write_status", write)
     status.keep()
     found = read_status(tmp_path)
     assert found is not None and found.is_draining

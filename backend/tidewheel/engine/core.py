@@ -111,8 +111,7 @@ class EngineCore:
         self._deliver_ended(self._scheduler.expire(now))
         batch = self._scheduler.schedule(now)
         if batch is not None:
-            self._announce(batch)
-            self._in_flight.append(_StepInFlight(batch, self._launch(batch), now))
+            self._launch(batch, now)
         if not self._in_flight:
             return False
         for _ in range(self._num_to_complete(batch)):
@@ -130,16 +129,14 @@ class EngineCore:
         stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
         return stats
 
-    def _announce(self, batch: ScheduledBatch) -> None:
+    def _launch(self, batch: ScheduledBatch, now: float) -> None:
         before = self._expected_s
         predicted = self._scheduler.step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
         self._expected_s = self._first_step_s if predicted is None else predicted
         self._beat(before + self._expected_s)
-
-    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         for new in batch.new_rows:
             self._request_ids[new.row] = new.request_id
-        return _attempt(lambda: self._runner.launch(batch))
+        self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self._runner.launch(batch)), now))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
         """Wait for all steps after a failed launch, because a later one would read its tokens."""

@@ -11,17 +11,8 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.config import EngineConfig, describe_changes
+from tidewheel.engine import folder
 from tidewheel.engine.connection import drain
-from tidewheel.engine.folder import (
-    CURRENT,
-    EngineTarget,
-    Status,
-    new_target,
-    read_serving,
-    read_status,
-    settings_digest,
-    write_status,
-)
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
@@ -37,14 +28,14 @@ FINAL_ANSWERS_S = 3.0
 _POLL_S = 0.1
 
 
-def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
+def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
     """Return the engine for these settings; `make_current` makes other front ends follow.
 
     Where memory is short, the present engine ends first.
     """
-    status = read_status(model_dir / CURRENT)
+    status = folder.read_status(model_dir / folder.CURRENT)
     identity = _identity(config)
-    wanted = new_target(model_dir / identity, config, identity)
+    wanted = folder.new_target(model_dir / identity, config, identity)
     is_first = status is None or not status.is_alive or status.is_draining
     if status is not None and not is_first:
         try:
@@ -66,70 +57,70 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> EngineTarget:
     return wanted
 
 
-def find_engine(model_dir: Path) -> EngineTarget | None:
-    status = read_serving(model_dir / CURRENT)
+def find_engine(model_dir: Path) -> folder.EngineTarget | None:
+    status = folder.read_serving(model_dir / folder.CURRENT)
     if status is None or status.is_draining:
         return None
     started, config = (EngineConfig.from_settings(settings) for settings in (status.started, status.settings))
-    return EngineTarget(model_dir / status.identity, status.identity, started, config, status.read_ns)
+    return folder.EngineTarget(model_dir / status.identity, status.identity, started, config, status.read_ns)
 
 
-def may_start(target: EngineTarget) -> bool:
+def may_start(target: folder.EngineTarget) -> bool:
     """Return whether a given-up engine may start again."""
-    status = read_status(target.folder)
+    status = folder.read_status(target.folder)
     return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
 
 def take_back(model_dir: Path) -> None:
     """Let an engine that made room start again."""
-    status = read_status(model_dir / CURRENT)
+    status = folder.read_status(model_dir / folder.CURRENT)
     if status is not None and status.is_draining and not status.is_alive:
-        write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
+        folder.write_status(model_dir / folder.CURRENT, msgspec.structs.replace(status, is_draining=False))
 
 
-def _remove_ended(target: EngineTarget) -> None:
-    for folder in target.folder.parent.iterdir():
-        if folder.is_symlink() or not folder.is_dir() or folder == target.folder:
+def _remove_ended(target: folder.EngineTarget) -> None:
+    for path in target.folder.parent.iterdir():
+        if path.is_symlink() or not path.is_dir() or path == target.folder:
             continue
-        status, lock = read_status(folder), LockedFolder(folder)
+        status, lock = folder.read_status(path), LockedFolder(path)
         if (status is None or not status.is_alive) and lock.try_lock():
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
             lock.release()
 
 
-def make_current(target: EngineTarget) -> None:
+def make_current(target: folder.EngineTarget) -> None:
     """Make other front ends of the model follow."""
     model_dir = target.folder.parent
-    temporary = model_dir / f"{CURRENT}.{os.getpid()}"
+    temporary = model_dir / f"{folder.CURRENT}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.folder.name)
-    temporary.replace(model_dir / CURRENT)
+    temporary.replace(model_dir / folder.CURRENT)
     _remove_ended(target)
 
 
 def _identity(config: EngineConfig) -> str:
     """Return a digest of model files and of settings that need another engine."""
     files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
-    return settings_digest({"settings": config.fixed_settings(), "files": files})
+    return folder.settings_digest({"settings": config.fixed_settings(), "files": files})
 
 
-def _describe_files(folder: Path) -> list[tuple[str, int, int]]:
+def _describe_files(model: Path) -> list[tuple[str, int, int]]:
     """Return name, size and time per file; none for an unreadable folder."""
     try:
-        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+        stats = [(path.name, path.stat()) for path in sorted(model.iterdir())]
     except OSError:
         return []
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def _end_orderly(folder: Path) -> None:
+def _end_orderly(engine_dir: Path) -> None:
     end = time.monotonic() + DRAIN_S
-    while (left := drain(folder)) is not None and left.num_running + left.num_waiting and time.monotonic() < end:
+    while (left := drain(engine_dir)) is not None and left.num_running + left.num_waiting and time.monotonic() < end:
         time.sleep(_POLL_S)
-    stop_engine(folder, FINAL_ANSWERS_S)
+    stop_engine(engine_dir, FINAL_ANSWERS_S)
 
 
-def _fits_beside(status: Status, config: EngineConfig) -> bool:
+def _fits_beside(status: folder.Status, config: EngineConfig) -> bool:
     info = status.info
     if info is None:
         return False

@@ -20,15 +20,8 @@ import zmq
 
 from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.config import EngineConfig
+from tidewheel.engine import folder
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.folder import (
-    ENGINE_LOCK,
-    STATUS,
-    check_socket_path,
-    first_status,
-    socket_address,
-    write_status,
-)
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
@@ -51,7 +44,7 @@ class StatusFile:
     def __init__(self, engine_dir: Path, settings: dict[str, object], identity: str) -> None:
         self.engine_dir = engine_dir
         self.identity = identity
-        self._status = first_status(os.getpid(), "loading", settings, identity)
+        self._status = folder.first_status(os.getpid(), "loading", settings, identity)
         self._folder_inode = engine_dir.stat().st_ino
         self._written_at = 0.0
         self._inode = 0
@@ -65,12 +58,12 @@ class StatusFile:
 
     def keep(self) -> bool:
         """Return False if the folder is gone."""
-        path = self.engine_dir / STATUS
+        path = self.engine_dir / folder.STATUS
         try:
             if self.engine_dir.stat().st_ino != self._folder_inode:
                 return False
             if not self._inode or path.stat().st_ino != self._inode:
-                write_status(self.engine_dir, self._status)
+                folder.write_status(self.engine_dir, self._status)
                 self._inode = path.stat().st_ino
         except FileNotFoundError:
             self._inode = 0
@@ -91,9 +84,9 @@ def serve(
     config: EngineConfig, engine_dir: Path, load: LoadRunner, *, identity: str = "", linger_s: float = LINGER_S
 ) -> int:
     """Return the exit code. Raise BlockingIOError if another engine runs."""
-    lock = try_lock(engine_dir / ENGINE_LOCK, PREDECESSOR_LIMIT_S)
+    lock = try_lock(engine_dir / folder.ENGINE_LOCK, PREDECESSOR_LIMIT_S)
     if lock is None:
-        raise BlockingIOError(engine_dir / ENGINE_LOCK)
+        raise BlockingIOError(engine_dir / folder.ENGINE_LOCK)
     with lock:
         status = StatusFile(engine_dir, config.to_settings(), identity)
         status.update()
@@ -150,14 +143,14 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
 
 @contextlib.contextmanager
 def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
-    check_socket_path(engine_dir)
+    folder.check_socket_path(engine_dir)
     context = zmq.Context(io_threads=1)
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.SNDHWM, QUEUE_LIMIT)
     socket.set(zmq.RCVHWM, QUEUE_LIMIT)
     socket.set(zmq.LINGER, 1000)
-    socket.bind(socket_address(engine_dir))
+    socket.bind(folder.socket_address(engine_dir))
     try:
         yield socket
     finally:

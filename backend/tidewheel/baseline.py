@@ -53,7 +53,7 @@ class Generator:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Generator:
-        """Raise `ConfigError`."""
+        """Load the model and its tokenizer. Raise `ConfigError`."""
         device = resolve_device(config)
         folder = resolve_folder(config.model, config.revision, config.download_dir)
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
@@ -121,10 +121,10 @@ class Generator:
 
 
 class RowEnds(StoppingCriteria):
-    """Ends of rows: `max_tokens`, or an end-of-sequence token unless ignored."""
+    """Stopping criterion per row: `max_tokens`, or an end-of-sequence token unless ignored."""
 
     def __init__(self, rows: Sequence[Row], width: int, eos: torch.Tensor) -> None:
-        """`width`: of padded prompts; `eos`: [num_eos]."""
+        """`width`: length of the padded prompts; `eos`: [num_eos]."""
         self._eos = eos
         self._ends = torch.tensor([width + row.max_tokens for row in rows], device=eos.device)
         self._heeds_eos = torch.tensor([not row.ignore_eos for row in rows], device=eos.device)

@@ -31,7 +31,7 @@ def no_ids() -> Int32Array:
 
 
 class NewRow(NamedTuple):
-    """Request that takes a row, for the first time or after a preemption."""
+    """Request that takes a row, at its start or after a preemption."""
 
     row: int
     request_id: str
@@ -75,7 +75,7 @@ class ScheduledBatch:
 
 
 class RowError(Exception):
-    """Failure of one row's own parameters at a launch, which may be repeated without the row."""
+    """Failure of one row's parameters at a launch; the step may be repeated without the row."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"row {row} cannot be launched")
@@ -84,7 +84,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Answer of the runner to a `ScheduledBatch`, aligned with its rows."""
+    """Tokens and log-probabilities of a step, aligned with the rows of its `ScheduledBatch`."""
 
     NOT_SAMPLED = -1
     NOT_FINITE = -2
@@ -99,7 +99,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Effects of an applied step."""
+    """New tokens and ended requests of an applied step."""
 
     requests: list[Request]
     token_ids: Int32Array  # one for each of `requests`

@@ -39,7 +39,7 @@ class TracebackFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, layout: str | None = None) -> None:
-    """Log to stderr through `TracebackFormatter`, from this level on."""
+    """Log to standard error, from `level` on, with tracebacks by `TracebackFormatter`."""
     handler = logging.StreamHandler()
     handler.setFormatter(TracebackFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])

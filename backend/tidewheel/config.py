@@ -44,7 +44,7 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingSettings:
-    """Engine settings that the scheduler reads as they are."""
+    """Engine settings that the scheduler reads directly."""
 
     # steps
     max_num_seqs: int = 256  # requests that run at once, at most
@@ -195,7 +195,7 @@ class EngineConfig(SchedulingSettings):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Read text or JSON values under our names or vLLM's. Folders may be relative to `base_dir`."""
+        """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: of relative folders."""
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
         for key, raw in translate(settings).items():
@@ -221,7 +221,7 @@ class EngineConfig(SchedulingSettings):
         return self.num_blocks is None and self.kv_cache_memory_mb is None
 
     def can_become(self, other: EngineConfig) -> bool:
-        """Return whether an engine with these settings can take the others between two steps."""
+        """Return whether a running engine with these settings can switch to `other` between two steps."""
         if self.record or other.record:  # a recording holds for one set of settings
             return self == other
         fits = all(getattr(other, name) <= getattr(self, name) for name in SIZED)
@@ -232,7 +232,7 @@ class EngineConfig(SchedulingSettings):
         )
 
     def fixed_settings(self) -> dict[str, object]:
-        """Return the settings that need another engine, with the sizes that it starts with."""
+        """Return the settings whose change needs a new engine, buffer sizes included."""
         live = LIVE - SIZED if not self.record else frozenset[str]()
         return {name: value for name, value in self.to_settings().items() if name not in live}
 
@@ -264,7 +264,7 @@ def setting_names() -> list[str]:
 
 
 def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:
-    """Raise `ConfigError` if a named integer is below `low`."""
+    """Raise `ConfigError` if one of the integers by name is below `low`."""
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, int) and value < low:

@@ -1,4 +1,4 @@
-"""Translation of vLLM's engine arguments, which `vllm_arguments.toml` lists, to settings."""
+"""Translation of vLLM's engine arguments, listed in `vllm_arguments.toml`, to settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _VALUES: Mapping[str, Mapping[str, object]] = _file["values"]
 
 
 def plain(value: object) -> object:
-    """Return the value of a text of `config.pbtxt`; None: nothing."""
+    """Return the value of a text in `config.pbtxt`; None if it stands for nothing."""
     if isinstance(value, str):
         text = value.strip()
         if text.lower() in ("none", "null"):
@@ -50,9 +50,9 @@ def plain(value: object) -> object:
 
 
 def translate(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings by our names, without null and arguments without effect, which are logged.
+    """Return settings by our names, without nulls; arguments without effect are logged and dropped.
 
-    Raise `ConfigError`.
+    Raise `ConfigError` for unsupported arguments.
     """
     translated: dict[str, object] = {}
     without_effect: list[str] = []
@@ -79,7 +79,6 @@ def translate(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _refuse(name: str, value: object) -> None:
-    """Raise `ConfigError` for a value that asks for what is not offered."""
     argument, asked = NOT_OFFERED[name], plain(value)
     if asked is not None and all(asked != allowed for allowed in argument.allowed):
         shown = "set" if name == "hf_token" else repr(value)

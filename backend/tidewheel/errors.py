@@ -1,5 +1,6 @@
-"""Errors of requests, from `tidewheel_client.errors`, whose base class is named `TidewheelError` here, and
-`ConfigError` with `PermanentError`, which are never sent to a client.
+"""Errors of requests, from `tidewheel_client.errors`, whose base class is `TidewheelError` here.
+
+`ConfigError` and `PermanentError` are never sent to a client.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ TAGS: frozenset[str] = frozenset(BY_TAG)
 
 
 class ConfigError(Exception):
-    """A wrong setting or file. The message says in one line what to change."""
+    """Wrong setting or file; the message says in one line what to change."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class PermanentError(ConfigError):
-    """A cause that stays when the engine starts again; more files, room or memory may remove any other cause."""
+    """Failure of an engine that a restart cannot cure."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -56,7 +57,7 @@ def printable(message: str) -> str:
 
 
 def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
-    """Return the two paragraphs of the class's docstring. Raise `ConfigError` unless there are two."""
+    """Return cause and remedy, the class docstring's paragraphs. Raise `ConfigError` unless there are two."""
     paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
     if len(paragraphs) != 2:
         raise ConfigError(f"{cls.__name__} has {len(paragraphs)} paragraphs: write a cause and what to do")

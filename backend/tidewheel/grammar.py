@@ -34,7 +34,7 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Language of an answer that ends by itself. Raise `InvalidRequest`.
+    """Formal grammar of a whole answer. Raise `InvalidRequest`.
 
     `text` is a JSON schema, a pattern of the whole answer, a JSON list of choices, or rules in the notation of GBNF
     (root `root`) or Lark (root `start`).
@@ -84,7 +84,7 @@ class TokenGrammar:
     num_words: int  # of 32 bits, of a mask
 
     def matcher(self, token_ids: Sequence[int]) -> LLMatcher:
-        """Return an independent matcher after these tokens."""
+        """Return a new matcher that has consumed these tokens."""
         copy = self.start.deep_copy()
         copy.consume_tokens(list(token_ids))
         return copy
@@ -105,7 +105,7 @@ def _dumped(value: object, name: str) -> str:
 
 
 def check_bounds(name: str, schema: object) -> None:
-    """Raise `Unsupported` for a bound that a float does not hold exactly."""
+    """Raise `Unsupported` for a numeric bound that a float cannot represent."""
     for keyword, value in _keywords(schema):
         if keyword not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -116,14 +116,14 @@ def check_bounds(name: str, schema: object) -> None:
 
 
 def check_options(name: str, schema: object) -> None:
-    """Raise `Unsupported` for llguidance's options, which can give texts that are no JSON."""
+    """Raise `Unsupported` for llguidance's options, which can produce invalid JSON."""
     for keyword, _ in _keywords(schema):
         if keyword == "x-guidance":
             raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
 
 
 def read_plainly(schema: object) -> None:
-    """Rewrite valid JSON schema that llguidance refuses: counts such as 2.0, and a false `uniqueItems`."""
+    """Rewrite, in place, valid JSON schema that llguidance refuses: counts such as 2.0, and a false `uniqueItems`."""
     for part in _parts(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
@@ -139,7 +139,6 @@ def _keywords(schema: object) -> Iterator[tuple[str, object]]:
 
 
 def _parts(schema: object) -> Iterator[dict[str, object]]:
-    """Yield a schema and its subschemas."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()

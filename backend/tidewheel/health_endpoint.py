@@ -1,4 +1,4 @@
-"""`GET /ready` and `GET /live` for balancers and container checks, and `GET /metrics`, the same for Prometheus."""
+"""HTTP endpoint of `/ready` and `/live` for balancers and containers, and `/metrics` for Prometheus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Readiness(NamedTuple):
 
     @property
     def is_live(self) -> bool:
-        """Return whether waiting may help."""
+        """Return whether the server may still become ready by itself."""
         return self.state != "given up"
 
 
@@ -41,7 +41,7 @@ DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """HTTP server on its own threads. `report` is called for each request, and must not block."""
+    """HTTP server on its own threads. Each request calls `report`, which must not block."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -77,7 +77,7 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore peers that hang up."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -116,7 +116,6 @@ class _Handler(socketserver.StreamRequestHandler):
         return 200 if holds else 503, _JSON, json.dumps(body)
 
     def _read_head(self) -> bytes:
-        """Return the first line of the head. The rest is read too, because a reset would overtake the answer."""
         first = line = self.rfile.readline(MAX_REQUEST_BYTES)
         left = MAX_REQUEST_BYTES - len(first)
         while left > 0 and line not in (b"\r\n", b"\n", b""):

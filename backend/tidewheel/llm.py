@@ -1,4 +1,4 @@
-"""The engine in-process, for offline batches and tests.
+"""Engine in the caller's process, for offline batches and tests.
 
     with LLM("path/to/model", dtype="float32") as llm:
         results = llm.generate(["The sea is", {"input_ids": [5, 6, 7]}], SamplingParams(max_tokens=20))
@@ -63,8 +63,6 @@ class GenerationResult:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt's sequences and their output."""
-
     requests: list[Request]
     outputs: Outputs
     error: TidewheelError | None = None  # if never accepted
@@ -92,7 +90,7 @@ class _Prompt:
 
 
 class LLM:
-    """One model, ready to generate. Not thread safe.
+    """Loaded model that generates. Not thread-safe.
 
     `settings` are fields of `EngineConfig`, or engine arguments of vLLM. With `skip_tokenizer_init`, prompts are
     token ids and results have no text. Raise `ConfigError`.
@@ -145,7 +143,7 @@ class LLM:
         return [result for prompt in prepared for result in prompt.results()]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
-        """Raise `NotFound`."""
+        """End a session and free its KV blocks. Raise `NotFound` if it is unknown."""
         self._open_core()
         self._scheduler.close_session(tenant, session_id)
 
@@ -230,7 +228,6 @@ class LLM:
             num_left = len(self._open)
 
     def _add_waiting(self) -> None:
-        """Add as many prompts as the scheduler lets wait."""
         core = self._core
         while self._waiting and core is not None:
             prompt = self._waiting[0]
@@ -276,7 +273,6 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
 
 
 def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
-    """Return token ids [num_prompt_tokens]."""
     names = [name for name in ("input_ids", "prompt_token_ids") if name in prompt]
     if len(names) != 1 or len(prompt) != 1:
         raise InvalidRequest(f"a prompt is text or {{'input_ids': [...]}}, not a dict with {sorted(prompt)}")

@@ -1,4 +1,4 @@
-"""Table of every metric that Tidewheel shows or reads. The names that begin with `vllm:` are vLLM's."""
+"""Table of every metric that Tidewheel publishes or reads. Names that begin with `vllm:` are vLLM's."""
 
 from __future__ import annotations
 
@@ -183,5 +183,4 @@ TABLE: tuple[Metric, ...] = tuple(row for row in list(globals().values()) if isi
 
 
 def select(owner: Owner) -> list[Metric]:
-    """Return the metrics of an owner that have a `source`."""
     return [metric for metric in TABLE if metric.owner == owner and metric.source]

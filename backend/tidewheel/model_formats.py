@@ -1,4 +1,4 @@
-"""Names of model formats that are not served, with what to do instead."""
+"""Model formats that are not served, and what to do instead."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # bes
 
 
 def foreign_format(model: Path) -> str:
-    """Return one line about a format that is not served; empty for other paths."""
+    """Return a sentence about a path whose format is not served; empty for other paths."""
     if model.is_file():
         return _gguf(model) if model.suffix == ".gguf" else ""
     return _pointer(model) or _adapter(model) or _gguf(model) or _of_files(model)
 
 
 def config_refusal(values: Mapping[str, object]) -> str:
-    """Return why this `config.json`'s model is not served (quantised, multimodal); empty if it may be."""
+    """Return why a `config.json` is not served (quantised, multimodal); empty if it may be."""
     for key in ("quantization_config", "compression_config"):
         if section := values.get(key):
             method = section.get("quant_method") if isinstance(section, dict) else None
@@ -37,7 +37,7 @@ def config_refusal(values: Mapping[str, object]) -> str:
 
 
 def sentencepiece_only(folder: Path) -> str:
-    """Return how to convert a folder's sentencepiece tokenizer; empty if it has none."""
+    """Return how to convert a folder that has only a sentencepiece tokenizer; else empty."""
     name = next((name for name in _SENTENCEPIECE if (folder / name).is_file()), "")
     if not name:
         return ""

@@ -22,7 +22,7 @@ _KINDS: dict[object, str] = {
 
 
 class Parameter(NamedTuple):
-    """Annotation of a field. Of a list, `low`, `high` and `max_bytes` are limits of each entry."""
+    """Annotation of a parameter's field. For a list, `low`, `high` and `max_bytes` limit each entry."""
 
     meaning: str
     aliases: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
 
     @property
     def range(self) -> str:
-        """Describe the limits of a number; empty: none."""
+        """Return the limits of a number as text; empty without limits."""
         if self.above is not None:
             limits = f"above {self.above:g}" + ("" if self.high is None else f" and at most {self.high:g}")
         elif self.low is None:
@@ -55,7 +55,7 @@ class Parameter(NamedTuple):
         yield from (f"at most {size} {unit}" for size, unit in sizes if size is not None)
 
     def check_integer(self, name: str, value: object) -> None:
-        """Raise `InvalidRequest` that names field, value and limit, as the other checks do."""
+        """Raise `InvalidRequest` that names field, value and limit."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidRequest(f"{name} is {value!r}: it must be an integer")
         self._check_range(name, value)
@@ -101,13 +101,11 @@ class Parameter(NamedTuple):
 
 
 def at_least(low: int, meaning: str, **more: typing.Any) -> Parameter:
-    """Declare an integer that an INT32 tensor holds."""
+    """Declare an integer from `low` up that an INT32 tensor holds."""
     return Parameter(meaning, low=low, high=MAX_INT32, **more)
 
 
 class ParameterField(NamedTuple):
-    """Field of a struct of parameters."""
-
     name: str
     kind: str
     default: object
@@ -134,11 +132,11 @@ def _field(found: msgspec.structs.FieldInfo) -> ParameterField:
 
 
 def _accept(name: str, value: object) -> None:
-    """Leave the check to the struct."""
+    pass
 
 
 def check_fields(values: msgspec.Struct) -> None:
-    """Raise `InvalidRequest` for the first field outside of its limits."""
+    """Raise `InvalidRequest` for the first field outside its limits."""
     for name, _, default, _, check in fields_of(type(values)).values():
         value = getattr(values, name)
         if value is not default:
@@ -151,7 +149,7 @@ def check_count(name: str, count: int, limit: int | None) -> None:
 
 
 def control_character(text: str) -> str:
-    """Describe the first control character and its position; empty: none."""
+    """Return a text about the first control character and its position; empty if there is none."""
     found = _CONTROL.search(text)
     return f"the control character U+{ord(found[0]):04X} at position {found.start()}" if found else ""
 

@@ -17,7 +17,7 @@ _SHARED_MEMORY = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
 def run_dir() -> Path:
-    """Make and return the folder of this user's sockets, locks and status files."""
+    """Make and return this user's folder of sockets, locks and status files."""
     return private_dir(run_dir_path())
 
 
@@ -30,7 +30,7 @@ def run_dir_path() -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Make the folder, mode 0700. Raise `ConfigError` if it belongs to another user or is open to others."""
+    """Make a folder of mode 0700. Raise `ConfigError` if it is another user's, or open to others."""
     try:
         return make_private(path, f"set {RUN_DIR}")
     except OSError as error:
@@ -45,7 +45,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def check_room(folder: Path) -> None:
-    """Raise `ConfigError` if the folder takes no further file."""
+    """Raise `ConfigError` if no file can be written to the folder."""
     path = folder / f"room.{os.getpid()}"
     try:
         path.write_bytes(bytes(os.sysconf("SC_PAGESIZE")))
@@ -57,7 +57,7 @@ def check_room(folder: Path) -> None:
 
 
 def close_shared_memory() -> None:
-    """Give this process's shared memory mode 0600: Triton makes it readable for all users."""
+    """Give this process's shared memory mode 0600: Triton makes it readable to all users."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     for path in set(_SHARED_MEMORY.findall(maps)):
         with contextlib.suppress(OSError):  # removed, or of another user

@@ -17,7 +17,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_at_most(path: Path, limit: int) -> bytes:
-    """Return the content. Raise `OSError` as `open_regular`, and for more than `limit` bytes."""
+    """Return a regular file's bytes. Raise `OSError` for a pipe or device, or more than `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(min(size, limit) + 1)

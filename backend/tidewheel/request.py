@@ -25,7 +25,7 @@ class Priority(enum.IntEnum):
 
     @classmethod
     def from_wire(cls, value: int) -> Priority:
-        """Return the class; 0 is NORMAL. Raise `ValueError` outside of 0 to 4."""
+        """Return the class of a number; 0 means NORMAL. Raise `ValueError` outside of 0 to 4."""
         return cls.NORMAL if value == 0 else cls(value)
 
     def lifted(self) -> Priority:
@@ -121,22 +121,22 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Return whether log-probabilities of the prompt are missing. A follower leaves them to its leader."""
+        """Return whether log-probabilities of the prompt are still to compute. A group's leader computes them."""
         is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
         return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def needs_all_states(self) -> bool:
-        """Return whether no part of the prompt may come from the cache."""
+        """Return whether the whole prompt must be computed, without cached blocks."""
         return self.scores_prompt or self.pooling == "mean"
 
     def pool(self, start: int, states: npt.NDArray[np.float32]) -> None:
-        """Add the hidden states of the chunk at `start`; 0 begins anew."""
+        """Add hidden states of the prompt chunk at `start` to the embedding's sum; `start` 0 resets it."""
         self.pooled = states if start == 0 or self.pooled is None else self.pooled + states
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Sampling parameters with the request's own biases."""
+        """Return the sampling parameters, with the request's own biases."""
         sampling = self.sampling
         if self.logit_bias is not None:
             sampling = msgspec.structs.replace(sampling, logit_bias=self.logit_bias)
@@ -146,7 +146,7 @@ class Request:
 
     @property
     def is_new(self) -> bool:
-        """Return whether neither request nor leader has had a row. Only new requests are evicted."""
+        """Return whether neither the request nor its leader has ever run. Only new requests are evicted."""
         leader = self.leader
         return self.first_scheduled_time is None and (leader is None or leader.first_scheduled_time is None)
 
@@ -174,8 +174,6 @@ class Request:
 
 
 class Progress(NamedTuple):
-    """Counters of an unfinished request, which are in the scheduler's columns while it runs."""
-
     request: Request
     num_tokens: int  # prompt and output
     num_preemptions: int

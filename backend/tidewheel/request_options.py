@@ -1,4 +1,4 @@
-"""Parameters of a request besides its sampling: how it is served, and how its prompt becomes tokens."""
+"""Parameters of a request other than sampling: how to serve it, and how to tokenise its prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this
 
 
 def to_priority(name: str, value: int) -> Priority:
-    """Raise `InvalidRequest`."""
+    """Return the class of a priority. Raise `InvalidRequest`."""
     try:
         return Priority.from_wire(value)
     except ValueError:
@@ -25,7 +25,7 @@ def to_priority(name: str, value: int) -> Priority:
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Service of a request. Raise `InvalidRequest`. Deadlines count from the arrival."""
+    """Serving options of a request. Raise `InvalidRequest`. Deadlines count from the arrival."""
 
     n: Annotated[
         int, Parameter("sequences, with seeds from `seed` on", (), ("num_return_sequences",), low=1, high=16)
@@ -65,7 +65,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"n is {self.n} with a session_id: a session goes on from one sequence")
 
     def deadline_ns(self, arrival_ns: int, timeout_us: int = 0) -> int:
-        """Return the earlier end of `deadline_ms` and `timeout_us`, on the clock of `arrival_ns`; 0: none."""
+        """Return the earlier of `deadline_ms` and `timeout_us` as a time on the clock of `arrival_ns`; 0: none."""
         limits = [limit for limit in (self.deadline_ms, timeout_us * 1e-3) if limit]
         return _moment_ns(arrival_ns, min(limits, default=None))
 
@@ -74,8 +74,6 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PromptOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokenisation of a prompt."""
-
     add_special_tokens: Annotated[
         bool | None, Parameter("add the tokenizer's special tokens; not given: to a text, not to messages")
     ] = None
@@ -86,7 +84,7 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True):
     echo: Annotated[bool, Parameter("return the prompt before the text")] = False
 
     def check_for(self, name: str) -> None:
-        """Raise `InvalidRequest` for an option without meaning for the prompt's field."""
+        """Raise `InvalidRequest` for an option that the prompt's field does not support."""
         if name == "input_ids" and self.add_special_tokens is not None:
             raise InvalidRequest("add_special_tokens is set, and the prompt is token ids: leave it out")
         if name == "input_ids" and self.return_token_strs:

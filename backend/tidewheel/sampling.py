@@ -26,7 +26,7 @@ _BIAS = Parameter("bias", low=-MAX_BIAS, high=MAX_BIAS)
 
 
 class TopLogprobs(NamedTuple):
-    """Log-probabilities at one sampled position."""
+    """Log-probabilities at one position: of the chosen and the likeliest tokens."""
 
     logprob: float  # of the sampled token, before temperature and truncation
     rank: int  # of the sampled token, 1 = most likely; ties share the last
@@ -35,12 +35,12 @@ class TopLogprobs(NamedTuple):
 
 
 class LogitBias(Mapping[int, float]):
-    """Biases as aligned arrays with ascending token ids."""
+    """Logit biases as two arrays, token ids (ascending) and amounts."""
 
     __slots__ = ("amounts", "token_ids")
 
     def __init__(self, token_ids: npt.NDArray[np.int32], amounts: npt.NDArray[np.float32]) -> None:
-        """Raise `InvalidRequest`."""
+        """Check the arrays. Raise `InvalidRequest`."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]
         if not 0 < len(token_ids) == len(amounts):
@@ -62,7 +62,7 @@ class LogitBias(Mapping[int, float]):
 
     @classmethod
     def from_bytes(cls, token_ids: bytes, amounts: bytes) -> LogitBias:
-        """Read little-endian int32 ids and float32 amounts. Raise `InvalidRequest`."""
+        """Return biases from little-endian int32 ids and float32 amounts. Raise `InvalidRequest`."""
         if len(token_ids) % 4 or len(amounts) % 4:
             raise InvalidRequest(f"logit_bias has {len(token_ids)} and {len(amounts)} bytes: each entry has four")
         return cls(np.frombuffer(token_ids, dtype="<i4"), np.frombuffer(amounts, dtype="<f4"))
@@ -95,7 +95,7 @@ class LogitBias(Mapping[int, float]):
 
 
 def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
-    """Return arguments of `from_bytes`, empty without biases."""
+    """Return token ids and amounts as the bytes that `LogitBias.from_bytes` reads."""
     if not biases:
         return b"", b""
     bias = LogitBias.of(biases)
@@ -103,7 +103,7 @@ def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling of one request. Raise `InvalidRequest` that names field, value and limit."""
+    """Sampling parameters of one request. Raise `InvalidRequest` that names field, value and limit."""
 
     max_tokens: Annotated[
         int | None,
@@ -175,7 +175,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _are_biases(biases: Mapping[int, float]) -> bool:
-    """Check all entries at once, twenty times as fast as singly."""
     if set(map(type, biases)) != {int} or not set(map(type, biases.values())) <= {int, float}:
         return False
     amounts = biases.values()

@@ -1,4 +1,4 @@
-"""Settings as text: names, values and sizes."""
+"""Conversion of settings from text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ELSEWHERE = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name most like `name`; empty if none is close."""
+    """Return the most similar known name; empty if none is close."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CLOSE)), "")
 
 
@@ -43,7 +43,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> str:
 
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:
-    """Convert text or a JSON value to the declared type. Raise `ConfigError`."""
+    """Return text or a JSON value as the declared type. Raise `ConfigError`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return _coerce_either(key, raw, typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
@@ -59,7 +59,7 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
 
 
 def _coerce_text(key: str, raw: object) -> str:
-    """Refuse texts that cannot name a file, because most texts name one."""
+    """Return text that can name a file, because most text settings do. Raise `ConfigError`."""
     if key in JSON_SETTINGS and isinstance(raw, dict):
         return json.dumps(raw)
     if not isinstance(raw, str):
@@ -115,7 +115,7 @@ def _coerce_number(key: str, raw: object, kind: type[int] | type[float]) -> int 
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """Return the size in GiB, or below 1 GiB in MiB."""
+    """Return bytes as text, in GiB, or below 1 GiB in MiB."""
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:.1f} GiB"
     return f"{num_bytes / MIB:.1f}".removesuffix(".0") + " MiB"

@@ -1,5 +1,3 @@
-"""Figures of the engine, sent to front ends and published as metrics, and the objective of an answer."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -53,18 +51,18 @@ def _edges(bounds: tuple[float, ...]) -> Float64Array:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Times to the first token and for each later one, in seconds, within which an answer is in time."""
+    """Longest time to the first token and mean time per later token, in seconds, of an answer in time."""
 
     ttft_s: float = DEFAULT_TTFT_S
     tpot_s: float = DEFAULT_TPOT_S
 
     def whole_answer_s(self, num_output_tokens: int) -> float:
-        """Return the time to all tokens of a stream that is just in time."""
+        """Return the longest time of a whole answer in time."""
         return self.ttft_s + self.tpot_s * max(num_output_tokens - 1, 0)
 
 
 class TenantFigures(msgspec.Struct):
-    """Sums over a tenant's sequences since the start."""
+    """Sums over all sequences of a tenant since the engine's start."""
 
     num_requests: int = 0
     num_rejected: int = 0
@@ -75,7 +73,7 @@ class TenantFigures(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct):
-    """Sums since the engine's start and, in snapshots only, current values. Lists are by requested class."""
+    """Sums since the engine's start; in snapshots also current values. Lists are by requested class."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -141,7 +139,6 @@ class EngineStats(msgspec.Struct):
         return BREAKER_STATES[self.breaker_state]
 
     def snapshot(self) -> EngineStats:
-        """Return an independent copy."""
         stats = copy(self)
         for name in self.__struct_fields__:
             value = getattr(self, name)
@@ -152,14 +149,14 @@ class EngineStats(msgspec.Struct):
 
 
 class BlockShortage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Free blocks that the first waiting request lacks."""
+    """Free KV blocks that the first waiting request needs, and that there are."""
 
     num_needed: int  # its blocks, and the expected growth of running requests
     num_free: int
 
 
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Limits and fill of the waiting set, for refusals by front ends."""
+    """Limits and current fill of the waiting set, with which front ends refuse requests."""
 
     num_requests: int
     max_requests: int
@@ -170,7 +167,7 @@ class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shortage: BlockShortage | None  # None: the first request waits for something else
 
     def refusal(self, full: str) -> WaitingSetFull:
-        """Return the error; `full` says what is full."""
+        """Return the error of a full waiting set; `full` says which limit is reached."""
         message = f"waiting set is full: {full}"
         if self.shortage is None:
             return WaitingSetFull(message, retry_after_ms=self.retry_after_ms)

@@ -29,7 +29,7 @@ def _check_number(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """Limits of one tenant; None: no limit. Raise `ConfigError`."""
+    """Limits of one tenant; None: unlimited. Raise `ConfigError`."""
 
     weight: float = 1.0  # share under the `fair` policy
     requests_per_s: float | None = None
@@ -50,7 +50,7 @@ class TenantLimits:
             raise ConfigError(f"each is {self.each!r}: it must be true or false")
 
     def granted(self, asked: Priority) -> Priority:
-        """Return the requested class, or the best allowed if that is lower."""
+        """Return the requested class, or the tenant's best allowed class if lower."""
         return max(asked, Priority(self.max_priority))
 
 
@@ -63,7 +63,7 @@ def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
 
 
 def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
-    """Return the account for rates and sessions. The account `*` is shared unless it sets `each`."""
+    """Return the tenant whose rates and sessions count: `*` for unknown tenants, unless it sets `each`."""
     has_own = tenant in tenants or tenants.get(EVERYBODY, NO_LIMITS).each
     return tenant if has_own else EVERYBODY
 

@@ -93,7 +93,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **params: object,
     ) -> Completion:
-        """Return the whole answer, with the arguments of `stream` but `n`."""
+        """Return the whole answer of one sequence. Takes the arguments of `stream` except `n`."""
         if params.get("n", 1) != 1:
             raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
         given = codec.prompt_input(prompt, messages, input_ids)
@@ -111,19 +111,19 @@ class AsyncClient:
         timeout_s: float | None = None,
         **params: object,
     ) -> tuple[Completion, ...]:
-        """Return one answer per sequence of `n`."""
+        """Return one answer for each of the `n` sequences. Takes the arguments of `stream`."""
         given = codec.prompt_input(prompt, messages, input_ids)
         async with self._start(given, params, timeout_s, request_id) as stream:
             return await stream.read_all()
 
     async def chat(self, /, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
-        """Answer messages, with the arguments of `generate`."""
+        """Return the answer to a conversation. Takes the arguments of `generate`."""
         return await self.generate(messages=messages, **arguments)
 
     async def embed(
         self, /, prompt: str | None = None, *, input_ids: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> tuple[float, ...]:
-        """Return a prompt's pooled hidden states, of length 1."""
+        """Return the prompt's embedding: its pooled hidden states, scaled to length 1."""
         given = codec.prompt_input(prompt, None, input_ids) | {"task": "embed"}
         async with self._start(given, {}, timeout_s) as stream:
             chunks = [chunk async for chunk in stream]
@@ -132,11 +132,11 @@ class AsyncClient:
         return chunks[-1].embedding
 
     def session(self, session_id: str = "", *, ttl_s: float | None = None, tenant: str = "") -> AsyncSession:
-        """Return a session, which keeps its KV blocks between turns for `ttl_s`."""
+        """Return a conversation whose KV blocks the server keeps between turns, for `ttl_s`."""
         return AsyncSession(self, session_id or uuid.uuid4().hex, ttl_s, tenant)
 
     async def close_session(self, /, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
-        """Raise `NotFound`."""
+        """End a session and free its KV blocks. Raise `NotFound` if the server has no such session."""
         params = {"close_session": True, "session_id": session_id, "tenant": tenant}
         async with self._start({"text_input": ""}, params, timeout_s) as stream:
             await stream.read()
@@ -188,7 +188,7 @@ class AsyncClient:
         return bool(answer.ready)
 
     async def wait_ready(self, /, timeout_s: float = 60.0) -> None:
-        """Raise `RequestTimeout`."""
+        """Wait until server and model are ready. Raise `RequestTimeout`."""
         end = time.monotonic() + timeout_s
         while not await self.is_ready():
             if time.monotonic() >= end:
@@ -214,11 +214,11 @@ class AsyncClient:
         return tuple(sorted([name for name in names if await self._is_decoupled(name)]))
 
     async def metrics(self, /) -> Figures:
-        """Return the metrics of `metrics_url` (default: port 8002 of the host)."""
+        """Return the server's metrics from `metrics_url` (default: port 8002 of the host)."""
         return await self._pages.metrics()
 
     async def health(self, /) -> Health:
-        """Return the readiness from `health_url` (default: port 8003 of the host)."""
+        """Return the server's readiness from `health_url` (default: port 8003 of the host)."""
         return await self._pages.health()
 
     async def close(self, /) -> None:
@@ -280,7 +280,7 @@ class AsyncSession:
         return await self._client.chat(messages, **self._params, **arguments)
 
     async def close(self, /) -> None:
-        """Raise `NotFound`."""
+        """End the session and free its KV blocks. Raise `NotFound` if the server has no such session."""
         await self._client.close_session(self.session_id, tenant=self._tenant)
 
     async def __aenter__(self) -> Self:

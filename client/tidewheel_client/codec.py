@@ -31,7 +31,7 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """Encode a request; `prompt` is from `prompt_input`, perhaps with a `task`."""
+    """Return a request for Triton's gRPC; `prompt` is from `prompt_input`, perhaps with a `task`."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in prompt.items():
         if name == "input_ids":
@@ -51,7 +51,7 @@ def encode(
 def json_body(
     request_id: str, prompt: Mapping[str, object], params: Mapping[str, object], *, stream: bool
 ) -> dict[str, object]:
-    """Encode a request for `generate_stream`."""
+    """Return the JSON body of a request to `generate_stream`."""
     given = {name: _token_ids(value).tolist() if name == "input_ids" else value for name, value in prompt.items()}
     flags, sampling = _flags_and_sampling(params)
     body = {"id": request_id, **given, "stream": stream, **flags}
@@ -73,7 +73,7 @@ def _flags_and_sampling(params: Mapping[str, object]) -> tuple[dict[str, bool], 
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the given prompt by tensor name. Raise `InvalidRequest`."""
+    """Return the given prompt by its tensor's name. Raise `InvalidRequest` unless exactly one is given."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt
@@ -103,7 +103,6 @@ def _json(what: str, value: object) -> str:
 
 
 def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[str, object]) -> None:
-    """Copy priority and deadline to where Triton's queue reads them."""
     priority, deadline_ms = params.get("priority"), params.get("deadline_ms")
     if isinstance(priority, int) and 0 < priority < 2**31:
         request.parameters["priority"].uint64_param = int(priority)

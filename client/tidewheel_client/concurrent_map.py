@@ -19,7 +19,7 @@ _AHEAD = 4  # times the concurrency: answers that may wait for an earlier one
 async def in_threads(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results of blocking calls. An error or a close drops waiting requests."""
+    """Yield results of blocking calls in order. An error or close drops waiting items."""
     waiting: deque[Future[R]] = deque()
     with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:
@@ -38,7 +38,7 @@ async def in_threads(
 async def in_tasks(
     ask: Callable[[T], Awaitable[R]], items: Iterable[T], *, concurrency: int, progress: bool
 ) -> AsyncIterator[R]:
-    """Yield results. An error or a close cancels the other requests."""
+    """Yield results of coroutines in order. An error or close cancels the others."""
     free = asyncio.Semaphore(concurrency)
     waiting: deque[asyncio.Task[R]] = deque()
 

@@ -62,7 +62,7 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
 
 
 def from_http(status: int, text: str) -> RequestError:
-    """Prefer the text: Triton answers 400 for almost every error."""
+    """Return the error of an HTTP answer, by its text if possible: Triton answers 400 for almost every error."""
     found = from_text(text)
     if type(found) is RequestError and status in _BY_HTTP_STATUS:
         return _BY_HTTP_STATUS[status](text or f"the server answered with HTTP status {status}")

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class Code(enum.StrEnum):
-    """Status codes in Triton's names (`TRITONSERVER_ERROR_*`)."""
+    """Status codes with Triton's names (`TRITONSERVER_ERROR_*`)."""
 
     INVALID_ARG = "INVALID_ARG"
     NOT_FOUND = "NOT_FOUND"
@@ -23,7 +23,7 @@ class Code(enum.StrEnum):
 
 
 class RequestError(Exception):
-    """Base class; `message` excludes the tag."""
+    """Base class of request errors; `message` excludes the tag."""
 
     tag: ClassVar[str] = ""
     code: ClassVar[Code] = Code.INTERNAL
@@ -36,7 +36,7 @@ class RequestError(Exception):
 
     @property
     def label(self) -> str:
-        """Tag, or the name of a class without a tag."""
+        """Tag of the error, or its class name without a tag."""
         return self.tag or type(self).__name__
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\
 
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> RequestError:
-    """Return the error of a tag; an `InternalError` for an unknown tag."""
+    """Return the error of a tag; `InternalError` for an unknown tag."""
     cls = BY_TAG.get(tag)
     if cls is None:
         return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)

@@ -30,7 +30,7 @@ class Facade(Generic[C]):
 
 
 def run(call: Awaitable[R]) -> R:
-    """Run a coroutine that never suspends."""
+    """Return the result of a coroutine that never suspends."""
     try:
         next(iter(call.__await__()))
     except StopIteration as end:
@@ -51,7 +51,7 @@ def iterate(items: AsyncIterator[R]) -> Iterator[R]:
 def constructing(
     method: Callable[Concatenate[C, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a facade's constructor the signature of its core's."""
+    """Decorate a facade's constructor with the signature of the core's constructor."""
     return functools.wraps(method, assigned=("__annotations__", "__doc__"))
 
 
@@ -75,7 +75,7 @@ def iterating(
 
 class AsyncEvent(asyncio.Event):
     async def wait_for(self, seconds: float) -> bool:
-        """Return whether the event is set, after at most `seconds`."""
+        """Wait for at most `seconds`. Return whether the event is set."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.wait()

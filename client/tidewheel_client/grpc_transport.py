@@ -1,4 +1,4 @@
-"""Triton's gRPC service; a call per request, so that none ends another's stream."""
+"""Transports over Triton's gRPC service, with a call per request, so that none ends another's stream."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ class GrpcResponses:
         self._call.cancel()
 
     async def close(self) -> None:
-        """Read to the end, or Triton records a late cancel."""
+        """Read the call to its end; else Triton records a late cancel."""
         with contextlib.suppress(grpc.RpcError):
             while next(self._call, None) is not None:
                 pass
 
 
 class AsyncGrpcTransport(_GrpcTransport):
-    """Transport of the event loop that makes it."""
+    """Transport of one event loop."""
 
     _library = grpc.aio
 
@@ -142,7 +142,6 @@ class AsyncGrpcResponses:
         return anext(self._responses)
 
     async def _read(self) -> AsyncGenerator[list[Chunk] | None]:
-        """Yield the responses, then None without end."""
         try:
             async for message in self._messages:
                 if message.error_message:
@@ -163,7 +162,7 @@ class AsyncGrpcResponses:
         self._call.cancel()
 
     async def close(self) -> None:
-        """Read to the end, or Triton records a late cancel."""
+        """Read the call to its end; else Triton records a late cancel."""
         if not self._is_cancelled:
             await self._read_end()
             await self._responses.aclose()  # or the event loop starts a task for it

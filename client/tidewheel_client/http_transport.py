@@ -28,7 +28,7 @@ _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class AsyncHttpTransport:
-    """Transport of one event loop to a URL."""
+    """Transport of one event loop over HTTP."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
         """`verify=False` accepts any certificate. Raise `InvalidRequest` for a bad URL."""
@@ -52,7 +52,7 @@ class AsyncHttpTransport:
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:
-        """Send a message of the gRPC service over HTTP."""
+        """Send a message of Triton's gRPC service over HTTP, and return the answer."""
         verb, path, answer = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:
@@ -110,7 +110,7 @@ class AsyncHttpResponses:
             self._next.cancel()
 
     async def close(self) -> None:
-        """Read to the end, to reuse the connection, or close it."""
+        """Read the answer to its end, to reuse the connection, or close it."""
         with contextlib.suppress(RequestError, httpx2.HTTPError, TimeoutError):
             if not self._is_cancelled:
                 async with asyncio.timeout(END_S):
@@ -138,7 +138,7 @@ class AsyncHttpResponses:
 
 
 class HttpTransport:
-    """Thread-safe `AsyncHttpTransport` on a loop in a thread."""
+    """Thread-safe HTTP transport, whose event loop runs in a thread."""
 
     def __init__(self, url: str, headers: Headers = (), *, verify: ssl.SSLContext | bool = True) -> None:
         self._transport = AsyncHttpTransport(url, headers, verify=verify)
@@ -164,7 +164,6 @@ class HttpTransport:
         self._loop.close()
 
     async def _end(self) -> None:
-        """Wake waiting threads."""
         waiting = asyncio.all_tasks() - {asyncio.current_task()}
         for task in waiting:
             task.cancel()
@@ -204,7 +203,6 @@ _CALLS: dict[str, tuple[str, str, Any]] = {
 
 
 def _parsed(answer: Any, content: Any) -> Any:
-    """Parse Triton's JSON, which omits the name of an only field."""
     if answer is service_pb2.ModelConfigResponse:
         content = {"config": content}
     if answer is service_pb2.RepositoryIndexResponse:
@@ -217,12 +215,10 @@ def _foreign(url: str, error: Exception) -> ServerUnavailable:
 
 
 def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Undo Triton's writing of one-element tensors as scalars."""
     return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}
 
 
 def _message(text: str) -> str:
-    """Parse an error in JSON or an event."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(text.strip().removeprefix("data:"))["error"])
     return text.strip()

@@ -1,4 +1,4 @@
-"""Responses as chunks.
+"""Decoding of gRPC responses to chunks.
 
 Python reads parts of a message slowly, and a stream's responses have equal descriptions. So our message class, of
 Triton's wire format, keeps descriptions as bytes, and equal bytes are read once.
@@ -38,7 +38,6 @@ _MAX_LAYOUTS = 1024
 
 
 def _stream_response() -> Any:
-    """Return `ModelStreamInferResponse` with descriptions as bytes, and only used fields."""
     file = descriptor_pb2.FileDescriptorProto(name="tidewheel_responses.proto", package="inference", syntax="proto3")
     whole, inner = file.message_type.add(), file.message_type.add()
     service_pb2.ModelStreamInferResponse.DESCRIPTOR.CopyToProto(whole)
@@ -97,7 +96,7 @@ def _length(raw: bytes) -> int:
 
 
 def chunks_of(outputs: Mapping[str, tuple[Any, ...]]) -> list[Chunk]:
-    """Return a chunk per sequence; `outputs` is by name."""
+    """Return a chunk per sequence. `outputs`: tensors by name."""
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
     reasons = outputs.get("finish_reason")

@@ -42,12 +42,12 @@ class Figures:
         return tuple(sorted(self._by_name))
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        """Return the samples with all of the labels."""
+        """Return the samples of a metric that have all these labels."""
         wanted = labels.items()
         return [sample for sample in self._by_name.get(name, ()) if wanted <= sample.labels.items()]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the samples' sum. Raise `KeyError` for an unknown name."""
+        """Return the sum of a metric's samples. Raise `KeyError` for an unknown name."""
         if name not in self._by_name:
             raise KeyError(f"the server shows no metric {name}")
         return sum(sample.value for sample in self.samples(name, **labels))
@@ -60,7 +60,7 @@ class Health(NamedTuple):
 
 
 class ServerPages:
-    """Pages at given addresses, else at Triton's ports on the host of `url`."""
+    """HTTP pages of a server, at given addresses or at Triton's ports on the host of `url`."""
 
     def __init__(
         self, url: str, metrics_url: str | None = None, health_url: str | None = None, get: Get | None = None
@@ -115,7 +115,7 @@ async def async_get(url: str) -> httpx2.Response:
 
 
 def verifies(url: str) -> bool:
-    """Return False without TLS: loading certificates takes 80 ms."""
+    """Return whether the URL needs certificates, whose load takes 80 ms."""
     return not url.startswith("http:")
 
 

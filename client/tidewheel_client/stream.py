@@ -25,13 +25,13 @@ class Arrivals:
         self.finish_reason: str | None = None  # None before the end
 
     def take(self, response: list[Chunk]) -> list[Chunk]:
-        """Return new chunks: responses repeat ended sequences."""
+        """Return the new chunks of a response, without sequences that had ended before."""
         self.has_begun = True
         self.is_over = all(chunk.finish_reason is not None for chunk in response)
         return [chunk for chunk in response if self._is_new(chunk)]
 
     def add(self, response: list[Chunk]) -> Chunk | None:
-        """Keep new chunks, and return the first."""
+        """Keep a response's new chunks, and return the first."""
         if len(response) == 1:  # most, at a third of the cost
             chunk = response[0]
             self.has_begun, self.finish_reason = True, chunk.finish_reason
@@ -119,14 +119,14 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._responses.cancel()
 
     async def read(self) -> Completion:
-        """Join the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
+        """Return the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
         completions = await self.read_all()
         if len(completions) > 1:
             raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
         return completions[0]
 
     async def read_all(self) -> tuple[Completion, ...]:
-        """Read all sequences."""
+        """Return the rest of all sequences' answers."""
         chunks = [chunk async for chunk in self]
         if not chunks or self.finish_reason is None:
             raise Cancelled("the stream was cancelled before its end")

@@ -1,4 +1,4 @@
-"""Interface between a client and its connection.
+"""Interface between a client and its connection to a server.
 
 A synchronous client's transport blocks and never suspends.
 """
@@ -26,7 +26,7 @@ class Ask:
 
 
 class Responses(Protocol):
-    """Responses of one request. One task or thread reads; any may cancel."""
+    """Responses to one request. One task or thread reads; any may cancel."""
 
     def receive(self) -> Awaitable[list[Chunk] | None]:
         """Return a chunk per sequence; None after the end or a cancel. Raise `RequestError`."""
@@ -34,7 +34,7 @@ class Responses(Protocol):
     def cancel(self) -> None: ...
 
     async def close(self) -> None:
-        """Read the end of a finished request."""
+        """Read a finished request's responses to the end."""
 
 
 class Transport(Protocol):
@@ -48,6 +48,6 @@ class Transport(Protocol):
 
 
 def is_cancelling() -> bool:
-    """Return whether the task is cancelled, not only its request."""
+    """Return whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -69,7 +69,7 @@ class CompileReport:
 
     @property
     def resident(self) -> int:
-        """Programs per multiprocessor; warps get registers in units of 256."""
+        """Number of programs that fit a multiprocessor; warps get registers in units of 256."""
         warp_registers = 256 * -(-32 * self.registers // 256)
         shared = 128 * -(-(self.shared + SHARED_RESERVED) // 128)
         by_registers = REGISTERS_PER_SM // max(warp_registers * self.num_warps, 1)
@@ -171,7 +171,6 @@ def _type_name(value: object) -> str:
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return registers per thread, and stack bytes including spilled registers."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -40,7 +40,7 @@ _operations: set[str] = set()
 
 
 def preferences() -> dict[str, Preference]:
-    """Return preferences by operation; "" is the key of all others."""
+    """Return the preferred implementation by operation; "" stands for all others."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     found: dict[str, Preference] = {"": "auto"}
     for item in filter(None, value.split(",")):
@@ -88,12 +88,12 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 def runs_triton(device_type: str) -> bool:
-    """Return whether all operations on such tensors are triton-lang kernels."""
+    """Return whether all operations on tensors of this device are triton-lang kernels."""
     return all(choose(device_type, kind, has_cpu=False) == "triton" for kind in preferences().values())
 
 
 class Choices(dict[tuple[torch.device, torch.dtype], Callable[P, R]]):
-    """Implementations of an operation by device and dtype, each chosen on its first use."""
+    """Implementations of an operation by (device, dtype), each chosen at first use."""
 
     def __init__(self, op: Op[P, R]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Choices(dict[tuple[torch.device, torch.dtype], Callable[P, R]]):
 
 
 class Op(Generic[P, R]):
-    """Operation with its implementations.
+    """Operation on tensors, with its implementations.
 
     `name` is also its launcher in `triton_kernels` of `package`, and in `triton_flash` where `has_flash`.
     `chosen[tensor.device, tensor.dtype]` is the implementation for a tensor.

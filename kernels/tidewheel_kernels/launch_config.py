@@ -1,6 +1,6 @@
 """Block sizes, warps and pipeline stages of all launches; docs/kernels.md has the reasons.
 
-Attention tiles are the largest without register spills, except float32 prefill with head_dim 128.
+Attention tiles are the largest that spill no registers; float32 prefill with head_dim 128 does spill.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cdiv(a: int, b: int) -> int:
 
 @lru_cache
 def row_config(size: int) -> LaunchConfig:
-    """Give a program one row, 16 elements per thread."""
+    """Return a configuration with a program per row, 16 elements per thread."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
@@ -77,7 +77,7 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """Partition of a row of logits, by the vocabulary alone, so that a token does not depend on its batch."""
+    """Split of a row of logits among programs, by vocabulary size alone, so tokens do not depend on batches."""
 
     chunk: int  # logits per partial result
     num_chunks: int
@@ -107,14 +107,14 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return programs per row of the first launch; short ones, as the last run alone."""
+    """Return programs per row of the first launch: short ones, as the last run alone."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)
 
 
 def copy_config(size: int) -> LaunchConfig:
-    """Give each thread 32 elements: four loads of 16 bytes before the first store."""
+    """Return a configuration with 32 elements per thread: four loads of 16 bytes before the first store."""
     block = min(max(next_power_of_2(size), 32), 4096)
     return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
 
@@ -149,7 +149,7 @@ def prefill_config(
 
 
 def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
-    """Return the blocks to declare in a descriptor, at least `shape[0]`.
+    """Return the number of blocks to declare in a TMA descriptor, at least `shape[0]`.
 
     triton-lang 3.8 and 3.9 count bytes in signed 32 bits, and take some tensors over 2 GiB for small ones. Boxes stay
     within the real blocks.
@@ -166,7 +166,7 @@ def declared_blocks(shape: Sequence[int], strides: Sequence[int], element_size: 
 def decode_config(
     head_dim: int, group: int, block_size: int, element_size: int, *, fp8: bool = False
 ) -> AttentionConfig:
-    """Return small tiles, with the next in flight: the kernel waits for memory."""
+    """Return small tiles, with the next tile in flight: decode kernels wait for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
@@ -178,7 +178,7 @@ def decode_config(
 
 
 class LinearConfig(NamedTuple):
-    """Tiles and splits of a product, by its matrix alone, so that a row does not depend on its batch."""
+    """Tiles and splits of a matrix product, by the matrix alone, so that a row does not depend on its batch."""
 
     block_m: int  # rows
     block_n: int  # outputs
@@ -191,7 +191,7 @@ class LinearConfig(NamedTuple):
 
 @lru_cache
 def linear_config(out_features: int, in_features: int, element_size: int) -> LinearConfig:
-    """Return tiles suited to prompts, and enough splits for a tile of rows to fill a large device."""
+    """Return tiles suited to prompts, and enough splits for one tile of rows to fill a large device."""
     if element_size > 2:
         block_m, block_n, block_k, num_warps, num_stages = 32, 64, 16, 4, 2
     else:
@@ -221,7 +221,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 
 def splits_none(seq_lens: npt.NDArray[np.int32], limits: DecodeSplits) -> bool:
-    """Return whether the plan splits none of these decodes, for any tiles and window."""
+    """Return whether the plan splits no decode, for any tiles and window."""
     longest = int(seq_lens.max())
     return longest <= limits.min_keys or longest * limits.extra <= int(seq_lens.sum())
 
@@ -238,7 +238,7 @@ def architecture(device: torch.device) -> int:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Return whether small kernels start while the previous one ends (programmatic dependent launch)."""
+    """Return whether small kernels start before the previous one ends (programmatic dependent launch)."""
     return is_on("dependent_launch") and architecture(device) >= 90
 
 

@@ -11,14 +11,14 @@ def load_logits(row_ptr, column, vocabulary):
 
 @triton.jit
 def load_tile(row_ptr, first_chunk, vocabulary, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return [TILE, CHUNK] logits, -inf past the row."""
+    """Return [TILE, CHUNK] logits, -inf past the row's end."""
     chunk = first_chunk + tl.arange(0, TILE)
     return load_logits(row_ptr, chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], vocabulary)
 
 
 @triton.jit
 def chunk_maxima(x):
-    """Return [TILE] maxima, NaN for chunks with one."""
+    """Return the maximum of each chunk [TILE], NaN for a chunk with NaN."""
     num_nan = tl.sum((x != x).to(tl.int32), axis=1)
     return tl.where(num_nan > 0, float("nan"), tl.max(x, axis=1))
 
@@ -32,7 +32,7 @@ def chunk_weights(x, maxima, scale):
 
 @triton.jit
 def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Return maxima, their largest, and whether no logit is NaN or +inf and some are finite."""
+    """Return chunk maxima, the largest, and whether no logit is NaN or +inf and some are finite."""
     chunk = tl.arange(0, CHUNKS)
     maxima = tl.load(maxima_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"))
     max_logit = tl.max(maxima, axis=0)
@@ -50,9 +50,9 @@ def middle(low, high):
 
 @triton.jit
 def search(x, measure, low, high, target):
-    """Return the largest t in `x` for which `measure` of all x >= t sums to `target`; `low` if none.
+    """Return the largest t in `x` for which `measure` of all x >= t sums to `target`; `low` if there is none.
 
-    `high` is the largest element. A pass drops at least one.
+    `high` is the largest element. Each pass drops at least one candidate.
     """
     while low < high:
         pivot = middle(low, high)

@@ -1,1 +1,0 @@
-"""Processes and their folders."""

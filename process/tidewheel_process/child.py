@@ -1,5 +1,3 @@
-"""Child processes."""
-
 from __future__ import annotations
 
 import contextlib
@@ -16,17 +14,17 @@ _POLL_S = 0.02
 
 
 class StartError(Exception):
-    """Child that was never ready. The message lacks its name."""
+    """Failed start of a child process; the message lacks the child's name."""
 
 
 class Child(subprocess.Popen[bytes]):
-    """Child in its own session: Ctrl-C reaches only the parent, which ends it."""
+    """Child process in its own session: Ctrl-C reaches only the parent, which ends it."""
 
     stdin: IO[bytes]  # with a pipe
     stdout: IO[bytes]  # likewise
 
     def __init__(self, command: Sequence[str], *, ends_with_parent: bool = False, **options: Any) -> None:
-        """Take options of `subprocess.Popen`. Raise OSError.
+        """Start a process with options of `subprocess.Popen`. Raise OSError.
 
         `ends_with_parent`: the kernel sends SIGTERM when the starting thread ends.
         """
@@ -41,11 +39,11 @@ class Child(subprocess.Popen[bytes]):
 
     @property
     def exit(self) -> str:
-        """Text: `exit code 3` or `signal 9, Killed`."""
+        """Text about the exit: `exit code 3` or `signal 9, Killed`."""
         return describe_exit(self.poll())
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Raise `StartError` at the child's end or the limit."""
+        """Wait until `is_ready()`. Raise `StartError` at the child's end or the limit."""
         if not wait_until(lambda: self.has_ended or is_ready(), limit_s):
             raise StartError(f"is not ready after {limit_s:g} s")
         if self.has_ended:

@@ -1,5 +1,3 @@
-"""Signals, orphans and limits of this process."""
-
 from __future__ import annotations
 
 import contextlib
@@ -36,7 +34,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Count as the first signal, from any thread."""
+        """Count a stop like a first signal, from any thread."""
         self.count = self.count or 1
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
@@ -44,7 +42,7 @@ class StopSignals:
 
 
 def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
-    """Call `stop` on a thread once a pipe's other end is closed, however its owner ends."""
+    """Call `stop` on a thread when the pipe's other end closes, however its owner ends."""
 
     # A parent-death signal would come for every thread of the parent that ends.
     def wait() -> None:
@@ -57,7 +55,7 @@ def call_at_end_of(descriptor: int, stop: Callable[[], None]) -> None:
 
 
 def end_with_parent() -> None:
-    """Ask, in a child before exec, for SIGTERM when the parent ends."""
+    """Make the kernel send SIGTERM when the parent ends. Call in a child before exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -67,7 +65,7 @@ def adopt_orphans() -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Return the raised limit of open files."""
+    """Raise the limit of open files as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_DESCRIPTORS

@@ -1,5 +1,3 @@
-"""Guard of a process: another process that cleans up after it, however it ends."""
-
 from __future__ import annotations
 
 import contextlib
@@ -14,7 +12,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class Guard:
-    """Process that cleans up after this one, however this one ends. It ends with the `with` block."""
+    """Helper process that cleans up when this process ends, however it ends. The `with` block's end stops it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """`command`: a program that calls `guard`."""
@@ -47,7 +45,7 @@ class Guard:
 
 
 def guard(clean_up: Callable[[], object]) -> None:
-    """Clean up once the guarded process has ended."""
+    """Wait until the guarded process has ended, then clean up."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):

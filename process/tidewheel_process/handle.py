@@ -1,5 +1,3 @@
-"""Processes by pid and start time, so that a later process with the same pid is never meant."""
-
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +10,7 @@ from tidewheel_process.child import wait_until
 
 
 def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
-    """Return the start in ticks since boot (field 22 in proc_pid_stat(5)); None: the process has ended."""
+    """Return a process's start in ticks since boot (field 22 in proc_pid_stat(5)); None: it has ended."""
     # psutil's `create_time` moves with the system clock, so it cannot be stored.
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # any user chose the name
@@ -23,10 +21,10 @@ def start_ticks(pid: int, *, or_zombie: bool = False) -> int | None:
 
 
 class ProcessHandle:
-    """Handle of any process; `fileno`, a pidfd, is readable after its end."""
+    """Handle of a process by pid and start time; `fileno`, a pidfd, is readable after its end."""
 
     def __init__(self, pid: int, started: int | None = None) -> None:
-        """`started`: the `start_ticks` (None: of the process that has the pid now)."""
+        """`started`: from `start_ticks`; None: of the process that has the pid now."""
         self.pid = pid
         self._started = start_ticks(pid) if started is None else started
         self.fileno: int | None = None  # None without pidfds
@@ -58,7 +56,7 @@ class ProcessHandle:
                 os.kill(self.pid, number)
 
     def end(self, first: signal.Signals, grace_s: float) -> None:
-        """Send the signal, and SIGKILL after the grace."""
+        """Send the signal `first`, and SIGKILL after `grace_s`."""
         self.send_signal(first)
         if not self.wait(grace_s):
             self.send_signal(signal.SIGKILL)

@@ -1,5 +1,3 @@
-"""Private folders that one process holds, and left-over folders of killed processes."""
-
 from __future__ import annotations
 
 import contextlib
@@ -21,7 +19,7 @@ _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 
 
 class FolderError(Exception):
-    """Folder not this user's alone; the message says what to change."""
+    """Folder that other users own or may open; the message says what to change."""
 
 
 def make_private(path: Path, remedy: str) -> Path:
@@ -35,7 +33,7 @@ def make_private(path: Path, remedy: str) -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether the path is this user's real folder. Raise OSError if missing."""
+    """Return whether the path is this user's folder, and no link. Raise OSError if missing."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
@@ -61,13 +59,13 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> IO[bytes] | None:
 
 
 def unlock(lock: IO[bytes]) -> None:
-    """Unlock a file, also for a child that has not executed its program yet."""
+    """Unlock a file, also for a forked child that has not run its program yet."""
     fcntl.flock(lock, fcntl.LOCK_UN)
     lock.close()
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds a file's lock, without disturbing other looks as `try_lock` would."""
+    """Return whether a process holds a file's lock. Concurrent checks do not disturb each other."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return not _flock(file, fcntl.LOCK_SH)
     return False
@@ -103,7 +101,7 @@ class LockedFolder:
         return self._lock is not None
 
     def keeps_lock(self) -> bool:
-        """Return whether this process holds the lock of the file that is there now."""
+        """Return whether this process still holds the lock of the present lock file."""
         if self._lock is not None and not _is_at(self._lock, self.path / LOCK):
             self.release()
         return self.is_held

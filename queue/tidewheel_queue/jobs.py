@@ -26,7 +26,7 @@ _TEXT = Meta(description="it must be text")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Queued request with exactly one of `prompt`, `messages` and `input_ids`. Descriptions are rules in errors."""
+    """Queued request with exactly one of `prompt`, `messages` and `input_ids`. Errors quote field descriptions."""
 
     id: Annotated[str, _TEXT] = ""  # empty: a new one
     prompt: Annotated[str | None, _TEXT] = None
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `AsyncClient.stream`, without the deadline."""
+        """Arguments for `AsyncClient.stream`, without the deadline."""
         prompt = {"prompt": self.prompt, "messages": self.messages, "input_ids": self.input_ids}
         serving = {"tenant": self.tenant, "session_id": self.session_id, "session_ttl_s": self.session_ttl_s}
         given = {name: value for name, value in serving.items() if value is not None}
@@ -68,7 +68,7 @@ class PackedJob(NamedTuple):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a job, and its final result."""
+    """State of a job, and its result once ended."""
 
     id: str
     state: str  # waiting, running; done, failed, dead, cancelled
@@ -98,14 +98,14 @@ class DeadJob(NamedTuple):
 
 
 class TextChunk(NamedTuple):
-    """Part of an answer, begun again by each attempt."""
+    """Part of an answer; each attempt begins anew."""
 
     text: str
     attempt: int
 
 
 class JobCounts(NamedTuple):
-    """Jobs by class, CRITICAL first."""
+    """Numbers of jobs by class, CRITICAL first."""
 
     waiting: tuple[int, ...]
     running: tuple[int, ...]
@@ -113,14 +113,14 @@ class JobCounts(NamedTuple):
 
 
 def check_id(job_id: str) -> str:
-    """Raise `InvalidRequest`."""
+    """Raise `InvalidRequest` for an invalid job id."""
     if not isinstance(job_id, str) or not _ID.fullmatch(job_id):
         raise InvalidRequest(f"id {_shown(job_id)}: 1 to 128 characters of A-Z a-z 0-9 . _ : - are allowed")
     return job_id
 
 
 def job_of(given: object) -> Job:
-    """Raise `InvalidRequest`."""
+    """Return a job from its fields. Raise `InvalidRequest`."""
     if not isinstance(given, Mapping):
         raise InvalidRequest(f"a job is a JSON object, not {_shown(given)}")
     for name in given:
@@ -144,7 +144,7 @@ def job_of(given: object) -> Job:
 
 
 def pack(given: Job | Mapping[str, object], max_bytes: int = MAX_JOB_BYTES) -> PackedJob:
-    """Raise `InvalidRequest`."""
+    """Return a job as stored in Redis. Raise `InvalidRequest`."""
     job = job_of(msgspec.structs.asdict(given) if isinstance(given, Job) else given)
     job_id = check_id(job.id) if job.id else uuid.uuid4().hex
     payload = _payload(job)
@@ -186,7 +186,6 @@ def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> lis
 
 
 def _job_of_line(number: int, line: bytes, max_job_bytes: int) -> dict[str, object]:
-    """Raise `InvalidRequest`."""
     try:
         if len(line) > 8 * max_job_bytes:  # a character takes up to six
             raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {max_job_bytes}")
@@ -198,7 +197,6 @@ def _job_of_line(number: int, line: bytes, max_job_bytes: int) -> dict[str, obje
 
 
 def _read_json(line: bytes) -> Any:
-    """Raise `InvalidRequest`."""
     try:
         return json.loads(line, parse_constant=_refuse)
     except RecursionError:

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class QueueNames:
-    """Keys of a queue, on one node of a Redis cluster by their braces."""
+    """Redis keys of a queue; braces keep them on one node of a Redis cluster."""
 
     def __init__(self, name: str) -> None:
         if not _NAME.fullmatch(name):

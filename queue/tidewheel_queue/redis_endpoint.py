@@ -30,10 +30,10 @@ _LOST = (
 
 
 class RedisEndpoint:
-    """Connection to a URL's Redis, or to a folder's embedded Redis, kept until `close`."""
+    """Connection to the Redis of a URL, or of a folder, kept until `close`."""
 
     def __init__(self, where: str | Path) -> None:
-        """Start an embedded Redis, without connecting. Raise `RequestError`."""
+        """Start the folder's Redis, without connecting. Raise `RequestError`."""
         self._embedded: EmbeddedRedis | None = None
         if isinstance(where, str) and "://" in where:
             self._url, self.name = where, _check_url(where)
@@ -68,7 +68,7 @@ class RedisEndpoint:
         return self._scripts[script](keys=names.keys, args=[names.prefix, *arguments])
 
     async def call(self, command: Callable[[], Any]) -> Any:
-        """Run a repeatable command, once more after a lost connection. Raise `RequestError`."""
+        """Run a repeatable command, again after a lost connection. Raise `RequestError`."""
         try:
             return await self._answer(command)
         except exceptions.RedisError as error:
@@ -81,7 +81,7 @@ class RedisEndpoint:
             raise self.error_of(error) from None
 
     async def revive(self) -> None:
-        """Start a dead embedded Redis again. Raise `ServerUnavailable`."""
+        """Restart a dead embedded Redis. Raise `ServerUnavailable`."""
         if self._embedded is not None:
             await asyncio.to_thread(self._embedded.revive)
 
@@ -120,7 +120,7 @@ class RedisEndpoint:
 
 
 class BlockingRedisEndpoint(RedisEndpoint):
-    """Endpoint whose coroutines block."""
+    """Redis endpoint whose coroutines block."""
 
     @classmethod
     async def _make(cls, where: str | Path) -> Self:
@@ -142,14 +142,14 @@ class BlockingRedisEndpoint(RedisEndpoint):
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether the call may succeed later."""
+    """Return whether Redis is away, so that a later call may succeed."""
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
         return False
     return isinstance(error, _LOST) or str(error).startswith(("MISCONF", "CLUSTERDOWN", "LOADING"))
 
 
 async def heeding_cancels(called: Awaitable[T]) -> T:
-    """Await a Redis call. Raise `CancelledError` if its task was cancelled meanwhile.
+    """Return the result of a Redis call. Raise `CancelledError` if its task was cancelled meanwhile.
 
     The library's `asyncio.wait_for` loses a cancel at the end of the call in Python 3.11.
     """
@@ -163,7 +163,6 @@ async def heeding_cancels(called: Awaitable[T]) -> T:
 
 
 def _check_url(url: str) -> str:
-    """Return the URL without user, password and options. Raise `RequestError`."""
     try:
         parts = urlsplit(url)
         host = f"{parts.hostname or 'localhost'}:{parts.port or 6379}" if parts.scheme != "unix" else ""

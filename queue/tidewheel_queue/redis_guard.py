@@ -51,7 +51,6 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _in_child() -> None:
-    """Unblock signals, and end Redis with SIGTERM when the guard is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory holds jobs
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

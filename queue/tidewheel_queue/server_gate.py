@@ -12,7 +12,7 @@ _LONGEST_LOOK_S = 2.0
 
 
 class ServerGate:
-    """Gate that is shut while the server is away or busy; calls `on_open` at opening."""
+    """Gate of a worker, shut while the server is away or busy. Each opening calls `on_open`."""
 
     def __init__(self, client: AsyncClient, note: Callable[[str], None], on_open: Callable[[], None]) -> None:
         self._client = client
@@ -38,7 +38,7 @@ class ServerGate:
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     async def wait(self, seconds: float = 0.0) -> bool:
-        """Wait `seconds`, then for an open gate. Return False if the worker ends."""
+        """Wait `seconds`, then until the gate opens. Return False if the worker ends."""
         end = time.monotonic() + seconds
         while not self._is_ending and (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _FIRST_LOOK_S))
@@ -46,7 +46,7 @@ class ServerGate:
         return not self._is_ending
 
     def end(self) -> None:
-        """Open, so that waiting tasks give their jobs back."""
+        """Open the gate for good, so that waiting tasks give back their jobs."""
         self._is_ending = True
         self._opened.set()
 

@@ -44,7 +44,7 @@ def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
 
 
 class WorkerStore:
-    """Queue of a worker, whose calls wait for a Redis that is away, and are repeated.
+    """Worker's access to the queue. Calls wait while Redis is away, and are repeated.
 
     A lost `take` answer leaves jobs in this worker's name, so jobs not in `held` are given back before another try.
     All other calls are repeatable.
@@ -90,12 +90,12 @@ class WorkerStore:
         return [bool(is_first) for is_first in await self._persistently("finish", *given)]
 
     async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
-        """Count a failed attempt. Return False if the job is dead or lost."""
+        """Count a failed attempt. Return False if the job was given up or taken by another worker."""
         given = (job_id, attempt, self._max_attempts, reason)
         return bool(await self._persistently("fail", self._consumer, *given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-        """Beat. Return lost jobs' ids, and heartbeats of other workers with jobs."""
+        """Send a heartbeat. Return ids of lost jobs, and heartbeats of other workers with jobs."""
         lost, others = await self._persistently("beat", self._consumer, *ids)
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 
@@ -114,7 +114,7 @@ class WorkerStore:
         return any((await self._persistently("count"))[:4])
 
     async def listen(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        """Call back for messages; `take` and `beat` find missed ones."""
+        """Call back for messages of the queue; `take` and `beat` find missed ones."""
         while True:
             with contextlib.suppress(*_LOST_ONES):
                 await heeding_cancels(self._hear_until_lost(on_work, on_cancel))
@@ -150,7 +150,6 @@ class WorkerStore:
         return answer
 
     async def _away(self, error: exceptions.RedisError, wait_s: float) -> None:
-        """Wait if Redis is away, else raise `RequestError`."""
         if not is_lost(error):
             raise self._endpoint.error_of(error) from None
         if not self._is_away:
@@ -162,7 +161,7 @@ class WorkerStore:
 
 
 class Batcher(Generic[T, R]):
-    """Collector of items for the next write, while a write runs."""
+    """Collector of items that are written together once the running write ends."""
 
     def __init__(self, write: Callable[[list[T]], Awaitable[Sequence[R]]], most: int = 256) -> None:
         self._write = write
@@ -189,7 +188,7 @@ class Batcher(Generic[T, R]):
 
 
 class SilenceWatch:
-    """Detector of workers whose heartbeat stays the same for `most_equal` further looks.
+    """Detector of dead workers: their heartbeat stays equal for more than `most_equal` looks.
 
     Looks are counted, not time: a set clock or a pause of Redis or the machine kills no worker.
     """

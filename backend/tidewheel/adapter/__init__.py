@@ -1,1 +1,0 @@
-"""Adapter between Triton's Python backend and the front end."""

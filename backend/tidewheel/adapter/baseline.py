@@ -1,4 +1,4 @@
-"""Triton model of the baselines. Each `execute` is one batch of Triton's batcher."""
+"""Triton model of the transformers baseline. Each `execute` computes one batch of Triton's batcher."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ FOLLOW_S = 1.0
 
 
 class RequestEvents:
-    """Request log and exporter of spans, each behind a queue."""
+    """Request log and span exporter, each fed by its own queue."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        """Raise `ConfigError`."""
+        """Open the outputs that the settings name. Raise `ConfigError` if one cannot be opened."""
         model, frontend = settings.entry.labels["model_name"], settings.frontend
         self._sinks: list[RequestLog | RequestSpans] = []
         if frontend.request_log:
@@ -55,8 +55,6 @@ class RequestEvents:
 
 
 class EngineFrontend:
-    """Front end of one engine, with its metrics."""
-
     def __init__(
         self,
         settings: ModelSettings,
@@ -120,7 +118,6 @@ class EngineFrontend:
 
 
 def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> RequestReader:
-    """Raise `ConfigError` without a usable tokenizer."""
     folder = TokenizerFolder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
     source = config.generation_config or "vllm"  # without the setting none, as Triton's vLLM backend
     encoder = PromptWorkers(folder, NUM_TOKENIZERS)
@@ -140,7 +137,10 @@ def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo
 
 
 class Follower:
-    """Thread that follows the model to another engine or other settings. Requests in flight end where they are."""
+    """Thread that switches a model instance to a new engine when engine or settings change.
+
+    Requests in flight finish on the old engine.
+    """
 
     def __init__(self, model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> None:
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
@@ -171,7 +171,6 @@ class Follower:
         self.events.close()
 
     def _open_health_port(self) -> None:
-        """Open the health port unless another front end holds it."""
         host, port = self._settings.frontend.health_host, self._settings.frontend.health_port
         if port is None or self._health is not None:
             return

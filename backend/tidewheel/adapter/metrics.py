@@ -43,7 +43,7 @@ _LABEL_VALUES: Mapping[str, Sequence[str]] = {
 
 
 class NumberSeries:
-    """Gauge or counter, a series for each value of its label ("": no label).
+    """Gauge or counter, with a series per label value ("": no label).
 
     A smaller total of a counter comes from a restarted process.
     """
@@ -73,7 +73,7 @@ class NumberSeries:
             self._last[value] = number
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """Skip growth that another front end has published. Send a gauge's next value anyway."""
+        """Take totals that another front end has published, without sending them. A gauge is sent next time."""
         for value, number in numbers.items():
             self._open(value)
             if self.is_gauge:
@@ -89,7 +89,7 @@ class NumberSeries:
 
 
 class HistogramSeries:
-    """Histogram that is sent the growth of a `Histogram` as means of its buckets' unsent values.
+    """Triton histogram that receives new values of a `Histogram`, each as its bucket's mean.
 
     At most `MAX_WAITING` values wait for later flushes, an equal share of each bucket. The others rest until no
     request is live.
@@ -101,7 +101,7 @@ class HistogramSeries:
         self._waiting, self._resting = (np.zeros((2, len(self._seen.counts))) for _ in range(2))  # counts, sums
 
     def advance(self, now: Histogram, *, has_time: bool = False) -> bool:
-        """Return whether values are left. `has_time`: no request is live."""
+        """Send a share of the new values. Return whether values are left. `has_time`: no request is live."""
         self._take(now)
         if has_time:
             self._resting = self._admit(self._resting)
@@ -114,7 +114,7 @@ class HistogramSeries:
         return share < 1.0 or bool(self._resting[0].sum() >= 1.0 - _ROUNDING)
 
     def follow(self, now: Histogram) -> None:
-        """Skip what another front end has published."""
+        """Take values that another front end has published, without sending them."""
         self._seen = now.copy()
 
     def _take(self, now: Histogram) -> None:
@@ -128,7 +128,6 @@ class HistogramSeries:
         self._resting *= min(1.0, MAX_RESTING / max(self._resting[0].sum(), 1.0))
 
     def _admit(self, values: Float64Array) -> Float64Array:
-        """Let an equal share of each bucket, [2, num_buckets], wait if there is room. Return the rest."""
         room = max(MAX_WAITING - self._waiting[0].sum(), 0.0)
         share = min(1.0, room / max(values[0].sum(), _ROUNDING))
         self._waiting += share * values
@@ -151,7 +150,7 @@ class HistogramSeries:
 
 
 class SeriesTable:
-    """Series of metrics that have a `source`."""
+    """Published series of all metrics that have a `source`."""
 
     def __init__(self, table: Iterable[Metric], labels: Labels, figures: Any) -> None:
         self._numbers: list[tuple[Metric, NumberSeries]] = []
@@ -164,7 +163,7 @@ class SeriesTable:
                 self._numbers.append((metric, NumberSeries(metric, labels, _label_values(metric))))
 
     def publish(self, figures: Any, *, has_time: bool = False) -> bool:
-        """Return whether values are left. `has_time`: no request is live."""
+        """Send new figures. Return whether values are left to send. `has_time`: no request is live."""
         are_left = [series.advance(getattr(figures, name), has_time=has_time) for name, series in self._histograms]
         for metric, series in self._numbers:
             series.advance(_read(metric, figures))
@@ -183,7 +182,7 @@ class SeriesTable:
 
 
 class EngineMetrics:
-    """Metrics of an engine, published by its owner."""
+    """Metrics of one engine, published by the front end that owns the engine."""
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
         table = (*metrics.select("engine"), *metrics.select("tenant"))
@@ -196,31 +195,31 @@ class EngineMetrics:
         self._restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
 
     def publish_ready(self, is_ready: bool | None) -> None:
-        """Publish readiness; None: another front end does."""
+        """Publish the engine's readiness; None: another front end publishes it."""
         if is_ready is None:
             self._ready.follow({"": 0.0})
         else:
             self._ready.advance({"": float(is_ready)})
 
     def publish_restarts(self, count: int, *, is_owner: bool) -> None:
-        """Publish the count, or skip what the owner publishes."""
+        """Publish the number of engine restarts; a front end that is not the owner only takes note."""
         (self._restarts.advance if is_owner else self._restarts.follow)({"": count})
 
     def publish(self, stats: EngineStats, *, has_time: bool = False) -> bool:
-        """Return whether values are left. `has_time`: no request is live."""
+        """Send new figures. Return whether values are left to send. `has_time`: no request is live."""
         self._blocks.advance({"max": stats.num_blocks, "used": stats.num_used_blocks, "tokens_per": self._block_size})
         self._config.advance({"": 1.0})
         return self._table.publish(stats, has_time=has_time)
 
     def follow(self, stats: EngineStats) -> None:
-        """Skip what the owner publishes, for a takeover."""
+        """Take figures that the owner publishes, without sending them, to be ready for a takeover."""
         self._table.follow(stats)
         self._blocks.follow(_NO_BLOCKS)
         for series in (self._config, self._ready):
             series.follow({"": 0.0})
 
     def clear(self) -> None:
-        """Show an idle engine: the last values would stay."""
+        """Set the gauges to those of an idle engine, since Triton would keep the last values."""
         self._table.set_gauges(EngineStats())
         self._blocks.advance(_NO_BLOCKS)
         for series in (self._config, self._ready):
@@ -233,7 +232,7 @@ def request_metrics(labels: Labels, stats: FrontendStats) -> SeriesTable:
 
 
 class MetricsPublisher:
-    """Thread that calls `publish` every `interval_s`, at the end, and at once after it returned True."""
+    """Thread that calls `publish` every `interval_s`, at the end, and at once if values are left."""
 
     def __init__(self, publish: Callable[[], bool], interval_s: float = FLUSH_INTERVAL_S) -> None:
         self._publish = publish
@@ -245,7 +244,7 @@ class MetricsPublisher:
         self._thread.start()
 
     def flush(self) -> bool:
-        """Return whether to publish again at once."""
+        """Publish now. Return whether values are left to send."""
         with self._lock:
             try:
                 return self._publish()
@@ -267,7 +266,7 @@ class MetricsPublisher:
 
 
 def _label_values(metric: Metric) -> Iterable[str]:
-    """Return values with a series from the start: Prometheus sees no increase from nothing."""
+    """Return label values that start at 0, because Prometheus sees no increase in a new series."""
     if not metric.label or metric.label == "class":
         return CLASSES if metric.label else ("",)
     return metric.source if isinstance(metric.source, Mapping) else _LABEL_VALUES.get(metric.name, ())
@@ -291,6 +290,5 @@ def make_family(metric: Metric) -> Any:
 
 
 def _keep(thing: Any) -> Any:
-    """Keep the object while the interpreter ends, too."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing

@@ -56,7 +56,7 @@ class ModelSettings:
 
 
 def real_entry(folder: Path) -> Path:
-    """Return the folder of the entry, following `ORIGIN`."""
+    """Return the operator's folder of an entry that is a mirror, else the folder itself."""
     with contextlib.suppress(FileNotFoundError):
         return Path((folder / ORIGIN).read_text(encoding="utf-8")).resolve()
     return folder.resolve()
@@ -79,7 +79,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
 
 
 def resolve_settings(entry: ModelEntry) -> ModelSettings:
-    """Raise `ConfigError`."""
+    """Return engine and front-end settings of a model repository entry. Raise `ConfigError`."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
     if (frontend.io_dialect == "trtllm") != (entry.max_batch_size > 0):

@@ -46,7 +46,7 @@ class TritonSink:
         self._texts: list[list[str]] = []  # if text accumulates
 
     def send(self, response: Response) -> None:
-        """Send a response, FINAL if it is the last. A failure ends the request."""
+        """Send a response, flagged FINAL if it is the last. A failure ends the request."""
         with self._lock:
             if not self._is_open:
                 return
@@ -103,9 +103,9 @@ Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
 
 
 class _UnfinishedTensors(threading.local):
-    """`finish_reason` tensors of unfinished sequences by shape, for each thread.
+    """Per-thread `finish_reason` tensors of unfinished sequences, by shape.
 
-    A tensor that is sent again costs little (`python benchmarks response_cost`). Two threads must not send it first.
+    Sending a tensor again costs little (`python benchmarks response_cost`). Two threads must not send it first.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,6 @@ def _of_one(chunk: OutputChunk, response_format: ResponseFormat, text: str, inde
 
 
 def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> Arrays:
-    """Return all but `finish_reason`, an element per sequence; `token_ids` joins all sequences."""
     arrays: Arrays = {"text_output": _encoded(texts)}
     if response[0].cumulative_logprob is not None:
         arrays |= _logprob_arrays(response, response_format)

@@ -1,4 +1,4 @@
-"""Process of a front end: its mark, by which a supervisor tells death from unload, and what it inherits."""
+"""Presence marks of front-end processes, which tell a supervisor death from unload, and what a front end inherits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PresenceMark(NamedTuple):
 
 
 class Presence:
-    """Mark of this process, if there is room, with the number of its open requests."""
+    """File that marks this front end as serving, with its number of open requests."""
 
     def __init__(self, model: str) -> None:
         self._lock = threading.Lock()
@@ -63,12 +63,12 @@ class Presence:
 
 
 def read_mark(pid: int, start_ticks: int) -> PresenceMark | None:
-    """Return the mark of a process, living or dead."""
+    """Return the presence mark of a process, living or dead."""
     return _read(_path(run_dir() / _FOLDER, pid, start_ticks))
 
 
 def front_ends(model: str) -> set[str]:
-    """Return the names of a model's marks."""
+    """Return names of the presence marks of a model's front ends."""
     marks = ((path, _read(path)) for path in (run_dir() / _FOLDER).glob("*"))
     return {path.name for path, mark in marks if mark is not None and mark.model == model}
 
@@ -82,7 +82,6 @@ def _read(path: Path) -> PresenceMark | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the marks of reaped processes."""
     for mark in folder.glob("*-*"):
         if not Path("/proc", mark.name.partition("-")[0]).exists():
             mark.unlink(missing_ok=True)
@@ -97,7 +96,6 @@ def _count(number: int) -> bytes:
 
 
 def is_stub() -> bool:
-    """Return whether this process is Triton's stub."""
     return Path("/proc/self/exe").readlink().name.startswith("triton_python_backend_stub")
 
 

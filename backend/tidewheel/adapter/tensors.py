@@ -1,4 +1,4 @@
-"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions."""
+"""Input and output tensors: those of Triton's vLLM backend and the TRT-LLM ensemble, and additions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """Tensors beside `text_output`."""
+    """Optional output tensors that a request wants, and their form."""
 
     finish_reason: bool = False
     cumulative_logprob: bool = False
@@ -114,7 +114,7 @@ _OLDER_TYPES = {"TYPE_INT32": "TYPE_UINT32"}
 
 
 def complete(config: Any) -> Any:
-    """Complete a `pb_utils.ModelConfig`. Raise `ConfigError` for a contradiction."""
+    """Add missing tensors to a `pb_utils.ModelConfig`. Raise `ConfigError` for contradictory fields."""
     entry = config.as_dict()
     for _, message in contradictions(entry):
         raise ConfigError(message)
@@ -136,7 +136,7 @@ def complete(config: Any) -> Any:
 
 
 def contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield path and message of the fields that the load refuses."""
+    """Yield (path, message) of each field with which the model does not load."""
     is_trtllm, size = _is_trtllm(entry), int(entry.get("max_batch_size", 0))
     if size > 0 and not is_trtllm:
         yield (
@@ -176,7 +176,7 @@ def _refusal(kind: str, tensor: Mapping[str, Any], spec: TensorSpec | None, othe
 def read_request(
     request: Any, settings: FrontendSettings, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
 ) -> tuple[GenerateRequest, ResponseFormat]:
-    """Raise `InvalidRequest`."""
+    """Return a Triton request as ours, and its response format. Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
@@ -271,7 +271,6 @@ def _request_parameters(request: Any) -> dict[str, object]:
 
 
 def _traceparent(request: Any) -> str:
-    """Return Triton's span, if it traces for OpenTelemetry, else the client's."""
     context = request.trace().get_context()
     carried = json.loads(context) if context else json.loads(request.parameters() or "{}")
     found = carried.get("traceparent", "")
@@ -322,7 +321,7 @@ def _bytes(inputs: Mapping[str, Any], name: str, limit: int, setting: str = "") 
 
 
 def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
-    """Return a copy, because Triton may free its memory after `execute`."""
+    """Return a copy of `input_ids`, whose memory Triton may free after `execute`."""
     if "input_ids" not in inputs:
         return None
     ids = inputs["input_ids"].as_numpy().reshape(-1)

@@ -27,7 +27,7 @@ _NOT_SUBMITTED = "the request could not be submitted; the server's log says why"
 
 
 class TritonPythonModel:
-    """Front end in a process of its own. Triton calls it from one thread."""
+    """Triton model whose process holds a front end. Triton calls it from one thread."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -56,11 +56,11 @@ class TritonPythonModel:
         self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:
-        """Return whether requests are taken. Servers since python_backend's pull request 430 ask."""
+        """Return whether requests are accepted. Triton asks since python_backend's pull request 430."""
         return self._follower.serving.client.readiness.is_ready
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Submit requests, and return when there is room for another."""
+        """Submit requests, and return when another fits."""
         for request in requests:
             self._submit(request)
             self._follower.serving.frontend.wait_for_room()
@@ -92,7 +92,7 @@ class TritonPythonModel:
 
 
 def _follow(model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> Follower:
-    """Serve from this engine, and make the model's other front ends follow."""
+    """Serve from an engine, then make other front ends of the model switch to it."""
     try:
         follower = Follower(model_dir, settings, target, name)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Pacing of requests. A closed loop sends when a request ends, so it hides overload."""
+"""Times at which a benchmark sends requests. A closed loop sends when a request ends, so it hides overload."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LoadPattern:
 
 
 def parse_loads(text: str, seconds: float) -> list[LoadPattern]:
-    """Raise `BenchError` for a bad load; a ramp gives several."""
+    """Return the load patterns of an option; a ramp gives several. Raise `BenchError`."""
     kind, *parts = text.split(":")
     try:
         numbers = [float(part) for part in parts]
@@ -86,7 +86,6 @@ def _ramp(low: float, high: float, steps: int, text: str) -> list[float]:
 
 
 def _checked_rate(rate: float, seconds: float, text: str) -> float:
-    """Raise `BenchError` for a rate that no client can offer."""
     if not (math.isfinite(rate) and 0.0 < rate <= MAX_RATE):
         raise BenchError(
             f"--load {text!r}: the rate is {rate:g} requests/s: it must be above 0, {MAX_RATE:g} at most"

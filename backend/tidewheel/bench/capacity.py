@@ -66,7 +66,7 @@ class CapacityBracket(NamedTuple):
         return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
     def over(self, other: CapacityBracket) -> tuple[Estimate, bool]:
-        """Return the ratio to another capacity, with its worst and best case, and whether it is a lower bound."""
+        """Return the ratio of two capacities, with its worst and best case, and whether it is only a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
         if math.isinf(other.high) or not (self.low or other.low):
@@ -137,7 +137,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
-        """Record a point and return its verdict: `seen` by its watch, else that of all outcomes."""
+        """Record a measured rate; return its verdict: `seen` while it ran, else by all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]
@@ -150,7 +150,6 @@ class CapacitySearch:
         return verdicts.get(point.objective, Verdict.UNDECIDED)
 
     def _was_cut_short(self, outcome: RequestOutcome) -> bool:
-        """Return whether the request was cancelled while it could still meet its objective."""
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
@@ -180,7 +179,7 @@ class PointWatch:
         return self.verdict is not None
 
     def is_settled(self, outcomes: Sequence[RequestOutcome], now: float) -> bool:
-        """Return whether open requests no longer matter: the rate is missed, or all are past their bound."""
+        """Return whether open requests cannot change the verdict: the rate is missed, or they are too late."""
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: RequestOutcome, now: float) -> bool:

@@ -61,7 +61,7 @@ class TargetEndpoint(NamedTuple):
 def deployed(
     deployment: Deployment, targets: Sequence[BenchTarget], *, with_ids: bool
 ) -> Iterator[dict[str, TargetEndpoint]]:
-    """Bring up all targets. Raise `BenchError` or `ConfigError`."""
+    """Start all targets; yield their endpoints by name. Raise `BenchError` or `ConfigError`."""
     places: dict[str, TargetEndpoint] = {}
     with contextlib.ExitStack() as stack:
         if served := [target for target in targets if target.is_served_here]:
@@ -127,7 +127,6 @@ def _write_baseline(folder: Path, deployment: Deployment, target: BenchTarget) -
 
 @contextlib.contextmanager
 def _serve(repository: Path, log: Path) -> Iterator[list[str]]:
-    """Run `tidewheel serve`; yield HTTP, gRPC and metrics addresses. Raise `BenchError` with its last output."""
     ports = _free_ports(3)
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model-repository", str(repository)]
     for option, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):

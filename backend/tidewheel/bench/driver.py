@@ -23,7 +23,7 @@ class BenchTransport(Protocol):
     can_cancel: bool  # cancelling `send` ends the request on the server
 
     async def open(self) -> None:
-        """Connect. Raise `BenchError` for an unfit model."""
+        """Connect to the server. Raise `BenchError` for an unfit model."""
 
     async def send(self, offered: OfferedRequest, input_ids: Sequence[int], outcome: RequestOutcome) -> None:
         """Send a request and fill `outcome`. Raise `RequestFailed`."""
@@ -55,8 +55,8 @@ class LoadDriver:
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation], is_settled: Callable[[], bool] | None = None) -> None:
-        """Start each conversation at its time, whatever is answered. When `load` is sent and `is_settled`, cancel the
-        rest if the transport can.
+        """Send each conversation at its time, whatever is answered. When all are sent and `is_settled`, cancel open
+        requests if the transport can.
         """
         self._progress.start = time.perf_counter()
         started = []

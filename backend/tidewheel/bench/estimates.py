@@ -17,7 +17,7 @@ _RESAMPLES = 1000
 
 
 class Estimate(NamedTuple):
-    """Mean with 95 % interval; NaN if unknown."""
+    """Mean with a 95 % confidence interval; NaN if unknown."""
 
     mean: float
     low: float
@@ -28,7 +28,7 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the nearest rank; NaN if empty."""
+    """Return the nearest-rank quantile; NaN if empty."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
@@ -37,7 +37,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Return Student's 95 % interval without NaN samples."""
+    """Return the mean of the samples, NaN left out, with Student's 95 % interval."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN
@@ -51,14 +51,14 @@ def t_interval(samples: Sequence[float]) -> Estimate:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the geometric mean ratio of pairs, in which drift cancels; pairs with 0 or NaN are skipped."""
+    """Return the geometric mean ratio of pairs, in which drift cancels. Pairs with 0 or NaN are skipped."""
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
     centre, low, high = t_interval(logs)
     return Estimate(math.exp(centre), math.exp(low), math.exp(high))
 
 
 def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, seed: int = 0) -> list[Estimate]:
-    """Return 95 % percentile bootstrap intervals (Efron, 1979)."""
+    """Return quantiles with 95 % percentile bootstrap intervals (Efron, 1979)."""
     if not values:
         return [UNKNOWN] * len(quantiles)
     sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def jain(shares: Sequence[float]) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson, 1927)."""
+    """Return the 95 % confidence interval of `successes / count` (Wilson, 1927)."""
     if not count:
         return 0.0, 1.0
     share, z2 = successes / count, _T_LIMIT**2

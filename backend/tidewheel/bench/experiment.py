@@ -31,7 +31,7 @@ Turn = tuple[StageResult, PlannedRun]
 
 
 class Experiment:
-    """Stages on one deployment. All `targets` stay up; with `one_at_a_time`, only the measured one."""
+    """Measurements on one deployment. All `targets` stay up; with `one_at_a_time`, only the measured one."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Experiment:
         self._runner.close()
 
     def measure(self, stage: PlannedStage) -> StageResult:
-        """Raise `BenchError` if a target is missing. Finished runs stay recorded."""
+        """Run a stage; return its results. Raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[PlannedStage]) -> list[StageResult]:
-        """Measure stages of equal targets in turns: drift hits all alike."""
+        """Run stages of equal targets in turns, so that drift of the machine affects all alike."""
         first = stages[0]
         results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]
@@ -157,7 +157,6 @@ class Experiment:
         self._places = {}
 
     async def _warm(self, target: BenchTarget, stage: PlannedStage) -> None:
-        """Send uncounted requests. Raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
         progress = RunProgress()
@@ -169,7 +168,7 @@ class Experiment:
             raise BenchError(f"target {target.name} answers no request: {first.code}: {first.error}")
 
     async def _await_idle(self, target: BenchTarget, stage: PlannedStage) -> None:
-        """Wait for a token, which comes after the cancelled work."""
+        """Wait until the server has ended cancelled requests, by asking for one token."""
         request = next(stage.workload.conversations(WARM_UP_SEED))[0]
         driver = LoadDriver(self._places[target.name].transport, RunLimits(WARM_UP_LIMIT_S), RunProgress())
         await driver.open_loop([(replace(request, at=0.0, num_output_tokens=1),)])

@@ -102,7 +102,7 @@ def table(result: StageResult, columns: Sequence[FigureColumn]) -> TextTable:
 
 
 def verdicts(result: StageResult) -> list[str]:
-    """Say for each target how many requests were in time at its highest load, and what delayed the others."""
+    """Return a sentence per target: the share of requests in time at its highest load, and its slow parts."""
     last = {target: (load, figures) for (load, target), figures in measured(result)}
     said = []
     for target, (load, figures) in last.items():

@@ -86,7 +86,7 @@ class RequestOutcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time between tokens; None with fewer than two, or for an unstreamed answer."""
+        """Mean time between tokens in seconds; None with fewer than two tokens, or unstreamed."""
         if not self.streamed or self.first_token is None or self.last_token is None or self.num_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
@@ -101,7 +101,7 @@ class RequestOutcome:
 @dataclass(frozen=True, slots=True)
 class Slo(Objective):
     def is_met(self, outcome: RequestOutcome) -> bool:
-        """Judge TTFT and TPOT; an unstreamed answer has its first token with its last."""
+        """Return whether TTFT and TPOT meet the objective; the TTFT of an unstreamed answer is its whole time."""
         if outcome.first_token is None or not outcome.is_complete:
             return False
         return outcome.first_token <= self.ttft_s and (outcome.tpot is None or outcome.tpot <= self.tpot_s)

@@ -1,4 +1,4 @@
-"""Engines without a server, behind a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
+"""Other engines, each run in a process and controlled by a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
 
     in   `{"id": 1, "input_ids": […], "max_tokens": 16}` a line
     out  `{"versions": {…}}` once, then after each step `[[id, new tokens, is it done], …]`; `{"error": "…"}`
@@ -237,7 +237,7 @@ class OpenVinoPipeline:
 
 
 def is_on(options: dict[str, Any], name: str) -> bool:
-    """Return whether an option is on, as by default. Raise `ValueError` unless true or false."""
+    """Return whether an option is on (the default). Raise `ValueError` unless it is true or false."""
     text = str(options.get(name, True)).lower()
     if text not in ("true", "false"):
         raise ValueError(f"{name} is {text!r}: it must be true or false")
@@ -291,7 +291,7 @@ def _serve(engine: PeerEngine, output: TextIO) -> NoReturn:
 
 
 def _read(inbox: queue.Queue[dict[str, Any]]) -> None:
-    """Exit when the pipe closes, whatever threads run."""
+    """Queue requests from standard input; exit when it closes, whatever threads run."""
     for line in sys.stdin:
         inbox.put(json.loads(line))
     os._exit(0)

@@ -90,7 +90,6 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[BenchTarget]
 
 
 def _capacity(one: Mapping[str, Any]) -> str:
-    """Return a capacity (requests/s) and its ratio to the reference; "under 6.15" if no rate met the objective."""
     low, high = one["bracket"]
     if not low:
         return f"under {high:.3g}"

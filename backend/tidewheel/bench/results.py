@@ -139,12 +139,12 @@ class ResultRecorder:
             file.write(json.dumps(_clean({"stage": result.stage.name, **run.record(result.stage)})) + "\n")
 
     def save(self) -> Path:
-        """Write all results with every request's sample."""
+        """Write all results with the sample of every request; return the file."""
         stages = [result.document() for result in self.stages]
         return self._write(self.folder / "results.json", {"sample_columns": SAMPLE_COLUMNS, "stages": stages})
 
     def save_summaries(self, path: Path) -> Path:
-        """Write the figures of stages and runs, without samples: a record to keep in a repository."""
+        """Write the figures of stages and runs without samples, as a record for a repository."""
         stages = [result.document() for result in self.stages]
         for run in (run for stage in stages for run in stage["runs"]):
             del run["samples"]

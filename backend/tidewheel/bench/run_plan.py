@@ -37,7 +37,7 @@ class PlannedStage:
                     yield PlannedRun(target, load, repeat, seed=self.seed + 1000 * repeat + index)
 
     def conversations(self, run: PlannedRun) -> Iterator[Conversation]:
-        """Yield requests: equal for all targets, new for each load and repeat."""
+        """Yield the requests of a run: equal for all targets, new for each load and repeat."""
         source = self.workload.conversations(run.seed)
         if run.load.kind == "closed":
             return source

@@ -37,7 +37,7 @@ Sample = dict[str, float]
 
 
 def parse(text: str, model: str) -> Sample:
-    """Sum a model's series by name; series without a model count too. Raise `ValueError`."""
+    """Return a model's metrics, and metrics without a model, summed by name. Raise `ValueError`."""
     # Other lines are left out first: a page has a thousand, and the load generator waits.
     figures = Figures.parse("".join(f"{line}\n" for line in text.splitlines() if line.startswith(_NAMES)))
     sample: Sample = {}
@@ -77,7 +77,6 @@ def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of Triton's batcher, whose counters give no time of execution."""
     executions, count = grown.get(_EXECUTIONS), grown.get(_INFERENCES)
     if not executions or not count:
         return {}
@@ -123,7 +122,7 @@ class MetricsSampler:
             await self._scrape()
 
     async def _scrape_the_end(self) -> None:
-        """Take a last sample once it has steps, published late under load."""
+        """Take a last sample that has the run's steps: under load, engines publish late."""
         before = list(self.samples)
         for _ in range(MAX_FLUSHES):
             await asyncio.sleep(FLUSH_S)

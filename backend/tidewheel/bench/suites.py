@@ -65,7 +65,10 @@ class BenchSuite:
         self.experiment.measure(self.base)
 
     def compare(self, slo: Slo | None = None, budget_s: float = math.inf) -> None:
-        """Find capacities under `slo`, or multiples of the reference's lone request, in about `budget_s`."""
+        """Find each target's capacity within about `budget_s`.
+
+        Without `slo`, the objective is a multiple of the times of a lone request to the reference.
+        """
         reference = self.reference
         lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
@@ -88,7 +91,6 @@ class BenchSuite:
             self.recorder.extra |= capacity_findings(found, self.ours.name, reference.name)
 
     def _alone(self, reference: BenchTarget) -> tuple[float, float]:
-        """Return TTFT and TPOT without load. Raise `BenchError`."""
         title = f"One request after the other at {reference.name}"
         stage = self._stage(
             "alone",
@@ -115,7 +117,7 @@ class BenchSuite:
         self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
     def rates(self) -> None:
-        """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates ours."""
+        """Measure three loads, 1 to 10 to 50, of which the middle one saturates our target."""
         measure = self.ours
         users = (LoadPattern("closed", SATURATION_USERS),)
         title = f"Saturation of {measure.name}"
@@ -164,7 +166,7 @@ class BenchSuite:
 
 
 def lone_tpot(outcomes: Sequence[RequestOutcome], ttft: float) -> float:
-    """Return the median TPOT; an unstreamed answer is taken to need `ttft` first. Raise `BenchError`."""
+    """Return the median TPOT in seconds; an unstreamed answer is taken to need `ttft` first. Raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes

@@ -28,7 +28,10 @@ def span(outcomes: Sequence[RequestOutcome]) -> float:
 
 
 def rates(outcomes: Sequence[RequestOutcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Return figures per second; goodput of an open loop per second of sending (`offered_s`, or to the last turn)."""
+    """Return throughput and goodput per second.
+
+    Goodput of an open loop is per second of sending: `offered_s`, or until the last turn.
+    """
     seconds = span(outcomes)
     if not seconds:
         return dict.fromkeys(RATES, math.nan)
@@ -92,7 +95,7 @@ def _latencies(outcomes: Sequence[RequestOutcome]) -> dict[str, list[float]]:
 
 
 def fairness(outcomes: Sequence[RequestOutcome]) -> float:
-    """Return Jain's index over tenants' served shares; without tenants, over requests' tokens/s."""
+    """Return Jain's index over service per tenant; without tenants, over tokens/s per request."""
     wanted: dict[str, float] = defaultdict(float)
     got: dict[str, float] = defaultdict(float)
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""Targets: `[NAME=]SPEC[,SETTING=VALUE…]`, as in the help of `tidewheel bench`."""
+"""Servers and engines to measure: `[NAME=]SPEC[,SETTING=VALUE…]`, as in the help of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELSEWHERE = ("vllm", "openvino")  # in their own environments
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """`kind`: ours, baseline, a peer, grpc, generate_stream, infer or openai."""
+    """Server or engine to measure. `kind`: ours, baseline, a peer, grpc, generate_stream, infer or openai."""
 
     name: str
     kind: str

@@ -20,12 +20,15 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess:
-    """Process with children until `stop`, out of reach of Ctrl-C. One thread may send while another receives."""
+    """Worker process that exchanges JSON lines over pipes. Ctrl-C does not reach it; `stop` also ends its children.
+
+    One thread may send while another receives.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start, with standard error in `log` and added `environment`. Raise `WorkerFailed`."""
+        """Start `command`, with standard error written to `log`. Raise `WorkerFailed` if it cannot be run."""
         self._name = name
         self._log = log
         self._received = b""
@@ -49,7 +52,7 @@ class WorkerProcess:
         self.stop()
 
     def send(self, message: object) -> None:
-        """Raise `WorkerFailed` if the process has ended."""
+        """Write a message as a line of JSON. Raise `WorkerFailed` if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -58,7 +61,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """Return the next answer. Raise `WorkerFailed`, also for `{"error": …}`."""
+        """Return the next JSON answer. Raise `WorkerFailed` at the limit, the process's end, or `{"error": …}`."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._received:
             chunk = self._read(None if end is None else max(0.0, end - time.monotonic()))
@@ -85,7 +88,6 @@ class WorkerProcess:
                     pipe.close()
 
     def _read(self, limit_s: float | None) -> bytes | None:
-        """Return output, empty at the end of the stream; None after the limit."""
         assert self._process.stdout is not None
         try:
             ready, _, _ = select.select([self._process.stdout], [], [], limit_s)

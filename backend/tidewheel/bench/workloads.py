@@ -1,4 +1,4 @@
-"""Workloads from a seed. Request i is the same at any load; prompts are random, and share prefixes only if asked."""
+"""Workloads made from a seed. Request i is equal at all loads. Prompts are random; they share prefixes if asked."""
 
 from __future__ import annotations
 

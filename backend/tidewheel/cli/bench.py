@@ -1,5 +1,3 @@
-"""`tidewheel bench`."""
-
 from __future__ import annotations
 
 import argparse
@@ -93,7 +91,7 @@ def _repeated(group: argparse._ArgumentGroup, name: str, metavar: str, text: str
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 130 after Ctrl-C with results so far kept. Raise `UsageError`."""
+    """Return the exit code: 0, or 130 after Ctrl-C, with finished results kept. Raise `UsageError`."""
     from tidewheel.cli.bench_parts import measure
     from tidewheel.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Measurements from the options of `tidewheel bench`."""
+"""Workloads, targets and suites from the options of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,6 @@ def _deployment(args: argparse.Namespace, stage: PlannedStage, model: Path, dtyp
 
 
 def _check_counted(args: argparse.Namespace, targets: list[BenchTarget]) -> None:
-    """Raise `UsageError` for an option that no target or suite uses."""
     has_offline_part = args.suite == "compare" and any(_ELSEWHERE.search(spec) for spec in args.peer)
     searches, of_offline = args.suite == "compare", "--suite compare and a --peer in an environment"
     is_here = any(target.is_served_here or target.is_peer for target in targets)

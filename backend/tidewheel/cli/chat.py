@@ -1,5 +1,3 @@
-"""`tidewheel chat`."""
-
 from __future__ import annotations
 
 import argparse
@@ -34,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TerminalChat:
-    """Messages and answers so far, asked for in the terminal."""
-
     def __init__(self, client: Client, system: str | None, params: dict[str, object], *, stats: bool) -> None:
         self._client = client
         self._opening = [{"role": "system", "content": system}] if system else []
@@ -44,7 +40,6 @@ class TerminalChat:
         self._stats = stats
 
     def run(self) -> None:
-        """Read questions until the end of input."""
         from tidewheel_client import RequestError
 
         while (line := _read_line()) is not None:
@@ -57,7 +52,7 @@ class TerminalChat:
                     print(f"error: {error}", file=sys.stderr)
 
     def ask(self, question: str) -> None:
-        """Print the answer. Raise `RequestError`; the question is forgotten then."""
+        """Send a question and print the answer. Raise `RequestError`, and forget the question."""
         messages = [*self._messages, {"role": "user", "content": question}]
         with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
             answer = show(stream)
@@ -67,7 +62,6 @@ class TerminalChat:
 
 
 def _read_line() -> str | None:
-    """Return the next line, empty after Ctrl-C, None at the end of input."""
     try:
         return input(_PROMPT if sys.stdin.isatty() else "").strip()
     except KeyboardInterrupt:

@@ -1,5 +1,3 @@
-"""`tidewheel cluster`."""
-
 from __future__ import annotations
 
 import argparse
@@ -79,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(args: argparse.Namespace) -> int:
-    """Start the cluster and return the gateway's port. Shows the current stage meanwhile."""
     from tidewheel.cluster import control
     from tidewheel.server.console import waiting
 
@@ -95,7 +92,6 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace, port: int, folder: ClusterFolder) -> str:
-    """Return lines with the cluster's URLs and the commands that watch it."""
     from tidewheel.server.console import top_command
     from tidewheel.server.workdir import running_servers
 

@@ -1,5 +1,3 @@
-"""`tidewheel demo`."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,4 @@
-"""`tidewheel doctor`. Exit codes: 0 no error; 1 errors; 2 wrong usage."""
+"""Command `tidewheel doctor`. Exit codes: 0 no error; 1 errors; 2 wrong usage."""
 
 from __future__ import annotations
 

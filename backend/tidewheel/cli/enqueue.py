@@ -1,5 +1,3 @@
-"""`tidewheel enqueue`."""
-
 from __future__ import annotations
 
 import argparse
@@ -57,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the jobs of the command line. Raise `UsageError` and `InvalidRequest`."""
     fields = given(args, _OF_ONE_JOB)
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give a prompt, or --file with a job on each line")
@@ -84,7 +81,6 @@ def _jobs_of_file(name: str) -> list[dict[str, object]]:
 
 
 def _enqueue(queue: Queue, jobs: list[dict[str, object]], *, wait: bool) -> Iterator[EnqueuedJob]:
-    """Raise `UsageError` at the bound unless it is to be waited for."""
     from tidewheel_client.errors import Busy
 
     for start in range(0, len(jobs), _PIECE):

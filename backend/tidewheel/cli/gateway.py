@@ -1,5 +1,3 @@
-"""`tidewheel gateway`."""
-
 from __future__ import annotations
 
 import argparse
@@ -49,7 +47,7 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
 
 
 def gateway_options(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the fields of the class that are options, shared ones with their defaults."""
+    """Return the options that are fields of the gateway's options, shared ones with their defaults."""
     shared = {
         "api_keys": str(args.api_keys or ""),
         "max_body_mb": args.max_body_mb or MAX_BODY_MB,

@@ -1,5 +1,3 @@
-"""`tidewheel generate`."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,4 @@
-"""Facts about this machine and judgements about them, for `tidewheel doctor`. A judgement depends on facts alone."""
+"""Facts about this machine, and judgements from these facts alone, for `tidewheel doctor`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DiskSpace(NamedTuple):
 
 
 class TriedPart(NamedTuple):
-    """Part of the machine: found, or with an obstacle that says what is wrong and what to do."""
+    """Part of the machine that was found, or an obstacle: what is wrong and what to do."""
 
     found: str
     obstacle: str = ""
@@ -100,7 +100,7 @@ def read_space(folder: Path = SHARED_MEMORY) -> DiskSpace | None:
 
 
 def find_server(path: str | None = None) -> TriedPart:
-    """Run the server that is found, because its libraries may be missing."""
+    """Find tritonserver and run it once, because its libraries may be missing."""
     try:
         install = tritonserver.locate(path)
     except ServeError as error:
@@ -134,7 +134,6 @@ def _try_run_dir() -> TriedPart:
 
 
 def _read_packages() -> tuple[Package, ...]:
-    """Return the requirements of this installation; none without one."""
     try:
         texts = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

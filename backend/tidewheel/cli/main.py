@@ -1,4 +1,4 @@
-"""`tidewheel COMMAND`.
+"""Command `tidewheel COMMAND`.
 
 Exit codes: 0 done; 1 the server could not start, or part of it died, or `check` found errors; 2 wrong usage, or the
 request failed.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands. `only`: the command whose options are needed (None: all)."""
+    """Return the parser of all commands. `only`: the single command whose options are added (None: all)."""
     parser = argparse.ArgumentParser(
         prog="tidewheel", description="Serve large language models from NVIDIA Triton Inference Server."
     )

@@ -1,4 +1,7 @@
-"""`tidewheel migrate`. Exit codes: 0 done; 1 done, but settings stay that the load refuses; 2 nothing was written."""
+"""Command `tidewheel migrate`.
+
+Exit codes: 0 done; 1 done, but the result has settings that do not load; 2 nothing was written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidewheel load`, `unload` and `reload`: models of a running server, through its private socket."""
+"""Commands `tidewheel load`, `unload` and `reload`, sent to a running server through its private socket."""
 
 from __future__ import annotations
 

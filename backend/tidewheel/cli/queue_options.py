@@ -1,4 +1,4 @@
-"""Options of the commands of a queue."""
+"""Options of the commands on job queues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
 
 
 def where(args: argparse.Namespace) -> str | Path:
-    """Return the place of the queue."""
     if args.redis is not None and "://" not in args.redis:
         raise UsageError("--redis takes a URL, such as redis://127.0.0.1:6379/0; --dir takes a folder")
     if args.redis is not None or args.dir is not None:
@@ -36,7 +35,7 @@ def where(args: argparse.Namespace) -> str | Path:
 
 
 def queue_package() -> ModuleType:
-    """Raise `UsageError` without the extra."""
+    """Import `tidewheel_queue`. Raise `UsageError` without the extra `queue`."""
     try:
         import tidewheel_queue
     except ImportError as error:

@@ -45,7 +45,7 @@ class DocumentedSetting(NamedTuple):
 
 
 def read_settings(cls: type[Any]) -> list[DocumentedSetting]:
-    """Return a dataclass's fields, then its bases'. Raise `ConfigError` for a field without a meaning."""
+    """Return the fields of a dataclass, then of its bases. Raise `ConfigError` for a field without a comment."""
     comments: dict[str, tuple[str, str]] = {}
     for base in cls.__mro__[:-1]:
         comments |= _read_comments(inspect.getsource(base))
@@ -156,7 +156,6 @@ def _request_parameters() -> str:
 
 
 def _parameter_row(field: ParameterField) -> tuple[str, ...]:
-    """Mark a parameter without a tensor by an asterisk."""
     parameter = field.parameter
     name = f"`{field.name}`" + ("" if parameter.is_tensor else " \\*")
     names = ", ".join((name, *(f"`{alias}`" for alias in (*parameter.aliases, *parameter.tensor_aliases))))

@@ -1,5 +1,3 @@
-"""`tidewheel results`."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,4 @@
-"""Values of the options of `tidewheel simulate` for replicas that come and go."""
+"""Options of `tidewheel simulate` about autoscaling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = tuple(name for name in ScalingSettings.__dataclass_fields__ if name n
 
 
 def scaling_options(args: argparse.Namespace) -> tuple[ScalingSettings, tuple[float, ...]]:
-    """Return settings and the history's arrivals. Raise `UsageError` or `ConfigError` with option and value."""
+    """Return scaling settings and arrival times of past days. Raise `UsageError` or `ConfigError`."""
     least, most = _replicas(args.replicas)
     if not args.scaling:
         _check_unused(args, least, most)

@@ -1,5 +1,3 @@
-"""`tidewheel serve`."""
-
 from __future__ import annotations
 
 import argparse
@@ -97,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_mistakes(entry: Path) -> None:
-    """Print every error that `tidewheel check` finds in an entry; the failed load named only the first."""
     from tidewheel.cli.check import where
     from tidewheel.entries.checking import check
     from tidewheel.errors import ConfigError

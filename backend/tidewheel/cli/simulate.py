@@ -1,4 +1,4 @@
-"""`tidewheel simulate`: the real scheduler under a modelled clock."""
+"""Command `tidewheel simulate`: the real scheduler under a modelled clock."""
 
 from __future__ import annotations
 

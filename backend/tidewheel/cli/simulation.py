@@ -54,7 +54,7 @@ _PART_COLUMNS = (
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
-    """Raise `UsageError` or `ConfigError` with option and value."""
+    """Return the scenario of the command line. Raise `UsageError` or `ConfigError` with option and value."""
     trace = None if args.trace in ARRIVALS else _trace(args.trace)
     loads = args.load or ("" if trace is not None or args.rate is not None else str(DEFAULT_LOAD))
     settings = parse_settings(args.set)
@@ -95,7 +95,6 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def _check_search(args: argparse.Namespace) -> None:
-    """Refuse options that the search for replicas decides itself, or does not write."""
     if args.rate is None:
         raise UsageError("--find-replicas needs --rate: the load that they are to keep up with")
     given = {
@@ -107,7 +106,6 @@ def _check_search(args: argparse.Namespace) -> None:
 
 
 def _check_coarse(args: argparse.Namespace, trace: Trace | None) -> None:
-    """Refuse what coarse replicas do not simulate."""
     if args.record is not None:
         raise UsageError("--record needs every step: leave out --coarse")
     if args.policy != "priority":
@@ -134,7 +132,7 @@ def print_results(scenario: Scenario, results: Sequence[ScenarioResult]) -> None
 
 
 def verdict(result: ScenarioResult) -> str:
-    """Say what was offered, whether the system keeps up, and its steady rate."""
+    """Return a sentence: the offered load, whether the system keeps up, and its steady rate."""
     figures = result.figures
     steady = figures["steady_requests_per_s"]
     rate = "too few finished for a steady rate" if steady is None else f"{steady:.3g} finish in the middle of the run"
@@ -144,7 +142,7 @@ def verdict(result: ScenarioResult) -> str:
 
 
 def alike(results: Sequence[ScenarioResult]) -> list[str]:
-    """Say which policies decided alike, and why."""
+    """Return a sentence about policies with equal results, and the reason; empty if all differ."""
     same = [(a, b) for a, b in itertools.combinations(results, 2) if a.load == b.load and a.figures == b.figures]
     if not same:
         return []
@@ -158,7 +156,6 @@ def alike(results: Sequence[ScenarioResult]) -> list[str]:
 
 
 def print_replicas(scenario: Scenario) -> None:
-    """Print the least number of replicas that keep up, for each policy."""
     for policy in scenario.policies:
         count, figures = scenario.replicas_needed(policy)
         ttft = figures["ttft_s"]["p99"]
@@ -173,7 +170,6 @@ def _name(result: ScenarioResult) -> str:
 
 
 def _parts(figures: Figures) -> Iterator[tuple[str, Figures]]:
-    """Yield classes and tenants where there are several."""
     for kind, parts in (("class", figures["classes"]), ("tenant", figures["tenants"])):
         if len(parts) > 1:
             yield from ((f"{kind} {name or 'none'}", part) for name, part in parts.items())
@@ -201,7 +197,6 @@ def write_json(scenario: Scenario, results: Sequence[ScenarioResult], target: st
 
 
 def write_charts(results: Sequence[ScenarioResult], folder: Path) -> list[Path]:
-    """Write non-empty charts; return their paths."""
     try:
         from tidewheel.simulate.charts import charts
     except ImportError:

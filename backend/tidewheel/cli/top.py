@@ -1,5 +1,3 @@
-"""`tidewheel top`."""
-
 from __future__ import annotations
 
 import argparse
@@ -54,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pages(args: argparse.Namespace) -> ServerPages:
-    """Return the pages of the server that is named, or else of the only one that this user serves."""
     from tidewheel.server import workdir
     from tidewheel.server.console import top_command
     from tidewheel_client.server_pages import ServerPages

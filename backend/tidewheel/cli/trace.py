@@ -1,4 +1,4 @@
-"""`tidewheel trace`: a recording as a trace of steps and requests for Perfetto."""
+"""Command `tidewheel trace`: converts a recording to a Perfetto trace of steps and requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options, errors and answers of several commands."""
+"""Options, errors and output that several commands share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KEPT_CONTROLS = "\n\t"
 
 
 class UsageError(Exception):
-    """Wrong command line."""
+    """Wrong command line; the message says what to change."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
-    """Return the type of an option with a whole number in bounds."""
+    """Return a parser of whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
@@ -93,7 +93,7 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
 
 
 def fields_of(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the options that bear names of the class's fields."""
+    """Return the parsed options that are parameters of the class."""
     return {name: value for name, value in vars(args).items() if name in inspect.signature(cls).parameters}
 
 
@@ -132,7 +132,7 @@ class PrintedAnswer(NamedTuple):
 
 
 def show(stream: Stream) -> PrintedAnswer:
-    """Print a stream's chunks. Ctrl-C cancels it."""
+    """Print the chunks of a stream. Ctrl-C cancels it."""
     start = time.monotonic()
     first_s, texts, num_input, num_output = 0.0, [], 0, 0
     try:

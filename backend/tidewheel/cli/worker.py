@@ -1,5 +1,3 @@
-"""`tidewheel worker`."""
-
 from __future__ import annotations
 
 import argparse
@@ -50,7 +48,6 @@ async def _work(args: argparse.Namespace) -> int:
 
 
 async def _run_until_stopped(worker: Worker) -> int:
-    """Drain at the first signal, end at the second."""
     working = asyncio.ensure_future(worker.run())
     signals: list[signal.Signals] = []
 

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class ClusterError(Exception):
-    """Fault with a remedy in its message."""
+    """Failure of a cluster, with its remedy in the message."""
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001

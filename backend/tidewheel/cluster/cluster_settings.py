@@ -1,5 +1,3 @@
-"""Settings of a cluster."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ _RANGES = (
 
 
 class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of gateway and replicas. Paths are on replicas' machines."""
+    """Options of a cluster's gateway and replicas. Paths are on the replicas' machines."""
 
     port: int = msgspec.field(default=8080, name="openai_port")
     router: str = "prefix-aware"
@@ -59,7 +57,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
     stream_limit_s: float = 600.0  # for requests of a removed replica
 
     def check(self) -> None:
-        """Raise `ClusterError`, or `ConfigError` for a setting of the scaling."""
+        """Raise `ClusterError` for a wrong setting, or `ConfigError` for a wrong scaling setting."""
         if bool(self.model) == bool(self.model_repository):
             raise ClusterError("give either model or model_repository: what the replicas serve")
         if self.model and self.models:
@@ -80,7 +78,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def first_replicas(self) -> int:
-        """Replicas at the start, at least one, which lists the models."""
+        """Number of replicas at the start: at least one, which lists the models."""
         return max(self.replicas, 1)
 
     @property
@@ -134,7 +132,7 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
 
 
 def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
-    """Raise `ClusterError` or `ConfigError` for a wrong argument."""
+    """Return the settings. Raise `ClusterError` or `ConfigError` for a wrong argument."""
     try:
         settings = msgspec.convert(arguments, ClusterSettings)
     except msgspec.ValidationError as error:

@@ -1,5 +1,3 @@
-"""This user's cluster on this machine."""
-
 from __future__ import annotations
 
 import contextlib
@@ -35,21 +33,21 @@ class ClusterStatus:
 
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    """Return the gateway's port. After an error, nothing remains."""
+    """Start the cluster and return the gateway's port. After an error, nothing remains."""
     folder = _checked(settings)
     with folder.made() as lock:
         return _start(folder, lock, settings, note)
 
 
 def status(folder: ClusterFolder) -> ClusterStatus:
-    """Raise `ClusterError` without a cluster."""
+    """Return the cluster's state. Raise `ClusterError` without a cluster."""
     settings = folder.settings
     with connected(folder):
         return _status(settings)
 
 
 def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
-    """Drain removed replicas. Raise `ClusterError` without room."""
+    """Change the number of replicas; removed ones drain. Raise `ClusterError` if too few fit."""
     settings = folder.settings
     if settings.is_scaled:
         raise ClusterError(f"the load decides between {settings.replicas} and {settings.most_replicas} replicas")
@@ -62,7 +60,7 @@ def scale(folder: ClusterFolder, replicas: int) -> ClusterStatus:
 
 
 def down(folder: ClusterFolder) -> None:
-    """Drain and end the cluster, or clear a dead one. Raise `ClusterError` without either."""
+    """Drain and end the cluster, or clean up after a dead one. Raise `ClusterError` if there is none."""
     if not folder.root.exists():
         raise ClusterError(f"no cluster of yours is up: there is no {folder.root}")
     with contextlib.suppress(ClusterError):  # without Ray, or without an application
@@ -78,7 +76,7 @@ def down(folder: ClusterFolder) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """Raise `ClusterError` for a busy port."""
+    """Return the port, or a free one for 0. Raise `ClusterError` if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -120,7 +118,7 @@ def _start(folder: ClusterFolder, lock: IO[bytes], settings: ClusterSettings, no
 
 
 def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:
-    """Raise `ClusterError` if Ray would wait for room forever."""
+    """Run the Serve application. Raise `ClusterError` if Ray would wait for resources forever."""
     import ray
     from ray import serve
 
@@ -171,7 +169,6 @@ def _figures() -> dict[str, dict[str, float]]:
 
 
 def _reason(messages: list[str]) -> str:
-    """Return the error in Ray's tracebacks, else the first line."""
     for message in messages:
         if found := _REASON.findall(message):
             return str(found[-1])

@@ -63,7 +63,7 @@ _OPTIONS = (
 
 
 class ClusterFolder:
-    """Private folder, which the environment of every cluster process names."""
+    """Private folder of a cluster; every process of the cluster has its path in the environment."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -80,7 +80,7 @@ class ClusterFolder:
 
     @property
     def address(self) -> str:
-        """Address of Ray's state store; empty before the start."""
+        """Address of Ray's state store; empty until Ray runs."""
         with contextlib.suppress(FileNotFoundError):
             return (self.ray / "ray_current_cluster").read_text(encoding="utf-8")
         return ""
@@ -91,7 +91,7 @@ class ClusterFolder:
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether Ray runs without an application, after `up` was killed."""
+        """Return whether Ray runs without an application, because `up` was killed."""
         return self.is_up and not self._settings.exists() and not is_locked(self._starting)
 
     @property
@@ -113,7 +113,7 @@ class ClusterFolder:
         self._settings.write_bytes(msgspec.json.encode(settings))
 
     def check_path(self) -> None:
-        """Raise `ClusterError` if too long for sockets (107 bytes)."""
+        """Raise `ClusterError` if the path is too long for sockets (107 bytes)."""
         if (excess := len(os.fsencode(self.root)) + _LONGEST_BELOW - MAX_SOCKET_PATH) > 0:
             raise ClusterError(
                 f"the path of {self.root} is too long for sockets, by {excess} bytes: set {RUN_DIR} to a shorter one"
@@ -128,7 +128,7 @@ class ClusterFolder:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[IO[bytes]]:
-        """Yield the lock, and remove the folder after an error. Raise `ClusterError` if a cluster is up."""
+        """Make the folder and yield its lock; remove it after an error. Raise `ClusterError` if a cluster is up."""
         private_dir(self.root.parent)
         self.check_free()
         if self.root.exists():
@@ -149,7 +149,7 @@ class ClusterFolder:
                 raise
 
     def remove(self) -> None:
-        """End the processes, `ray start` first, and remove the files."""
+        """End the cluster's processes, `ray start` first, and remove the folder."""
         run = str(self.run)
         ray = [one for one in started_with(RUN_DIR, run) if " --block " in " ".join(arguments(one.pid))]
         signal_all(ray, signal.SIGTERM)
@@ -159,7 +159,7 @@ class ClusterFolder:
         workdir.remove(self.root)
 
     def environment(self) -> dict[str, str]:
-        """Return Ray's variables, without another Ray's."""
+        """Return environment variables for Ray, without those of another Ray."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return {**base, **_VARIABLES, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
@@ -171,7 +171,7 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:
-    """Start Ray, whose first process holds the lock. Raise `ClusterError`."""
+    """Start Ray with the folder's lock in its first process. Raise `ClusterError`."""
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *_OPTIONS]
     command += [f"--num-cpus={num_cpus}", f"--temp-dir={folder.ray}"]
     with folder.log.open("wb") as log:
@@ -186,7 +186,7 @@ def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:
 
 @contextlib.contextmanager
 def connected(folder: ClusterFolder) -> Iterator[None]:
-    """Raise `ClusterError` for Ray's errors."""
+    """Connect this process to the cluster's Ray. Raise `ClusterError` for Ray's errors."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(folder.environment())

@@ -1,4 +1,4 @@
-"""Publication of Ray Serve's replicas to the gateway.
+"""Ray Serve router that reports replicas to the gateway.
 
 Ray copies this module by value, so shared state lives in `replica_upstreams`.
 """
@@ -9,7 +9,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Router of Ray Serve that publishes replicas."""
+    """Ray Serve router that passes the list of replicas to the gateway."""
 
     # `cluster up` imports this module, which needs the gateway only in the gateway's actor.
     def initialize_state(self, deployment: str) -> None:
@@ -31,7 +31,7 @@ class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Drop the replica, before Ray's controller reports its death."""
+        """Drop the replica before Ray's controller reports its death."""
         super().on_replica_actor_died(replica_id)
         self._feed.drop(replica_id.unique_id)
 

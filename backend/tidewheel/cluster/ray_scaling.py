@@ -1,4 +1,4 @@
-"""Scaling by the project's policies.
+"""Ray Serve autoscaling by the project's policies.
 
 Ray's own request counts are useless: only calls that wait for the first replica go through Ray.
 """
@@ -28,7 +28,7 @@ _QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}
 
 
 def figures_of(page: str) -> dict[str, float]:
-    """Return sums over models, and each class's longest wait in seconds. Raise `ValueError`."""
+    """Return a replica's metrics summed over models, and each class's longest wait in seconds. Raise `ValueError`."""
     from tidewheel_client.server_pages import Figures  # slow, and only replicas need it
 
     shown = Figures.parse(page)
@@ -51,7 +51,7 @@ class _Counters(NamedTuple):
 
 
 class RayScaling:
-    """Policy that Ray Serve's controller calls."""
+    """Autoscaling policy that Ray Serve's controller calls."""
 
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
         """Raise `ConfigError` for a wrong policy or setting."""
@@ -61,7 +61,7 @@ class RayScaling:
         self._num_arrivals = 0.0
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number. `context`: Ray's `AutoscalingContext`."""
+        """Return the wanted number of replicas. `context`: Ray's `AutoscalingContext`."""
         figures: Mapping[str, Mapping[Any, Any]] = context.raw_metrics or {}
         present = {replica.unique_id for replica in context.running_replicas}
         self._counters = {name: one for name, one in self._counters.items() if name in present}
@@ -91,7 +91,6 @@ class RayScaling:
         )
 
     def _count(self, name: str, when: float, values: Mapping[str, float]) -> None:
-        """Add the growth of counters, which a restart of the server sets to zero."""
         arrivals, tokens = values["arrivals"], values["tokens"]
         before = self._counters.get(name)
         if before is None:

@@ -1,5 +1,3 @@
-"""Ray Serve actor that supervises one `tidewheel serve`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,7 +41,7 @@ class _HealthReply(msgspec.Struct):
 
 class Replica:
     async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Raise `ClusterError` if the server cannot start."""
+        """Start the server. Raise `ClusterError` if it cannot start."""
         settings = read_settings(arguments)
         self._born = self._ready_at = time.monotonic()
         self._stream_limit_s = settings.stream_limit_s
@@ -66,7 +64,7 @@ class Replica:
         self._ready_at = time.monotonic()
 
     async def check_health(self) -> None:
-        """Raise `ClusterError` to be replaced; not while the supervisor restarts the server."""
+        """Raise `ClusterError` if Ray must replace this replica; a restarting server is healthy."""
         readiness = await self._readiness()
         if not readiness.is_live:
             raise ClusterError(f"{readiness.state}: {readiness.reason}")
@@ -75,16 +73,16 @@ class Replica:
         self._check_patience()
 
     async def wait_for_start(self) -> None:
-        """Return at once, after Ray has queued the call until a replica exists."""
+        """Return at once. Ray queues the call until a replica exists."""
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Return the fields of `Address`."""
+        """Return the server's addresses: the fields of `Address`."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         return {name: endpoints.authority(getattr(endpoints, name)) for name in ("grpc", "metrics", "health", "http")}
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return figures of `/metrics`, else the last, for gateway and status."""
+        """Return current metrics of the server, else the last ones, for gateway and status."""
         endpoints = self._server.endpoints
         assert endpoints is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -126,7 +124,7 @@ class Replica:
 
 
 class ServerChild:
-    """`tidewheel serve`, which ends with its standard input, however this process ends."""
+    """Child process `tidewheel serve`, which ends with its standard input, however this process ends."""
 
     def __init__(self, options: Sequence[str], host: str) -> None:
         folder = private_dir(run_dir() / _FOLDER)
@@ -169,14 +167,14 @@ class ServerChild:
         raise ClusterError(f"tidewheel serve ended with {self._child.exit}: {reason}")
 
     def count_restarts(self) -> None:
-        """Count a change of tritonserver."""
+        """Count a restart if tritonserver has a new process id."""
         for process in process_tree.children(self._child.pid):
             if process_tree.name(process) == "tritonserver" and process != self._tritonserver:
                 self.num_restarts += self._tritonserver is not None
                 self._tritonserver = process
 
     def drain(self, limit_s: float) -> None:
-        """Refuse requests, which the gateway resends, and wait for running ones."""
+        """Refuse new requests, which the gateway sends elsewhere, and wait for running ones."""
         engines = [] if self.endpoints is None else current_engines_of(self.endpoints.metrics)
         end = time.monotonic() + limit_s
         while drain_all(engines, _ASK_S) and time.monotonic() < end:

@@ -1,5 +1,3 @@
-"""Ray Serve's replicas as upstreams of the gateway."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ class KnownReplica(NamedTuple):
 
 
 class ReplicaFeed:
-    """Replicas that Ray's router publishes on its own thread."""
+    """Current replicas, published by Ray's router from its own thread."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, KnownReplica] = {}  # by replica id; replaced as a whole
@@ -44,12 +42,12 @@ _feeds: dict[str, ReplicaFeed] = {}
 
 
 def feed_of(deployment: str) -> ReplicaFeed:
-    """Return this process's feed. Ray makes the router, so only a name connects both."""
+    """Return this process's feed of a deployment. Ray makes the router, so only the name connects both."""
     return _feeds.setdefault(deployment, ReplicaFeed())
 
 
 class RequestCount:
-    """This process's open requests at a replica, and their maximum."""
+    """Number of this gateway's open requests at a replica, and its recent maximum."""
 
     def __init__(self, now: float) -> None:
         self.num_open = 0
@@ -61,7 +59,7 @@ class RequestCount:
         self._most = max(self._most, self.num_open)
 
     def most(self, now: float) -> int:
-        """Return the most open requests of the last one to two `REPORT_AGE_S`."""
+        """Return the most requests open at once in the last one to two `REPORT_AGE_S`."""
         self._turn(now)
         return max(self._most, self._most_before)
 
@@ -72,7 +70,7 @@ class RequestCount:
 
 
 class ReplicaUpstreams(Upstreams):
-    """Replicas from Ray's router. A removed replica drains and refuses late requests."""
+    """Gateway upstreams from Ray's replicas. A removed replica drains and refuses late requests."""
 
     def __init__(self, handle: Any, feed: ReplicaFeed, settings: ClusterSettings) -> None:
         super().__init__(())
@@ -94,7 +92,7 @@ class ReplicaUpstreams(Upstreams):
 
     @property
     def models(self) -> list[str]:
-        """Models of all replicas, or the last known ones."""
+        """Models of all replicas; without replicas, the last known ones."""
         return super().models or self._known_models
 
     @property
@@ -104,7 +102,7 @@ class ReplicaUpstreams(Upstreams):
         return "" if self._may_be_empty else "no replica has started"
 
     def model(self, name: str) -> str:
-        """Accept any name until a replica has listed its models."""
+        """Return the model name; any name is accepted until a replica has listed its models."""
         return name if name and not self.models else super().model(name)
 
     async def _follow_feed(self, changed: asyncio.Event) -> None:
@@ -123,7 +121,6 @@ class ReplicaUpstreams(Upstreams):
                 self._report(authority, replica)
 
     def _report(self, authority: str, replica: KnownReplica) -> None:
-        """Report other clients' requests to the router."""
         if figures := replica.figures:
             count = self._counts[authority]
             num_others = max(int(figures["running"] + figures["waiting"]) - count.most(time.monotonic()), 0)
@@ -131,7 +128,6 @@ class ReplicaUpstreams(Upstreams):
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[Any]) -> AsyncIterator[UpstreamLease]:
-        """Wait for a replica. Raise `ServerUnavailable` after `patience_s`."""
         if not self._has_fit(attempt):
             await self._wait(attempt)
         async with super()._lease(attempt) as lease:
@@ -146,7 +142,7 @@ class ReplicaUpstreams(Upstreams):
         return len(self._unfit(attempt)) < len(self._members)
 
     async def _wait(self, attempt: Attempt[Any]) -> None:
-        """Wait for a replica; without any, in Ray's queue, which the scaling policy sees."""
+        """Wait for a replica. If none exists, a call waits in Ray's queue, where the scaling policy sees it."""
         if self._num_held >= MAX_HELD:
             raise Busy(f"no replica is ready, and {MAX_HELD} requests wait for one already")
         call: Any = None
@@ -167,7 +163,7 @@ class ReplicaUpstreams(Upstreams):
                 call.cancel()
 
     def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
-        """Allow a wait if replicas were lost, not if busy."""
+        """Allow a retry after a lost or restarting replica, not after `Busy`."""
         if super()._may_retry(attempt, error):
             return True
         if isinstance(error, Busy):

@@ -26,10 +26,10 @@ _VERSION = "1"  # constant, so that `scale` keeps running replicas
 
 
 class GatewayActor:
-    """Gateway, without Serve's proxies."""
+    """Ray actor that runs the gateway, without Ray Serve's proxies."""
 
     async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """`handle`: the replicas' deployment. Raise `ServeError` or `ConfigError`."""
+        """`handle`: Ray's handle to the replicas. Raise `ServeError` or `ConfigError`."""
         from tidewheel.cluster.replica_upstreams import ReplicaUpstreams, feed_of  # only here: 0.5 s
         from tidewheel.confidential import protect_texts
         from tidewheel.gateway.api_keys import ApiKeys
@@ -61,7 +61,7 @@ class GatewayActor:
             raise ClusterError("the gateway does not listen")
 
     async def figures(self) -> dict[str, dict[str, float]]:
-        """Return each replica's last report by gRPC authority."""
+        """Return the last metrics of each replica, by gRPC address."""
         return {one.address.grpc: dict(one.figures) for one in self._feed.replicas.values()}
 
     async def __del__(self) -> None:
@@ -70,7 +70,7 @@ class GatewayActor:
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """Raise `ClusterError` or `ConfigError` for wrong arguments."""
+    """Return the Ray Serve application. Raise `ClusterError` or `ConfigError` for wrong arguments."""
     return application(read_settings(arguments))
 
 

@@ -1,1 +1,0 @@
-"""Step loop, its process, and its clients."""

@@ -54,7 +54,7 @@ class Outbox:
         self._cancelled_held: list[int] = []
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Raise `Busy` if too many are held, or the error of `refuse`."""
+        """Queue a request. Raise `Busy` if too many are held, or the error of `refuse`."""
         with self._lock:
             if self._refusal is not None:
                 refusal = self._refusal  # each raising thread needs its own instance
@@ -130,7 +130,7 @@ class Outbox:
             return expired
 
     def refuse(self, error: TidewheelError) -> list[int]:
-        """Make `put` raise the error. Return unfinished keys."""
+        """Make later `put` raise the error. Return the keys of all unfinished requests."""
         with self._lock:
             self._refusal = error
             lost = [*self._cancelled_held, *self._held, *self.lose_in_flight()]
@@ -164,7 +164,7 @@ class Connection:
         return self.send_encoded(messages.encoder.encode(message))
 
     def send_encoded(self, payload: bytes) -> bool:
-        """Return False if the engine's queue is full."""
+        """Send a message; return False if the engine's queue is full."""
         try:
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
@@ -172,7 +172,7 @@ class Connection:
         return True
 
     def receive(self, timeout_ms: int = 0) -> list[messages.FromEngine]:
-        """Return messages, after at most `timeout_ms` for the first."""
+        """Return received messages, after waiting at most `timeout_ms` for the first."""
         received: list[messages.FromEngine] = []
         if timeout_ms:
             self._socket.poll(timeout_ms)

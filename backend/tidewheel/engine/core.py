@@ -41,7 +41,7 @@ class _StepInFlight(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Failed launch, raised at the wait."""
+    """Failed launch, raised when the step is waited for."""
 
     error: Exception
 
@@ -50,7 +50,7 @@ class _Failure(NamedTuple):
 
 
 class EngineCore:
-    """Loop over scheduler and runner, on one thread.
+    """Loop that schedules steps and runs them, on one thread.
 
     With two steps in flight, the device computes one while the other's tokens are applied. `receive` calls `add` and
     `cancel` before planning and before applying tokens. `deliver` gets tokens and one end per request; it may call
@@ -68,7 +68,7 @@ class EngineCore:
         first_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `beat` before each step with its predicted seconds, first `first_step_s`."""
+        """Call `beat` before each step with the step's predicted seconds, at first `first_step_s`."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
@@ -105,7 +105,7 @@ class EngineCore:
         self._deliver_ended(self._scheduler.fail_all(error))
 
     def step(self) -> bool:
-        """Return False if there was nothing to do."""
+        """Run a step of the loop. Return False if there was nothing to do."""
         self._receive()
         now = self._clock()
         self._deliver_ended(self._scheduler.expire(now))
@@ -119,7 +119,7 @@ class EngineCore:
         return True
 
     def stats(self) -> EngineStats:
-        """Return a snapshot; `busy_fraction` is since the last one."""
+        """Return a snapshot; `busy_fraction` counts since the last snapshot."""
         now = self._clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)
@@ -139,7 +139,7 @@ class EngineCore:
         self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self._runner.launch(batch)), now))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
-        """Wait for all steps after a failed launch, because a later one would read its tokens."""
+        """Return how many steps to wait for: all after a failed launch, whose tokens later steps would read."""
         if isinstance(self._in_flight[-1].pending, _Failure):
             return len(self._in_flight)
         return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
@@ -167,7 +167,7 @@ class EngineCore:
         return _no_tokens(batch)
 
     def _run_rest(self, batch: ScheduledBatch, error: Exception) -> SampledTokens:
-        """Give up the failed row, or, short of memory, the longest chunk, and rerun the others.
+        """Rerun a failed step without the failed row, or, short of memory, without the longest chunk.
 
         A repeated step writes the same keys and values.
         """
@@ -203,7 +203,7 @@ class EngineCore:
 
 
 def _attempt(work: Callable[[], T]) -> T | _Failure:
-    """Return failures of a row or of memory."""
+    """Return the result, or a failure of one row or of memory."""
     try:
         return work()
     except Exception as error:
@@ -213,7 +213,6 @@ def _attempt(work: Callable[[], T]) -> T | _Failure:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Compare names, because this layer imports no torch."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
@@ -223,7 +222,7 @@ def _no_tokens(batch: ScheduledBatch) -> SampledTokens:
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """Keep some rows. Blocks are not copied again: they may hold other data by now."""
+    """Return a batch of some rows, without block copies: the blocks may hold other data by now."""
     dropped = set(batch.rows[~keep].tolist())
     return dataclasses.replace(
         batch,

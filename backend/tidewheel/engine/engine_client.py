@@ -34,7 +34,7 @@ MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
 class EngineListener(Protocol):
-    """Callbacks on the client's thread; they must not block."""
+    """Callbacks of an engine client, called on its thread; they must not block."""
 
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None: ...  # a token for each key
 
@@ -59,7 +59,7 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Client of a folder's engine, which it starts or joins.
+    """Connection of a front end to a folder's engine, which it starts or joins.
 
     An accepted request ends once, with a final delta or `on_lost`.
     """
@@ -126,7 +126,6 @@ class EngineClient:
 
     @property
     def readiness(self) -> Readiness:
-        """Return the io thread's last view of the engine."""
         failure, hang = self._failure, self._hang
         if failure is not None:
             return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
@@ -138,7 +137,7 @@ class EngineClient:
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: messages.AddRequest | messages.CloseSession) -> None:
-        """Raise `Busy`, `EngineDead`, `Draining` or `InternalError`."""
+        """Send a request. Raise `Busy`, `EngineDead`, `Draining` or `InternalError`."""
         num_sequences = message.options.n if isinstance(message, messages.AddRequest) else 1
         self._outbox.put(message.key, messages.encoder.encode(message), num_sequences)
 
@@ -291,7 +290,6 @@ class EngineClient:
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
     def _put_off(self, error: TidewheelError) -> None:
-        """Retry later; fail if none has served yet."""
         if self._info is None:
             self._fail(EngineDead(error.message))
             return

@@ -41,7 +41,6 @@ def engine_dir(repository: Path, model_name: str) -> Path:
 
 
 def model_label(model_name: str) -> str:
-    """Return the model's part of the folder name."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
 
 
@@ -55,7 +54,7 @@ def engine_dirs() -> list[Path]:
 
 
 def current_engines() -> list[Path]:
-    """Return each model's link to its serving engine."""
+    """Return links to the serving engine's folder of each model."""
     return sorted(run_dir().glob(f"*/{CURRENT}"))
 
 
@@ -88,7 +87,7 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an engine; a killed one leaves its last."""
+    """State of an engine, in a file that outlives a killed engine."""
 
     state: State
     pid: int
@@ -123,7 +122,7 @@ def first_status(pid: int, state: State, settings: dict[str, object], identity: 
 
 
 def read_status(engine_dir: Path) -> Status | None:
-    """Return None without a status that this version can read."""
+    """Return an engine's status; None if absent, or of another version."""
     try:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -157,7 +156,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last line without time and level, cut to `limit` characters."""
+    """Return the log's last line without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

@@ -45,7 +45,7 @@ class _Route(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Routes of tokens for steps of the same requests."""
+    """Destinations of a step's tokens, kept for steps of the same requests."""
 
     requests: list[Request]
     columns: list[tuple[FrontEnd, RowArray, Int64Array]]  # positions within the step, and keys
@@ -56,7 +56,7 @@ _NO_LAYOUT = _Layout([], [], [])
 
 
 class FrontEnds:
-    """Front ends, their requests and unsent deltas. The socket has ROUTER_MANDATORY."""
+    """Connected front ends, their requests and unsent deltas. The socket has ROUTER_MANDATORY."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -78,7 +78,7 @@ class FrontEnds:
         return front_end
 
     def remove(self, front_end: FrontEnd) -> list[str]:
-        """Return unfinished request ids."""
+        """Forget a front end. Return the ids of its unfinished requests."""
         self._by_identity.pop(front_end.identity, None)
         self._layout = _NO_LAYOUT
         return [request_id for key in list(front_end.request_ids) for request_id in self.forget(front_end, key)]
@@ -94,7 +94,7 @@ class FrontEnds:
         return gone
 
     def open(self, front_end: FrontEnd, key: int, n: int, client_id: str = "") -> list[str]:
-        """Return an id per sequence. Raise `InvalidRequest`."""
+        """Register a request. Return an id per sequence. Raise `InvalidRequest`."""
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
         ids = {index: str(self._num_opened + 1 + index) for index in range(n)}
@@ -105,7 +105,7 @@ class FrontEnds:
         return list(ids.values())
 
     def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[messages.RequestRow]:
-        """Return at most `limit` rows, ordered by first sequence."""
+        """Return at most `limit` rows, ordered by the first sequence of each request."""
         groups: dict[tuple[bytes, int], list[Progress]] = {}
         for one in unfinished:
             route = self._routes.get(one.request.request_id)
@@ -119,12 +119,12 @@ class FrontEnds:
         return [_row(group, self._routes[group[0].request.request_id].client_id, now) for group in groups.values()]
 
     def siblings(self, request_id: str) -> list[str]:
-        """Return the request's open sequences, last first."""
+        """Return ids of all open sequences of the request, last first."""
         route = self._routes.get(request_id)
         return [] if route is None else list(reversed(route.front_end.request_ids[route.key].values()))
 
     def end(self, front_end: FrontEnd, key: int, reason: FinishReason, error: TidewheelError | None = None) -> None:
-        """End a request that is not open, or answer a message."""
+        """Queue a final delta for a request that was not opened, or for another message."""
         front_end.unsent.append(messages.Delta.whole(key, reason, error))
 
     def forget(self, front_end: FrontEnd, key: int) -> list[str]:
@@ -191,7 +191,7 @@ class FrontEnds:
         route.front_end.unsent.append(messages.Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     def flush(self) -> None:
-        """Send one message each; a full queue delays it."""
+        """Send each front end its output as one message, unless its queue is full."""
         for front_end in self._by_identity.values():
             if not front_end.unsent and not front_end.unsent_tokens:
                 continue
@@ -211,7 +211,7 @@ class FrontEnds:
             self.send(identity, message)
 
     def send(self, identity: bytes, message: messages.FromEngine) -> bool:
-        """Return False for a lost or full peer."""
+        """Send a message; return False if the peer is gone or its queue full."""
         try:
             self._socket.send_multipart([identity, messages.encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:

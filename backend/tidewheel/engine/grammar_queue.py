@@ -24,7 +24,7 @@ class Compiler(Protocol):
 
 
 class GrammarCache:
-    """LRU cache of compiled grammars. Raise the compiler's errors."""
+    """LRU cache of compiled grammars. Methods raise the compiler's errors."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         self._make_compiler = make_compiler
@@ -38,7 +38,7 @@ class GrammarCache:
         return grammar
 
     def compile(self, source: str, name: str) -> TokenGrammar:
-        """Compile without keeping. Not thread-safe."""
+        """Return the compiled grammar without caching it. Not thread-safe."""
         if isinstance(self.compiler, ConfigError):
             raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {self.compiler}")
         return self.compiler.compile(source, name)
@@ -61,7 +61,7 @@ class GrammarCache:
 
 
 class GrammarQueue:
-    """Requests that wait while another thread compiles their grammar."""
+    """Requests that wait while a thread compiles their grammar."""
 
     def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
         self._cache = GrammarCache(make_compiler)
@@ -78,7 +78,7 @@ class GrammarQueue:
         return self._cache.find(source)
 
     def add(self, front_end: FrontEnd, message: AddRequest) -> None:
-        """Raise `Busy` if too many wait."""
+        """Queue a request with a grammar. Raise `Busy` if too many wait."""
         if len(self._waiting) >= MAX_WAITING:
             raise Busy(f"{len(self._waiting)} requests wait for their grammars", retry_after_ms=RETRY_AFTER_MS)
         source = message.grammar

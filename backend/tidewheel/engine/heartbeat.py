@@ -1,4 +1,4 @@
-"""Heartbeat of a step loop, a memory page in the engine's folder."""
+"""Heartbeat of an engine's step loop: a memory page in the engine's folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Heartbeat:
         temporary.replace(engine_dir / HEARTBEAT)
 
     def beat(self, expected_s: float | None, num_front_ends: int) -> None:
-        """Note a turn and its expected seconds; None: idle."""
+        """Record that the loop turned, and the expected seconds of the step; None: idle."""
         self._sequence += 1
         is_stepping = expected_s is not None
         _LAYOUT.pack_into(
@@ -54,7 +54,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """Silence after which an engine is hung or ended: the longer of seconds and predicted steps."""
+    """Silence after which an engine counts as hung, or is killed: the longer of seconds and predicted step times."""
 
     hung_s: float = 5.0
     hung_steps: float = 10.0
@@ -78,9 +78,9 @@ class ListeningClock:
 
 
 class HangWatch:
-    """Watcher of a heartbeat, whose own pauses do not count as silence.
+    """Reader of a heartbeat that finds a hung engine; pauses of the reader do not count.
 
-    The next look corrects a beat read while it was written.
+    A heartbeat read while it was written is corrected at the next look.
     """
 
     def __init__(
@@ -126,14 +126,13 @@ class HangWatch:
 
 
 def _map(path: Path) -> mmap.mmap | None:
-    """Return None without a heartbeat, which proves nothing."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
     return None
 
 
 class EngineWatch:
-    """Watcher of a model's engine. Look at least every second."""
+    """Reader of the heartbeat of a model's current engine. Call `look` at least every second."""
 
     def __init__(self, current: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`current`: link to the engine's folder."""
@@ -145,7 +144,7 @@ class EngineWatch:
         self._was_ready = False
 
     def look(self) -> Readiness | None:
-        """Return None without front ends, or before the engine was ready."""
+        """Return the engine's readiness; None without front ends, or before the engine was ready."""
         status = read_status(self._current)
         if status is None:
             return None

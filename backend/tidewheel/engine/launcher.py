@@ -1,5 +1,3 @@
-"""Starts and ends of a folder's engine process."""
-
 from __future__ import annotations
 
 import contextlib
@@ -42,7 +40,7 @@ _deaths_decoder = msgspec.json.Decoder(list[Death])
 
 
 class EngineLauncher:
-    """Starter of a folder's engine while it holds the lock. Not thread-safe."""
+    """Starter of a folder's engine; the holder of the folder's lock owns the engine. Not thread-safe."""
 
     def __init__(self, target: folder.EngineTarget, *, command: Sequence[str], policy: RestartPolicy) -> None:
         self.was_ready = False  # an engine served this front end, so absence is a death
@@ -69,7 +67,7 @@ class EngineLauncher:
         return self.is_owner
 
     def put_off(self) -> None:
-        """Start or join no engine, longer each time."""
+        """Delay the next start or join, longer each time."""
         self._num_failed_starts += 1
         self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
@@ -100,7 +98,7 @@ class EngineLauncher:
         return None
 
     def give_up(self, message: str) -> None:
-        """Tell other front ends that no restart follows."""
+        """Tell other front ends that the engine is not started again."""
         status = folder.read_status(self._engine_dir)
         if self.is_owner and status is not None:
             final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
@@ -175,7 +173,7 @@ class EngineLauncher:
 
 
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """Return whether an engine ran. Its requests are answered within `timeout_s`, or it is killed."""
+    """Stop a folder's engine; return whether one ran. Requests have `timeout_s` to end."""
     status = folder.read_status(engine_dir)
     if status is None or not status.is_alive:
         return False
@@ -203,7 +201,7 @@ def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> li
 
 
 def engine_command() -> list[str]:
-    """Return the engine's command, or an allowed test's. Raise `ConfigError`."""
+    """Return the command that starts an engine, replaceable by tests. Raise `ConfigError`."""
     module, faults = "tidewheel.engine.process", os.environ.get(FAULTS)
     if faults is not None:
         if os.environ.get(FAULTS_ALLOWED) != "1":
@@ -216,7 +214,7 @@ def engine_command() -> list[str]:
 
 
 def python_executable() -> str:
-    """Return the interpreter, also in embedding programs. Raise `ConfigError`."""
+    """Return this Python's interpreter, also when embedded in Triton. Raise `ConfigError`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
         os.environ.get("TIDEWHEEL_PYTHON"),
@@ -231,7 +229,7 @@ def python_executable() -> str:
 
 
 def python_environment() -> dict[str, str]:
-    """Return the environment that gives `python_executable` this process's imports."""
+    """Return an environment with which `python_executable` imports what this process imports."""
     package = Path(__file__).parents[1]
     paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Hello(Message, frozen=True):
-    """First message. Its settings apply if read later than the engine's."""
+    """First message of a front end. Its settings replace the engine's if they were read later."""
 
     protocol: int
     client: str  # unique name
@@ -72,7 +72,7 @@ class Cancel(Message, frozen=True):
 
 
 class CloseSession(Message, frozen=True):
-    """Answered by one delta, with finish_reason "stop" or an error."""
+    """Order to end a session, answered by one delta with finish_reason "stop" or an error."""
 
     key: Key
     tenant: str
@@ -80,13 +80,13 @@ class CloseSession(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second. After 5 s of silence, requests end."""
+    """Sign of life, sent every second. After 5 s of silence, a front end's requests end."""
 
     refused: dict[str, _Count] = {}  # since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):
-    """Order to refuse requests, which front ends get too. Answered by `Stats`."""
+    """Order to refuse new requests, passed on to front ends. Answered by `Stats`."""
 
 
 class Goodbye(Message, frozen=True):
@@ -94,7 +94,7 @@ class Goodbye(Message, frozen=True):
 
 
 class ListRequests(Message, frozen=True):
-    """Answered by `RequestList`."""
+    """Question for the running requests, answered by `RequestList`."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)]
 
@@ -122,7 +122,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Return the most tokens of prompt and output; the last one is never cached."""
+        """Return the most tokens of prompt and output; the last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
@@ -181,7 +181,7 @@ class Disconnection(Message, frozen=True):
 
 
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Figures of one ended sequence. Times: monotonic clock; 0: never."""
+    """Stage times (monotonic; 0: never) and counts of one ended sequence."""
 
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
@@ -208,7 +208,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def unsent_prompt_logprobs(request: Request) -> list[TopLogprobs] | None:
-    """Return the prompt's log-probabilities once, then None."""
+    """Return the prompt's log-probabilities at the first call, then None."""
     if request.has_sent_prompt or request.leader is not None or request.sampling.prompt_logprobs is None:
         return None
     request.has_sent_prompt = True
@@ -251,7 +251,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step's tokens of unfinished single-sequence requests without log-probabilities."""
+    """One new token each for requests of one unfinished sequence, without log-probabilities."""
 
     keys: bytes  # int64 little endian
     token_ids: bytes  # int32 little endian
@@ -265,7 +265,7 @@ class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Deltas(Message, frozen=True):
-    """Output of steps. Of one request, `tokens` precede `deltas`."""
+    """Output of one or more steps. `tokens` of a request come before its `deltas`."""
 
     tokens: list[NewTokens]
     deltas: list[Delta]
@@ -276,13 +276,13 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Fill of the waiting set, sent on change, for early refusals."""
+    """Fill of the engine's waiting set, sent when it changes, so that front ends can refuse requests at once."""
 
     received: list[int]  # since the last `Room`
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Unfinished request. Counts are sums over sequences; times are seconds since arrival."""
+    """Unfinished request of `tidewheel top`. Counts are sums over sequences; times are seconds since arrival."""
 
     number: int
     request_id: str  # the client's

@@ -1,4 +1,4 @@
-"""Choice of a front end's engine: present, beside it, or in its place."""
+"""Choice of a front end's engine when settings change: the present one, a second one, or a replacement."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _POLL_S = 0.1
 
 
 def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
-    """Return the engine for these settings; `make_current` makes other front ends follow.
+    """Return the engine for these settings; `make_current` moves other front ends to it.
 
-    Where memory is short, the present engine ends first.
+    If memory does not hold two engines, the present one ends first.
     """
     status = folder.read_status(model_dir / folder.CURRENT)
     identity = _identity(config)
@@ -66,13 +66,13 @@ def find_engine(model_dir: Path) -> folder.EngineTarget | None:
 
 
 def may_start(target: folder.EngineTarget) -> bool:
-    """Return whether a given-up engine may start again."""
+    """Return whether the engine of an ended process may start again."""
     status = folder.read_status(target.folder)
     return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
 
 def take_back(model_dir: Path) -> None:
-    """Let an engine that made room start again."""
+    """Let the engine that ended to free memory start again."""
     status = folder.read_status(model_dir / folder.CURRENT)
     if status is not None and status.is_draining and not status.is_alive:
         folder.write_status(model_dir / folder.CURRENT, msgspec.structs.replace(status, is_draining=False))
@@ -89,7 +89,7 @@ def _remove_ended(target: folder.EngineTarget) -> None:
 
 
 def make_current(target: folder.EngineTarget) -> None:
-    """Make other front ends of the model follow."""
+    """Make all front ends of the model switch to this engine."""
     model_dir = target.folder.parent
     temporary = model_dir / f"{folder.CURRENT}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
@@ -99,13 +99,12 @@ def make_current(target: folder.EngineTarget) -> None:
 
 
 def _identity(config: EngineConfig) -> str:
-    """Return a digest of model files and of settings that need another engine."""
+    """Return a digest of the model's files and of the settings that a running engine cannot change."""
     files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
     return folder.settings_digest({"settings": config.fixed_settings(), "files": files})
 
 
 def _describe_files(model: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time per file; none for an unreadable folder."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(model.iterdir())]
     except OSError:

@@ -1,4 +1,4 @@
-"""Engine process: serves until SIGTERM, the folder's end, or a while without front ends."""
+"""Engine process. It serves until SIGTERM, the removal of its folder, or some time without front ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    """Status of this engine; `keep` repeats writes that a full disk refused."""
+    """Status file of this engine. `keep` repeats writes that failed on a full disk."""
 
     def __init__(self, engine_dir: Path, settings: dict[str, object], identity: str) -> None:
         self.engine_dir = engine_dir
@@ -83,7 +83,7 @@ class StatusFile:
 def serve(
     config: EngineConfig, engine_dir: Path, load: LoadRunner, *, identity: str = "", linger_s: float = LINGER_S
 ) -> int:
-    """Return the exit code. Raise BlockingIOError if another engine runs."""
+    """Run the engine; return the exit code. Raise BlockingIOError if another engine runs in the folder."""
     lock = try_lock(engine_dir / folder.ENGINE_LOCK, PREDECESSOR_LIMIT_S)
     if lock is None:
         raise BlockingIOError(engine_dir / folder.ENGINE_LOCK)
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
 
 
 def exit_now(code: int) -> None:
-    """Skip the interpreter's clean-up, which can hang on a failed device."""
+    """End the process without the interpreter's clean-up, which can hang on a failed device."""
     with contextlib.suppress(OSError):  # of a full disk
         logging.shutdown()
         sys.stderr.flush()

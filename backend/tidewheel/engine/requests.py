@@ -1,4 +1,4 @@
-"""Checks and conversion of an `AddRequest`, in front end and engine."""
+"""Checks of an `AddRequest` and its conversion to requests of the scheduler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def to_requests(
 ) -> list[Request]:
     """Return one request per id, its index added to the seed modulo 2**64. The first leads the others.
 
-    `seed`: for messages without one; `grammar`: the message's, compiled. Raise `InvalidRequest`.
+    `seed`: for messages without a seed; `grammar`: the message's, compiled. Raise `InvalidRequest`.
     """
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
@@ -83,7 +83,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Raise `InvalidRequest`, naming the prompt `prompt_name`."""
+    """Return the checked request. Raise `InvalidRequest`, with `prompt_name` for the prompt."""
     sampling = message.sampling
     prompt, limit = _prompt(prompt_name, message.prompt, info), info.max_num_tokens
     max_tokens = limit - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
@@ -102,7 +102,7 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:
-    """Raise `PromptTooLarge` if no output token fits."""
+    """Raise `PromptTooLarge` if the context leaves no token for output."""
     if num_tokens >= info.max_num_tokens:
         raise PromptTooLarge(
             f"{name} has {num_tokens} tokens{qualifier}: with one token of output the context of "

@@ -36,7 +36,7 @@ FIRST_STEPS = 20  # of unknown length, in a load
 
 
 class EngineServer:
-    """Loop of steps over a bound ROUTER socket. A bad message affects only its sender."""
+    """Engine's step loop with a bound ROUTER socket. A malformed message affects only its sender."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class EngineServer:
         self._alone_since = clock()
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Return the reason to stop: of `must_stop`, or `linger_s` without a front end."""
+        """Serve until `must_stop` gives a reason, or `linger_s` without a front end. Return the reason."""
         while True:
             worked = self._core.step()
             self._front_ends.send_room(self._scheduler.waiting_room(self._clock()))
@@ -95,7 +95,7 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """End all requests without scheduler and runner, which may be broken."""
+        """Tell all front ends that their requests end with the error, if scheduler or runner are broken."""
         self._front_ends.flush()
         self._front_ends.broadcast(messages.Disconnection(messages.ErrorInfo.of(error)))
 
@@ -109,7 +109,6 @@ class EngineServer:
         self._socket.poll(1 if self._core.has_unfinished or self._grammars.num_waiting else IDLE_POLL_MS)
 
     def _maintain(self, must_stop: Callable[[], str]) -> str:
-        """Return a reason to stop, or empty text."""
         now, listened = self._clock(), self._listened()
         if now < self._next_stats:
             return ""
@@ -128,7 +127,6 @@ class EngineServer:
         self._front_ends.broadcast(messages.Stats(self._stats()))
 
     def _stats(self) -> EngineStats:
-        """Count requests that wait for a grammar as waiting."""
         stats = self._core.stats()
         stats.num_waiting += self._grammars.num_waiting
         return stats
@@ -217,7 +215,6 @@ class EngineServer:
             self._front_ends.send(identity, messages.EngineReady(self._info))
 
     def _take_settings(self, hello: messages.Hello) -> str:
-        """Return the problem, or empty text."""
         if hello.read_ns <= self._read_ns:
             return ""
         try:

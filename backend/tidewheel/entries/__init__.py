@@ -1,1 +1,1 @@
-"""Entries of a model repository before a server sees them: checked, mended, and migrated from other backends."""
+"""Model repository entries before a server loads them: checks, corrections, and migration from other backends."""

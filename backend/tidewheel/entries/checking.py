@@ -1,4 +1,4 @@
-"""Check of the entries of a model repository: every rule, with the places of its findings."""
+"""Check of model repository entries by all rules, with file, line and column of each finding."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CheckTarget(NamedTuple):
 
 
 def find_target(path: Path) -> CheckTarget:
-    """Return the entries at a path: all of a repository, or one. Raise `ConfigError`."""
+    """Return the entries at a path: one entry, or all of a repository. Raise `ConfigError`."""
     folder = path.parent if path.name == CONFIG_NAME else path
     if folder.name in ("", ".."):
         folder = folder.resolve()
@@ -92,7 +92,7 @@ def find_target(path: Path) -> CheckTarget:
 
 
 def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | None = None) -> CheckReport:
-    """Raise `ConfigError` if there is nothing to check."""
+    """Check the entries at a path. Raise `ConfigError` if there are none."""
     target, report = find_target(path), CheckReport(tell)
     read = {found.parent.name: _read(found.parent) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
@@ -213,7 +213,7 @@ class SettingsJudgement(NamedTuple):
 
 
 def judge_settings(entry: Entry) -> SettingsJudgement:
-    """Resolve the settings as the load does, again and again without those refused."""
+    """Resolve the settings as the load does, leaving out each refused setting until the rest is accepted."""
     parameters, from_json = dict(entry.parameters), dict(entry.model_json)
     problems: list[Problem] = []
     while True:

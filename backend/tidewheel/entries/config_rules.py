@@ -1,4 +1,4 @@
-"""Rules about an entry's folder and `config.pbtxt`. Triton's are in `src/model_config_utils.cc` of its core."""
+"""Rules on an entry's folder and `config.pbtxt`. Those of Triton are in its `src/model_config_utils.cc`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OTHER_SCHEDULERS = {
 
 
 def schema(entry: Entry) -> Iterator[Problem]:
-    """Find fields that Triton does not know, and elements of one name."""
+    """Yield fields that Triton does not know, and entries of equal name in a list."""
     messages: dict[str, Descriptor] = {"": model_config_pb2.ModelConfig.DESCRIPTOR}
     counts: Counter[str] = Counter()
     unknown: set[int] = set()  # a list of scalars is a field for each
@@ -125,7 +125,7 @@ def not_read(entry: Entry) -> Iterator[Problem]:
 
 
 def model_json(entry: Entry) -> Iterator[Problem]:
-    """Find an unreadable file, and repeated keys, of which JSON keeps the last."""
+    """Yield an unreadable `model.json`, and repeated keys, of which JSON keeps the last."""
     try:
         read_object(entry.json_path)
     except ConfigError as refusal:

@@ -1,5 +1,3 @@
-"""Entry of a model repository as the rules see it."""
-
 from __future__ import annotations
 
 import contextlib
@@ -100,7 +98,7 @@ def served_version(folder: Path, config: Any) -> str:
 
 
 def read_entry(folder: Path) -> Entry:
-    """Raise `UnreadableConfig`."""
+    """Read an entry's `config.pbtxt` and `model.json`. Raise `UnreadableConfig`."""
     path, text = folder / CONFIG_NAME, ""
     try:
         text = read_text(path) or ""
@@ -119,7 +117,7 @@ def read_entry(folder: Path) -> Entry:
 
 
 def parse_config(text: str) -> Any:
-    """Return a `ModelConfig` without the fields that it does not know. Raise `ParseError`."""
+    """Return a `ModelConfig`, without fields that it does not define. Raise `ParseError`."""
     return text_format.Parse(text, model_config_pb2.ModelConfig(), allow_unknown_field=True)
 
 

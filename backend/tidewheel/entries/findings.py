@@ -17,7 +17,7 @@ _KEYS = ("key", "name")  # fields that tell the elements of a repeated field apa
 
 
 class Problem(NamedTuple):
-    """Result of a rule: the wrong value, and what to do."""
+    """Finding of a rule: the wrong field, and what to do."""
 
     severity: Severity
     field: str  # such as `parameters.dtype`; empty: the file as a whole
@@ -27,12 +27,12 @@ class Problem(NamedTuple):
 
 
 def error(field: str, message: str, *, right_name: str = "", file: Path | None = None) -> Problem:
-    """Return a problem with which the server refuses the entry, or answers otherwise than it says."""
+    """Return a problem for which the server refuses the entry, or answers otherwise than the entry says."""
     return Problem("error", field, message, right_name, file)
 
 
 def warning(field: str, message: str) -> Problem:
-    """Return a problem with which the entry works, most likely not as meant."""
+    """Return a problem of an entry that works, but probably not as meant."""
     return Problem("warning", field, message)
 
 
@@ -47,7 +47,7 @@ class Edit(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Problem with its rule and place. `--json` has the fields in this order."""
+    """Problem with its rule, file, line and column. `--json` has the fields in this order."""
 
     rule: str
     severity: Severity
@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 
 
 def mend(findings: Iterable[Finding]) -> list[Finding]:
-    """Edit the files; return the findings that had an edit."""
+    """Apply the edits to the files; return the findings that had an edit."""
     mended = [finding for finding in findings if finding.edit is not None]
     for file in dict.fromkeys(finding.file for finding in mended):
         edits = [finding.edit for finding in mended if finding.file == file and finding.edit is not None]
@@ -71,7 +71,6 @@ def mend(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """Return the text after the edits, which must not overlap."""
     for edit in sorted(edits, reverse=True):  # from the end, so that offsets hold
         end = edit.start + len(edit.old)
         assert text[edit.start : end] == edit.old, "the text has changed since its check"
@@ -96,7 +95,7 @@ class Field(NamedTuple):
 
 
 def place_of(text: str, offset: int) -> tuple[int, int]:
-    """Return line and column, from 1."""
+    """Return line and column of an offset, counted from 1."""
     return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
@@ -117,7 +116,7 @@ def json_fields(text: str) -> tuple[Field, ...]:
 
 
 def by_path(fields: Iterable[Field]) -> dict[str, Field]:
-    """Map paths such as `input.text_input.dims` to the first field of each."""
+    """Map each path, such as `input.text_input.dims`, to its first field."""
     found: dict[str, Field] = {}
     for path, field, _ in walk(fields):
         found.setdefault(path, field)
@@ -125,7 +124,7 @@ def by_path(fields: Iterable[Field]) -> dict[str, Field]:
 
 
 def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field, str]]:
-    """Yield path, field and path of its message, outer fields first. Instance groups are numbered."""
+    """Yield (path, field, path of the enclosing message), outer fields first. Instance groups are numbered."""
     counts: dict[str, int] = {}
     for field in fields:
         path = f"{parent}.{field.name}" if parent else field.name
@@ -138,7 +137,7 @@ def walk(fields: Iterable[Field], parent: str = "") -> Iterator[tuple[str, Field
 
 
 class _Scanner:
-    """Recursive descent over a valid text."""
+    """Recursive-descent parser of a valid protobuf text."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [token for token in _PBTXT_TOKEN.finditer(text) if token[0][0] != "#"]

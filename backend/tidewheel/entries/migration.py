@@ -1,4 +1,4 @@
-"""Migration of entries of Triton's vLLM and TensorRT-LLM backends to ours."""
+"""Migration of model repository entries from Triton's vLLM and TensorRT-LLM backends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Migration(NamedTuple):
 
 
 def migrate(path: Path, model: str = "") -> Migration:
-    """Migrate an entry, or all entries of a repository, to `model` or their own. Raise `ConfigError`."""
+    """Migrate an entry, or all of a repository, to serve `model` or their own model. Raise `ConfigError`."""
     target = find_target(path)
     entries = [read_entry(target.repository / name) for name in target.names]
     engines = [one for one in entries if one.config.backend == "tensorrtllm" or one.name == TRTLLM_NAME]
@@ -73,7 +73,7 @@ def migrate(path: Path, model: str = "") -> Migration:
 
 
 def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
-    """Write and return new folders. Raise `ConfigError` if one of them exists."""
+    """Write the migrated entries to new folders. Raise `ConfigError` if a folder exists."""
     for entry in entries:
         if (repository / entry.name).exists():
             raise ConfigError(f"{repository / entry.name} exists, and is not written over: give another --out")
@@ -87,7 +87,7 @@ def write(entries: Sequence[NewEntry], repository: Path) -> list[Path]:
 
 
 def write_in_place(entries: Sequence[NewEntry]) -> list[Path]:
-    """Write over the old entries. Raise `ConfigError` for an entry that replaces several."""
+    """Overwrite the old entries. Raise `ConfigError` for a new entry that replaces several."""
     folders = []
     for entry in entries:
         if entry.source is None:
@@ -246,7 +246,7 @@ def _lost_inputs(face: Entry) -> Iterator[Problem]:
 
 
 def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    """Yield errors for unknown parameters, which are kept and with which the new entry does not load."""
+    """Yield an error for each unknown parameter, which is kept and prevents the load."""
     for name in part.parameters:
         value = _value(part, name)
         note = _LEFT_OUT.get(name, "")

@@ -1,4 +1,4 @@
-"""Check of an entry's model by the code that loads it, without weights and memory."""
+"""Check of an entry's model by the code that loads it, without reading weights or taking memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelPlan(NamedTuple):
 
 
 class MemoryNeeds(NamedTuple):
-    """Memory that an engine takes of this machine."""
+    """Bytes of memory that an engine takes on this machine."""
 
     device: str  # cpu or cuda
     weights: int  # bytes, like the others
@@ -68,7 +68,7 @@ class MemoryNeeds(NamedTuple):
 
 
 class ModelJudge:
-    """Check of a model. The public attributes are complete after `problems` was iterated to its end."""
+    """Check of one model. Public attributes are complete once `problems` is exhausted."""
 
     def __init__(self, config: EngineConfig, *, is_this_machine: bool) -> None:
         self.needs: MemoryNeeds | None = None
@@ -154,7 +154,7 @@ class ModelJudge:
         return [note("", shortened)] if shortened else ()
 
     def _needs(self, plan: ModelPlan) -> tuple[MemoryNeeds, str]:
-        """Return the memory, and a note if the context is shortened. Raise `ConfigError` if it does not suffice."""
+        """Return the memory, and a note if the context is shortened. Raise `ConfigError` if memory is short."""
         config, decoder, dtype, device = self._config, plan.native, self._dtype, self._device
         weights = (
             decoder.weights_bytes if decoder else sum(file.num_elements for file in self._files) * dtype.itemsize
@@ -197,7 +197,7 @@ class ModelJudge:
 
 
 def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None]) -> Iterator[Problem]:
-    """Yield a step's problems, and its `ConfigError` as one of the path in the message, else `file`."""
+    """Yield a step's problems, and its `ConfigError` as a problem of the file that it names, else of `file`."""
     try:
         yield from step() or ()
     except ConfigError as refusal:

@@ -1,1 +1,0 @@
-"""Routing of requests to replicas, and scaling."""

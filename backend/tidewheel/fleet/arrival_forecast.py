@@ -18,8 +18,6 @@ _LEAST = 1e-3  # of factors and levels: keeps quiet nights finite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastSettings:
-    """Weights of the smoothing."""
-
     bucket_s: float = 300.0
     season_s: float = 86_400.0  # whole buckets
     level_weight: float = 0.3  # of the newest bucket
@@ -35,10 +33,10 @@ class ForecastSettings:
 
 
 class ArrivalForecast:
-    """Forecast of arrivals per bucket, after a first season."""
+    """Forecast of request arrivals per bucket of time, ready after one season (a day)."""
 
     def __init__(self, settings: ForecastSettings, *, lead: int = 1) -> None:
-        """`lead`: buckets ahead at which the error is measured."""
+        """`lead`: how many buckets ahead the forecast error is measured."""
         self._settings = settings
         self._lead = lead
         self._first: list[float] = []
@@ -54,7 +52,7 @@ class ArrivalForecast:
 
     @property
     def error(self) -> float:
-        """Recent absolute errors over arrivals; infinite before a forecast."""
+        """Sum of recent absolute errors over the sum of arrivals; infinite before enough forecasts."""
         if len(self._errors) < self._settings.error_buckets:
             return math.inf
         errors = sum(error for error, _ in self._errors)
@@ -65,7 +63,7 @@ class ArrivalForecast:
         return self.error <= self._settings.error_limit
 
     def ahead(self, buckets: int) -> float:
-        """Return arrivals expected in a bucket (1: next). Raise `ValueError` in the first season."""
+        """Return the arrivals expected in a future bucket (1: the next). Raise `ValueError` unless `is_ready`."""
         if not self.is_ready:
             raise ValueError("no forecast before the first season has passed")
         damping = self._settings.damping
@@ -106,7 +104,7 @@ class ArrivalForecast:
 
 
 class ArrivalBuckets:
-    """Arrivals per bucket, from an irregularly read counter."""
+    """Arrivals per bucket of time, from an irregularly read counter."""
 
     def __init__(self, bucket_s: float) -> None:
         self._bucket_s = bucket_s
@@ -115,7 +113,7 @@ class ArrivalBuckets:
         self._count = 0.0
 
     def add(self, now: float, num_arrivals: int) -> list[float]:
-        """Return counts of newly ended buckets."""
+        """Return the arrivals of each bucket that has ended since the last call."""
         if self._last is None:
             self._last, self._end = (now, num_arrivals), now + self._bucket_s
             return []
@@ -132,7 +130,7 @@ class ArrivalBuckets:
 
 
 def bucket_counts(arrivals: Sequence[float], settings: ForecastSettings) -> list[float]:
-    """Return arrivals per bucket of whole seasons. `arrivals`: seconds from the first season's start."""
+    """Return arrivals per bucket, for whole seasons. `arrivals`: seconds from the first season's start."""
     if not len(arrivals):
         return []
     num_buckets = math.ceil((max(arrivals) + 1e-9) / settings.season_s) * settings.num_buckets

@@ -1,5 +1,3 @@
-"""Estimate of each replica's cached prompt chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,16 +12,16 @@ _MAX_STAIRS = 4
 
 
 class CachedDepths(NamedTuple):
-    """Leading chunks cached by each slot: `of_level[levels[slot]]`."""
+    """Number of cached leading chunks, for slot s `of_level[levels[s]]`."""
 
     of_level: tuple[int, ...]
     levels: npt.NDArray[np.uint8]
 
 
 class PrefixIndex:
-    """Chunks by slot, least recently used first, and slots by chunk.
+    """Cached chunks of each replica's slot, least recently used first, and slots of each chunk.
 
-    Slots are bits of an integer: fast with a thousand replicas.
+    A set of slots is an integer's bits: fast with a thousand replicas.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
@@ -46,7 +44,7 @@ class PrefixIndex:
         del self._stamps[slot]
 
     def known(self, slot: int, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return stamps of the slot's leading chunks."""
+        """Return last-use stamps of the leading chunks that the slot has cached."""
         stamps, found = self._stamps[slot], []
         for chunk in chunks:
             if (stamp := stamps.get(chunk)) is None:
@@ -55,9 +53,9 @@ class PrefixIndex:
         return tuple(found)
 
     def depths(self, chunks: Sequence[int], num_slots: int) -> CachedDepths | None:
-        """Return leading chunks by slot, or None if all are 0.
+        """Return the number of cached leading chunks by slot, or None if all are 0.
 
-        Beyond `_MAX_STAIRS` depths, the smallest count as 0.
+        Beyond `_MAX_STAIRS` different numbers, the smallest count as 0.
         """
         stairs = self._stairs(chunks)[-_MAX_STAIRS:]
         if not stairs:
@@ -71,7 +69,7 @@ class PrefixIndex:
         return CachedDepths((0, *(depth for depth, _ in stairs)), levels)
 
     def _stairs(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """Return rising depths, with the bits of slots at least that deep."""
+        """Return (number of leading chunks, bits of slots with at least as many), ascending."""
         stairs: list[tuple[int, int]] = []
         slots, holders = -1, self._holders
         for depth, chunk in enumerate(chunks):
@@ -84,7 +82,7 @@ class PrefixIndex:
         return [*stairs, (len(chunks), slots)] if chunks else stairs
 
     def touch(self, slot: int, chunks: Sequence[int]) -> int:
-        """Record a use, and return its stamp."""
+        """Record the use of chunks by a slot, and return its stamp."""
         self._now += 1
         stamps, holders, bit = self._stamps[slot], self._holders, 1 << slot
         for chunk in reversed(chunks):  # the first chunk, which most prompts share, is forgotten last
@@ -95,14 +93,14 @@ class PrefixIndex:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Forget chunks not used since the stamp."""
+        """Remove the slot's chunks that were not used after the stamp."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:
                 self._drop(slot, chunk)
 
     def forget_until(self, slot: int, stamp: int) -> None:
-        """Forget chunks last used until the stamp: an LRU cache that evicted one has too."""
+        """Remove all chunks last used up to the stamp, as an LRU cache evicts the oldest first."""
         stamps = self._stamps[slot]
         while stamps and next(iter(stamps.values())) <= stamp:
             self._drop(slot, next(iter(stamps)))

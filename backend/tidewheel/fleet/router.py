@@ -1,5 +1,3 @@
-"""Base of routers."""
-
 from __future__ import annotations
 
 import math
@@ -30,7 +28,7 @@ class RouteRequest(NamedTuple):
 
 
 class ReplicaLoad(NamedTuple):
-    """Load from all clients of a replica."""
+    """Requests of all clients at a replica."""
 
     num_requests: int = 0  # unanswered
     waiting_tokens: int = 0  # of uncomputed prompts
@@ -50,7 +48,7 @@ class RoutedRequest(Generic[T]):
 
 
 def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACTOR) -> int:
-    """Return the most requests of a replica when one joins `num_requests`.
+    """Return the most requests that a replica may have when one joins `num_requests`.
 
     Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
@@ -58,7 +56,7 @@ def load_bound(num_requests: float, num_replicas: int, factor: float = LOAD_FACT
 
 
 class Router(ABC, Generic[T]):
-    """Chooser of a replica for each request, which counts requests from `chosen` to `ended` in columns by slot.
+    """Chooser of a replica for each request. It counts requests from `chosen` to `ended`, in arrays by slot.
 
     A replica keeps its slot from `join` to `leave`. Free slots have infinite `num_open` and `waiting`, so no minimum
     selects them.
@@ -78,7 +76,6 @@ class Router(ABC, Generic[T]):
         self._num_joined = 0
 
     def join(self, replica: T) -> None:
-        """Add a replica, if absent."""
         if replica in self.slots:
             return
         if None not in self.names:
@@ -90,7 +87,6 @@ class Router(ABC, Generic[T]):
         self._add(replica, slot)
 
     def leave(self, replica: T) -> None:
-        """Remove a replica, whose requests may end later."""
         if (slot := self.slots.pop(replica, None)) is None:
             return
         self.total_open -= float(self.num_open[slot])
@@ -102,21 +98,21 @@ class Router(ABC, Generic[T]):
         self._remove(slot)
 
     def _add(self, replica: T, slot: int) -> None:
-        """Extend `join`."""
+        pass
 
     def _remove(self, slot: int) -> None:
-        """Extend `leave`."""
+        pass
 
     @abstractmethod
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
-        """Return a replica without counting the request, or None if all are excluded."""
+        """Return a replica, or None if all are excluded. Does not count the request."""
 
     def chosen(self, request: RouteRequest, replica: T) -> RoutedRequest[T]:
-        """Count a request at a joined replica."""
+        """Count a request at the replica to which it was sent."""
         return self.count(request, replica, request.num_tokens)
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        """Record the first token and cached prompt tokens. Later calls do nothing."""
+        """Record a request's first token, and its cached prompt tokens if known. Repeated calls do nothing."""
         if routed.has_started or routed.has_ended:
             return
         routed.has_started = True
@@ -125,7 +121,7 @@ class Router(ABC, Generic[T]):
             self.running[slot] += routed.request.num_tokens
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        """Stop counting; `num_cached_tokens` if `started` lacked it. Later calls do nothing."""
+        """Remove a request from the counts. `num_cached_tokens`: unless `started` had it. Repeats do nothing."""
         slot = None if routed.has_ended else self.slot_of(routed)
         routed.has_ended = True
         if slot is None:
@@ -138,7 +134,7 @@ class Router(ABC, Generic[T]):
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
 
     def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Set other clients' load; ignore unknown replicas."""
+        """Set a replica's load by other clients; ignore unknown replicas."""
         if (slot := self.slots.get(replica)) is None:
             return
         before = self._reported.get(slot, ReplicaLoad())
@@ -155,7 +151,7 @@ class Router(ABC, Generic[T]):
         return float(self.num_open[self.slots[replica]])
 
     def open_without(self, excluded: Collection[T]) -> Float64Array:
-        """Return open requests by slot, infinite if excluded."""
+        """Return the number of open requests by slot, infinite for excluded replicas."""
         if not excluded:
             return self.num_open
         num_open = self.num_open.copy()
@@ -172,7 +168,7 @@ class Router(ABC, Generic[T]):
         return self.names[slot] if np.isfinite(num_open[slot]) else None
 
     def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return prompt tokens by slot."""
+        """Return, by slot, prompt tokens of waiting requests in this class or above."""
         ahead: Float64Array = self.waiting[priority - 1]
         return ahead
 
@@ -184,7 +180,6 @@ class Router(ABC, Generic[T]):
         return RoutedRequest(replica, request, self._epochs[slot], num_uncached_tokens)
 
     def slot_of(self, routed: RoutedRequest[T]) -> int | None:
-        """Return the slot, or None if the replica has left."""
         slot = self.slots.get(routed.replica)
         return slot if slot is not None and self._epochs[slot] == routed.epoch else None
 
@@ -206,7 +201,7 @@ class Router(ABC, Generic[T]):
 
 
 def chunk_hashes(data: bytes | memoryview, chunk_bytes: int, tenant: str = "", salt: str = "") -> tuple[int, ...]:
-    """Return chained hashes of full chunks: equal first n hashes mean equal first n chunks.
+    """Return chained hashes of a prompt's full chunks: equal first n hashes mean equal first n chunks.
 
     Prompts of different tenants or salts share no hash, as they share no cache.
     """

@@ -1,5 +1,3 @@
-"""Routers of requests."""
-
 from __future__ import annotations
 
 import math
@@ -80,7 +78,7 @@ class LeastLoadedRouter(Router[T]):
 
 
 class SessionAffinityRouter(Router[T]):
-    """One replica per session, whatever its load; else the least loaded."""
+    """Router that keeps a session on one replica, whatever its load; other requests go to the least loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,10 +103,11 @@ def _session_key(request: RouteRequest) -> str:
 
 
 class PrefixAwareRouter(SessionAffinityRouter[T]):
-    """A session goes to its last replica, a new one by the ring, other requests by cost; all within a load bound.
+    """Router by session, cached prefix and load, all within a load bound.
 
-    Cost: prompt tokens waiting in the request's class or above, its uncached prompt tokens, and running tokens. A
-    CRITICAL request ignores session and bound, for the fewest prompt tokens before its first token.
+    A session stays at its last replica; a new session goes by the hash ring, any other request to the least cost:
+    prompt tokens waiting in its class or above, its uncached prompt tokens, and running tokens. A CRITICAL request
+    ignores session and bound, for the fewest prompt tokens before its first token.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN, max_sessions: int = MAX_SESSIONS) -> None:
@@ -156,10 +155,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return self._cheapest(request, num_open, bound)
 
     def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
-        """Return a new session's slot by the ring, or None without room.
-
-        Pass over unusually long queues, such as a cold replica's.
-        """
+        """Return a new session's slot by the ring, passing over unusually long queues; None without room."""
         waiting, total = self.waiting_ahead(request.priority), self.total_waiting[request.priority - 1]
         most = max(LOAD_FACTOR * float(total) / len(self.slots), request.num_tokens)
         return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
@@ -174,7 +170,6 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
-        """Return the slot with the fewest prompt tokens ahead, then the least total work."""
         ahead = self.waiting_ahead(request.priority) - self._cached_tokens(request)
         if num_open is not self.num_open:
             ahead[np.isinf(num_open)] = np.inf
@@ -227,7 +222,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
     def _correct(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
         """Forget evicted chunks, if less of the prompt was cached than indexed.
 
-        One missing chunk is no sign, since blocks and chunks end apart, nor is one that another request was
+        One missing chunk is no sign, since blocks and chunks end apart, nor is a chunk that another request was
         computing.
         """
         if num_cached_tokens is None:
@@ -251,12 +246,12 @@ ROUTERS: Mapping[str, Callable[[], Router[Any]]] = MappingProxyType(
 
 
 def check_router(name: str) -> None:
-    """Raise `ConfigError` for an unknown name."""
+    """Raise `ConfigError` for an unknown router name."""
     if name not in ROUTERS:
         raise ConfigError(f"router is {name!r}: choose one of {', '.join(ROUTERS)}")
 
 
 def make_router(name: str) -> Router[Any]:
-    """Raise `ConfigError` for an unknown name."""
+    """Return a router. Raise `ConfigError` for an unknown name."""
     check_router(name)
     return ROUTERS[name]()

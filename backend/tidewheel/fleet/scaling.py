@@ -1,4 +1,4 @@
-"""Input and decision of scaling policies, and estimates of work.
+"""Input and decision of autoscaling policies, and estimates of work.
 
 Policies are pure: the clock is an argument. Simulator and cluster fill the same `FleetState`.
 """
@@ -32,7 +32,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetState:
-    """All replicas at a moment, except draining ones."""
+    """State of all replicas at a moment, except draining ones."""
 
     now: float  # seconds, never falls
     ready: tuple[ReplicaReport, ...] = ()
@@ -64,12 +64,12 @@ class Decision(NamedTuple):
 
 class ScalingPolicy(Protocol):
     def decide(self, state: FleetState) -> Decision:
-        """Return the wanted number. Called repeatedly, with a rising clock."""
+        """Return the wanted number of replicas. Called repeatedly, with a rising clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSettings:
-    """Raise `ConfigError` naming the field."""
+    """Settings of autoscaling. Raise `ConfigError` naming the field."""
 
     min_replicas: int = 1  # 0: none without requests
     max_replicas: int = 4
@@ -95,7 +95,6 @@ class ScalingSettings:
                 raise ConfigError(f"queue_limit_s of {service_class.name} is {limit:g}: it must be above 0")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each field's name, whether its rule holds, and the rule."""
         least = max(self.min_replicas, 1)
         yield "min_replicas", 0 <= self.min_replicas <= MAX_REPLICAS, f"0 to {MAX_REPLICAS}"
         yield (
@@ -126,7 +125,6 @@ class ExponentialAverage:
         self.value: float | None = None
 
     def add(self, value: float, seconds: float) -> float:
-        """Add the mean of the last `seconds`; return the average."""
         if self.value is None:
             self.value = value
         else:
@@ -144,7 +142,7 @@ class FleetWork:
 
 
 class WorkMeter:
-    """Estimates of work from successive states.
+    """Estimates of the fleet's work and a replica's capacity, in tokens/s, from successive states.
 
     Work is the larger of computed tokens, which fall short while requests wait, and arrivals times a request's
     tokens, measured while none waits. A replica's capacity is its rate while full.
@@ -159,7 +157,7 @@ class WorkMeter:
         self._num_full = 0
 
     def observe(self, state: FleetState) -> FleetWork:
-        """Raise `ValueError` if the clock went back."""
+        """Return the estimates after this state. Raise `ValueError` if the clock went back."""
         last, self._last = self._last, state
         seconds = 0.0 if last is None else state.now - last.now
         if seconds < 0:
@@ -189,7 +187,7 @@ class WorkMeter:
         return FleetWork(asked, tokens_per_request, known or self._capacity.value or 0.0, is_firm)
 
     def _learn_capacity(self, before: Sequence[ReplicaReport], now: Sequence[ReplicaReport], seconds: float) -> None:
-        """Average full replicas' rates; a newly full one's is a lower bound."""
+        """Average the token rates of full replicas; a newly full replica only raises the average."""
         were_full = {replica.name for replica in before if is_full(self._settings, replica)}
         known = self._capacity.value
         for replica in now:

@@ -1,5 +1,3 @@
-"""Scaling policies."""
-
 from __future__ import annotations
 
 import math
@@ -25,7 +23,7 @@ _KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
 
 
 class ReplicaNeed(NamedTuple):
-    """Bounds of the hysteresis: between `least` and `most` nothing changes."""
+    """Range of sufficient replica counts: within `least` to `most` the fleet stays."""
 
     least: int
     most: int
@@ -33,7 +31,7 @@ class ReplicaNeed(NamedTuple):
 
 
 class ReactiveScaling:
-    """Scale up to the current need, down to the largest recent need."""
+    """Policy that scales up to the current need at once, and down to the largest recent need."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -73,7 +71,7 @@ def _need_of(settings: ScalingSettings, num_full: float, reason: str) -> Replica
 
 
 def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
-    """Need one replica per `waiting_per_replica` requests, one more for a late class, at most twice as many.
+    """Return one replica per `waiting_per_replica` requests, one more for a late class, at most twice as many.
 
     All replicas stay while a quarter of that many requests wait.
     """
@@ -89,7 +87,7 @@ def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
 
 
 class Hysteresis:
-    """Hysteresis: raise at once, lower when fewer were enough for long."""
+    """Damping of replica counts: raised at once, lowered after fewer were enough for long."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -99,7 +97,7 @@ class Hysteresis:
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
     def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> Decision:
-        """Decide: fewer replicas once enough for `hold_s`, at most `scale_down_after_s`."""
+        """Return the decision: fewer replicas once they were enough for `hold_s`, at most `scale_down_after_s`."""
         settings, now = self._settings, state.now
         if self._target is None:
             self._target, self._since = settings.clamp(state.num_replicas), now
@@ -142,7 +140,7 @@ def _ceil(value: float) -> int:
 
 
 class PredictiveScaling(ReactiveScaling):
-    """Scale for the largest arrivals forecast within a replica's start, and for the current work.
+    """Policy that scales for the arrivals forecast within a replica's start-up time, and for the current work.
 
     Decides as `ReactiveScaling` before a full season, while the recent error is large, or the capacity unknown.
     Otherwise it scales down sooner, since replicas needed again by then are forecast.
@@ -184,7 +182,7 @@ class ConstantScaling:
 
 
 class QueueDepthScaling:
-    """Rule of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA.
+    """Policy of deploy/kubernetes, for the HorizontalPodAutoscaler and KEDA.
 
     Adds one replica per 120 s at most, and removes one per 300 s.
     """
@@ -212,7 +210,7 @@ class QueueDepthScaling:
 
 
 class OngoingRequestScaling:
-    """Rule of Ray Serve: a target for a replica's unfinished requests."""
+    """Policy of Ray Serve: a target for a replica's unfinished requests."""
 
     def __init__(self, settings: ScalingSettings) -> None:
         self._settings = settings
@@ -236,13 +234,13 @@ SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = Map
 
 
 def check_scaling(name: str) -> None:
-    """Raise `ConfigError` for an unknown name."""
+    """Raise `ConfigError` for an unknown policy name."""
     if name not in SCALING_POLICIES:
         raise ConfigError(f"scaling is {name!r}: choose one of {', '.join(SCALING_POLICIES)}")
 
 
 def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] = ()) -> ScalingPolicy:
-    """`history`: arrival times of earlier days, for `predictive`. Raise `ConfigError`."""
+    """Return a policy. `history`: arrival times of past days, for `predictive`. Raise `ConfigError`."""
     check_scaling(name)
     if name == "predictive":
         forecast = ForecastSettings()

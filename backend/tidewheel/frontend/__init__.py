@@ -1,1 +1,1 @@
-"""Text in, text out: tokenisation, stop strings, chat templates and delivery. Imports without torch."""
+"""Tokenisation, stop strings, chat templates and delivery of text. Imports without torch."""

@@ -1,4 +1,4 @@
-"""Gate of a front end before the engine's waiting set: the last `Room`, and the requests that were sent since.
+"""Limit on requests that a front end sends to the engine, from the engine's last `Room` and the requests sent since.
 
 The engine decides, because front ends do not see each other's newest requests.
 """
@@ -29,10 +29,10 @@ _NOTHING = _Claim(0, 0)
 
 
 class AdmissionGate:
-    """Counter of claims on the waiting set. Thread-safe, O(1) per request.
+    """Gate that keeps a front end from overfilling the engine's waiting set. Thread-safe, O(1) per request.
 
     While the waiting set is full, the gate refuses requests or, if it `holds`, blocks the server's queue instead.
-    Then requests count from submission, and no more enter while one that the engine refused is held.
+    Then requests count from submission, and no more enter while a request that the engine refused is held.
     """
 
     def __init__(self, *, holds: bool = False) -> None:
@@ -47,13 +47,13 @@ class AdmissionGate:
         self._is_closed = False
 
     def enter(self, key: int) -> None:
-        """Note a submitted request."""
+        """Count a submitted request, if the gate `holds`."""
         if self.holds:
             with self._changed:
                 self._count(key, _Claim(1, 0))
 
     def claim(self, message: AddRequest) -> None:
-        """Count a request to be sent. Raise `WaitingSetFull`."""
+        """Count a request about to be sent. Raise `WaitingSetFull`."""
         claim = _Claim.of(message)
         with self._changed:
             if self._room is not None and not self.holds:
@@ -61,14 +61,14 @@ class AdmissionGate:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Return whether a refused request waits for `release`."""
+        """Keep a request that the engine refused until `release`. Return False unless the gate `holds`."""
         with self._changed:
             if self.holds:
                 self._held[message.key] = _Claim.of(message)
         return self.holds
 
     def release(self) -> list[int]:
-        """Return held requests that now have room, counted as sent."""
+        """Return keys of held requests that now have room, counted as sent."""
         keys = []
         with self._changed:
             while self._held and self._fits(claim := next(iter(self._held.values()))):
@@ -78,13 +78,12 @@ class AdmissionGate:
         return keys
 
     def wait(self) -> None:
-        """Block until a request may be submitted."""
         if self.holds:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or (not self._held and self._fits(_Claim(1, 1))))
 
     def set_room(self, room: Room | None) -> None:
-        """Take the engine's report. None: another engine, whose waiting set is empty."""
+        """Update from the engine's report. None: a new engine, whose waiting set is empty."""
         with self._changed:
             if room is not None:
                 self._room = room
@@ -101,13 +100,11 @@ class AdmissionGate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let `wait` return from now on."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _check(self, room: Room, claim: _Claim) -> None:
-        """Raise `WaitingSetFull` without room."""
         lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
         if claim.priority < lowest or self._fits(claim):
             return  # may displace a lower class
@@ -119,7 +116,6 @@ class AdmissionGate:
         raise room.refusal(full)
 
     def _count(self, key: int, claim: _Claim | None) -> None:
-        """Replace the claim of a key."""
         before, after = self._unheard.pop(key, _NOTHING), claim or _NOTHING
         if claim is not None:
             self._unheard[key] = claim

@@ -1,4 +1,4 @@
-"""Chats: the messages of a request, the tools that the model may call, and the template that makes them a prompt."""
+"""Chat requests: messages, tools that the model may call, and the template that turns them into a prompt."""
 
 from __future__ import annotations
 
@@ -125,7 +125,6 @@ def _part(name: str, part: object) -> str:
 
 
 def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
-    """Return a checked call, with its arguments as an object."""
     function = _function(name, call, frozenset({"name", "arguments"}), frozenset({"id", "type", "function", "index"}))
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
@@ -178,7 +177,7 @@ def _options(value: object) -> dict[str, str | bool | int | float]:
 
 
 class ChatTemplate:
-    """Chat template of a model, in Jinja's immutable sandbox. Thread-safe."""
+    """Chat template of a model, run in Jinja's immutable sandbox. Thread-safe."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         try:
@@ -189,12 +188,12 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return None without a template. Raise `ConfigError`."""
+        """Return the model's template, or None without one. Raise `ConfigError`."""
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)
 
     def render(self, conversation: Conversation) -> str:
-        """Return the prompt. Raise `InvalidRequest`."""
+        """Return the prompt of a conversation. Raise `InvalidRequest`."""
         try:
             return self._render(conversation)
         except MemoryError:
@@ -203,7 +202,7 @@ class ChatTemplate:
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
 
     def try_out(self, conversation: Conversation) -> None:
-        """Raise `ConfigError` if the messages need too much memory."""
+        """Render a conversation. Raise `ConfigError` if it needs too much memory."""
         try:
             self._render(conversation)
         except MemoryError:
@@ -226,7 +225,6 @@ class ChatTemplate:
 
 
 def _find(folder: Path) -> str | None:
-    """Read `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`."""
     source = read_text(folder / "chat_template.jinja")
     if source is not None:
         return source
@@ -250,7 +248,7 @@ def _default_of(value: object, path: Path) -> str | None:
 
 
 class _Generation(Extension):
-    """Tag `{% generation %}`, which marks the assistant's part for training."""
+    """Jinja tag `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -270,7 +268,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Escape nothing for HTML, unlike Jinja's filter."""
+    """Return JSON without HTML escapes, unlike Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""Values of JSON or tensors to parameter types. Clients send numbers as strings.
+"""Conversion of JSON and tensor values to parameter types. Clients send numbers as strings, too.
 
 A wrong type raises `InvalidRequest` with the parameter's name. Ranges are checked later.
 """
@@ -35,14 +35,14 @@ class ParameterSource:
 
 
 def show(value: object) -> str:
-    """Shorten a value for a message."""
+    """Return a short text of a value for an error message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Accept NaN and Infinity. Raise `InvalidRequest` naming the field, also for duplicate keys."""
+    """Parse JSON, NaN and Infinity included. Raise `InvalidRequest` naming the field, also for duplicate keys."""
     try:
         return json.loads(to_text(name, text), object_pairs_hook=lambda pairs: _unique(pairs, name))
     except json.JSONDecodeError as error:
@@ -62,7 +62,7 @@ def _unique(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
 
 
 def check_size(name: str, num_bytes: int, limit: int, setting: str = "") -> None:
-    """Raise `PromptTooLarge` naming the setting of the limit."""
+    """Raise `PromptTooLarge` above `limit` bytes, naming the setting of the limit."""
     if num_bytes > limit:
         suffix = f" ({setting})" if setting else ""
         raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed{suffix}")
@@ -109,7 +109,7 @@ def to_text(name: str, value: object) -> str:
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """Drop empty texts, which clients of TensorRT-LLM send, but refuse them for `stop`, as vLLM does."""
+    """Return a list of texts. Empty texts, which TensorRT-LLM's clients send, are dropped, but refused for `stop`."""
     items = value if isinstance(value, list | tuple) else [value]
     texts = tuple(to_text(name, item) for item in items)
     if name == "stop" and "" in texts:

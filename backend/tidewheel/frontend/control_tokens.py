@@ -30,8 +30,6 @@ _NOTHING = r"(?!)"  # matches no text
 
 
 class _RenamedTokenizer(NamedTuple):
-    """Copy of a tokenizer with private names for control tokens."""
-
     tokenizer: Tokenizer
     names: dict[str, str]  # by control token
     ids: dict[int | None, int]  # original id of an added token, by its id in the copy
@@ -39,7 +37,7 @@ class _RenamedTokenizer(NamedTuple):
 
 
 def _longest_of(texts: Iterable[str]) -> str:
-    """Return an expression that matches the longest of different `texts`.
+    """Return a regular expression that matches the longest of different `texts`.
 
     No two alternatives begin with the same character, so that a search tries few of them.
     """
@@ -94,7 +92,7 @@ class ControlTokens:
         return spans if becomes_control else ()
 
     def risky_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the spans that spell a control token, or, at the ends, a part of one."""
+        """Return the spans that spell a control token, or, at either end of the text, a part of one."""
         spans = [match.span() for match in self._pattern.finditer(text)]
         if not spans and self._normalizer is not None and self._find_controls(text):
             return [(0, len(text))]
@@ -106,7 +104,7 @@ class ControlTokens:
         return [(start, end) for start, end in ((0, head), *spans, (tail, len(text))) if start < end]
 
     def prepare(self) -> _RenamedTokenizer:
-        """Make the tokenizer of `encode` once, up to seconds."""
+        """Make the tokenizer that `encode` uses, in up to seconds; later calls are free."""
         self._renamed = self._renamed or self._rename()
         return self._renamed
 
@@ -129,7 +127,6 @@ class ControlTokens:
         return np.array([*before, *token_ids, *after], dtype=np.int32)
 
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer adds before and after a text."""
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=flag).tolist() for flag in (False, True))
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
@@ -155,7 +152,7 @@ class ControlTokens:
 
 
 class _Marks:
-    """Random marks in place of the risky spans of a conversation."""
+    """Random marks that replace a conversation's risky spans while the template runs."""
 
     def __init__(self, risky_spans: Callable[[str], list[tuple[int, int]]]) -> None:
         self.texts: list[str] = []  # what each mark stands for
@@ -171,7 +168,7 @@ class _Marks:
         )
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return `text` with the spans in place of their marks, and their positions."""
+        """Return `text` with the spans instead of their marks, and the spans' positions."""
         parts, spans, length = [], [], 0
         for index, part in enumerate(re.split(f"{self._name}n([0-9]+)x", text)):
             parts.append(self.texts[int(part)] if index % 2 else part)

@@ -1,4 +1,4 @@
-"""Ended requests, their log, and the queue before a slow log or collector."""
+"""Ended requests, their log, and the queue in front of a slow log or trace collector."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Stages(NamedTuple):
-    """Moments of the monotonic clock in nanoseconds; 0: never, or unknown."""
+    """Times at which a request entered each stage: monotonic nanoseconds; 0: never, or unknown."""
 
     arrival_ns: int
     scheduled_ns: int = 0
@@ -46,7 +46,7 @@ class Stages(NamedTuple):
 
 
 def milliseconds(begin_ns: int, end_ns: int) -> float | None:
-    """Return the time between two known moments."""
+    """Return the milliseconds between two monotonic times, or None if one is 0."""
     return round((end_ns - begin_ns) / _NS_PER_MS, 3) if begin_ns and end_ns else None
 
 
@@ -113,7 +113,6 @@ def _least(moments: Iterable[int]) -> int:
 
 
 def _line(model: str, ended: EndedRequest, wall_ns: int) -> dict[str, object]:
-    """Return an entry of the log. Fields with `_ms` are durations; null: never, or unknown."""
     stages, fields = ended.stages, msgspec.structs.asdict(ended)
     del fields["stages"], fields["traceparent"]
     moment = datetime.fromtimestamp((stages.end_ns + wall_ns) * 1e-9, UTC)
@@ -132,18 +131,18 @@ def _line(model: str, ended: EndedRequest, wall_ns: int) -> dict[str, object]:
 
 
 def trace_id(traceparent: str) -> str:
-    """Return the trace id of W3C's `version-trace_id-parent_id-flags`; empty for another text."""
+    """Return the trace id of a W3C `traceparent` (`version-trace_id-parent_id-flags`); empty if malformed."""
     parts = traceparent.split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 and parts[1].isalnum() else ""
 
 
 def wall_offset_ns() -> int:
-    """Return the difference from the monotonic clock to the time since 1970."""
+    """Return the nanoseconds to add to a monotonic time for Unix time."""
     return time.time_ns() - time.monotonic_ns()
 
 
 class RequestLog:
-    """Log in a file of mode 0600, which processes may share, or on the error output.
+    """Log of ended requests as JSON lines, in a file of mode 0600 that processes may share, or on standard error.
 
     A file that was moved or removed is opened again.
     """
@@ -151,7 +150,7 @@ class RequestLog:
     name = "request_log"
 
     def __init__(self, target: str, model: str) -> None:
-        """Raise `ConfigError` if the file cannot be written."""
+        """Open the log. Raise `ConfigError` if the file cannot be written."""
         self._path = None if target == STDERR else Path(target)
         self._model = model
         self._is_torn = False  # the last write ended inside a line
@@ -161,7 +160,7 @@ class RequestLog:
             raise ConfigError(f"request_log is {target!r}: it cannot be written ({error.strerror})") from None
 
     def write(self, ended: list[EndedRequest]) -> None:
-        """Raise `OSError`."""
+        """Append a line for each request. Raise `OSError`."""
         if self._path is not None and not _is_at(self._path, self._descriptor):
             descriptor = _open(self._path)
             os.close(self._descriptor)
@@ -199,9 +198,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 class EventQueue(Generic[T]):
-    """Bounded queue before a slow consumer.
+    """Bounded queue of ended requests in front of a slow consumer.
 
-    `put` never waits. A thread passes events on, every `interval_s` and at the end. Lost events are logged.
+    `put` never waits. A thread passes events on, every `interval_s` and at the end. Dropped events are logged.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class EventQueue(Generic[T]):
                 self._problem = f"more than {self._max_events} wait"
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Pass on the rest, for at most `timeout_s`."""
+        """Pass on the remaining events, for at most `timeout_s`."""
         self._stopped.set()
         self._thread.join(timeout_s)
 

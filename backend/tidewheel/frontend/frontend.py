@@ -41,7 +41,7 @@ NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Listener of an engine, whose one thread calls the methods `on_…`, which never block."""
+    """Front end of one engine. The engine client's thread calls the methods `on_…`, which never block."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Frontend:
         on_ended: Callable[[EndedRequest], None] | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Call `on_idle` before the last response of the last live request, `on_ended` after each request's last."""
+        """Call `on_idle` before the last response of the last live request, `on_ended` after each request."""
         self._settings = settings
         self._gate = gate
         self._on_idle = on_idle
@@ -66,7 +66,7 @@ class Frontend:
         self._drained_by: TidewheelError | None = None  # as long as the engine refuses new requests
 
     def start(self, info: EngineInfo, reader: RequestReader, engine: EngineClient) -> None:
-        """Serve from an engine that is ready. `close` closes the reader, too."""
+        """Serve requests with a ready engine. `close` closes the reader, too."""
         self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
@@ -84,7 +84,7 @@ class Frontend:
         return self._recorder.snapshot()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Return at once. Errors go to the sink."""
+        """Take a request and return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, arrival_ns, self._tenants)
         live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
@@ -99,7 +99,7 @@ class Frontend:
             self._fail(live, refusal)
 
     def refuse(self, request_id: str, sink: Sink, arrival_ns: int, error: TidewheelError) -> None:
-        """End a request that could not be read or submitted."""
+        """End a request that could not be read or submitted with an error."""
         self._recorder.received()
         self._recorder.failed(error, had_output=False)
         sink.fail(error)
@@ -198,7 +198,6 @@ class Frontend:
         self._senders.wake()
 
     def _note_token(self, request: LiveRequest, delta: Delta, now_ns: int) -> int:
-        """Return the time of the sequence's last token, or 0."""
         if delta.index <= 0:
             return self._columns.note_token(request.key, now_ns)
         last_ns = request.last_token_ns.get(delta.index, 0)
@@ -222,7 +221,7 @@ class Frontend:
         self._send_held()
 
     def on_drain(self) -> None:
-        """End the requests that the engine does not have."""
+        """End the requests that the engine does not have, because it takes no more."""
         with self._lock:
             self._drained_by = error = Draining(_SHUTTING_DOWN)
             left = [request for request in self._live.values() if not request.is_at_engine]
@@ -247,7 +246,7 @@ class Frontend:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, or give an engine that knows its deadline a little time to end it."""
+        """End a request past its deadline; an engine that knows the deadline gets a little time to end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
             request.expires_ns = request.urgency.deadline_ns + _DEADLINE_GRACE_NS
@@ -345,7 +344,6 @@ class Frontend:
 
 
 def _timing(request: LiveRequest, num_tokens: int, last_ns: int, now_ns: int) -> TokenTiming:
-    """Return the time since the sequence's last token, for the first since the arrival."""
     if request.has_output:
         return TokenTiming((now_ns - last_ns) * 1e-9 if last_ns else None, num_tokens, 0)
     if not last_ns:

@@ -1,4 +1,4 @@
-"""Grammar of a request, as clients of vLLM (old and new names), TensorRT-LLM and OpenAI ask for one."""
+"""Grammar of a request, in the parameters of vLLM (old and new names), TensorRT-LLM and OpenAI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAMMAR_PARAMETERS = dict.fromkeys(
 
 
 def find_grammar(sources: Iterable[ParameterSource]) -> Grammar | None:
-    """Return the grammar that the parameters of grammars ask for. Raise `InvalidRequest` or `Unsupported`."""
+    """Return the grammar that the parameters ask for, or None. Raise `InvalidRequest` or `Unsupported`."""
     given = [
         (grammar, source.origin)
         for source in sources
@@ -57,7 +57,6 @@ def _grammars(values: Mapping[str, object]) -> Iterator[Grammar]:
 
 
 def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
-    """Read members of vLLM's `StructuredOutputsParams` and `GuidedDecodingParams`."""
     given = {name: value for name, value in members.items() if _is_given(name, value)}
     backend = given.pop("backend", given.pop("_backend", "auto"))
     if backend not in _BACKENDS:
@@ -76,7 +75,7 @@ def _of_members(members: Mapping[str, object], prefix: str) -> Grammar | None:
 
 
 def _is_given(name: str, value: object) -> bool:
-    """Return whether a member counts. An empty grammar does, and is refused."""
+    """Return whether a value asks for a grammar. An empty grammar does, and is refused."""
     return value is not None if name in _NEVER_EMPTY else not _is_off(value)
 
 
@@ -114,7 +113,6 @@ def _make(kind: str, name: str, value: object, whitespace: Mapping[str, object])
 
 
 def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
-    """Keep the text of a schema, or add options of llguidance for whitespace."""
     if isinstance(value, str) and not whitespace:
         grammar = Grammar.json_schema(value, name)  # bounds the text before it is parsed
         _schema_object(name, value)
@@ -173,7 +171,6 @@ def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
 
 
 def _of_wrapper(place: str, wrapper: object) -> Grammar:
-    """Return the schema of OpenAI's object, whose name and description have no effect."""
     if not isinstance(wrapper, Mapping) or wrapper.get("schema") is None:
         raise InvalidRequest(f"{_FORMAT} needs json_schema, an object with name and schema")
     for name in ("name", "description"):

@@ -1,4 +1,4 @@
-"""Live requests from submission to last response, and their new tokens.
+"""Live requests, from submission to the last response, and their new tokens.
 
     submitted ── attach ──► at the engine ── deltas ──►┐
         │                    │        ▲                ├──► over ── mark_answered ──► answered
@@ -33,7 +33,7 @@ _FEW = 8  # requests of a step
 
 
 class Sink(Protocol):
-    """Receiver of one request's responses, from one thread at a time, up to the last `send` or `fail`."""
+    """Receiver of a request's responses, called by one thread at a time, up to the last `send` or `fail`."""
 
     def send(self, response: Response) -> None: ...
 
@@ -43,14 +43,17 @@ class Sink(Protocol):
 
 
 class Ending(NamedTuple):
-    """End of a request: an error, or the finish reason of its open sequences."""
+    """End of a request: its error, or the finish reason of unfinished sequences."""
 
     finish_reason: str = ""
     error: TidewheelError | None = None
 
 
 class LiveRequest:
-    """State that the threads of a request share."""
+    """Request in a front end, with the state that its threads share.
+
+    A sender's *turn* sends all new output as one response; a request has at most one turn at a time.
+    """
 
     def __init__(
         self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: Urgency | None = None
@@ -88,7 +91,7 @@ class LiveRequest:
         return bool(self._deltas)
 
     def attach(self, prepared: PreparedRequest) -> None:
-        """Set the message. Without stream and stop strings, the only turn is at the end."""
+        """Set the engine message. Without streaming and stop strings, output is sent only at the end."""
         with self._lock:
             self.prepared = prepared
             if isinstance(prepared.message, AddRequest):
@@ -96,25 +99,25 @@ class LiveRequest:
             self.wants_chunks = self.asked.stream or prepared.has_stop_strings
 
     def mark_sent(self) -> bool:
-        """Return False if the engine must drop the request, which has ended."""
+        """Mark the request as at the engine. Return False if it has ended, so the engine must drop it."""
         with self._lock:
             self.is_at_engine = True
             return self._ending is None or self._num_open == 0
 
     def mark_held(self) -> bool:
-        """Return False if the request is over."""
+        """Mark the request as refused by the engine, to be sent again. Return False if it has ended."""
         with self._lock:
             self.is_at_engine = self.is_known_to_engine = False
             return self._ending is None
 
     def receive_first(self) -> bool:
-        """Return whether to queue a turn."""
+        """Record the first output. Return whether to queue a turn."""
         with self._lock:
             self.has_output = self.was_accepted = True
             return self.wants_chunks and self._ending is None and self.claim_turn()
 
     def receive(self, delta: Delta) -> bool:
-        """Return whether to queue a turn."""
+        """Take new output of the engine. Return whether to queue a turn."""
         with self._lock:
             is_first = bool(delta.token_ids) and not self.has_output
             self.has_output = self.has_output or is_first
@@ -127,7 +130,7 @@ class LiveRequest:
             return (ending is not None or (is_first and self.wants_chunks)) and self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
-        """Set the first ending. Return True, once, if the engine must drop the request."""
+        """Set the ending unless there is one. Return True, once, if the engine must drop the request."""
         with self._lock:
             if self._ending is None:
                 self._ending = ending
@@ -150,14 +153,14 @@ class LiveRequest:
             return deltas, self._ending
 
     def mark_answered(self) -> bool:
-        """Return True if the engine must drop the request."""
+        """Mark the last response as sent. Return True if the engine must drop the request."""
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
             return self.end(Ending())
 
     def end_turn(self) -> bool:
-        """Return whether to queue another turn."""
+        """End the sender's turn. Return whether to queue another."""
         with self._lock:
             self._has_turn = not self._is_answered and self._ending is not None
             return self._has_turn
@@ -182,7 +185,7 @@ class LiveRequest:
 
 
 class TokenColumns:
-    """New tokens of open requests, as arrays. Thread-safe.
+    """New tokens of open requests as arrays, one slot per request. Thread-safe.
 
     The low bits of a key are the request's slot. The others are unique, so tokens of closed requests find no slot.
     """
@@ -222,14 +225,14 @@ class TokenColumns:
                 self._free.append(slot)
 
     def await_tokens(self, key: int, *, has_output: bool = False) -> None:
-        """Let `due` return the key once it has output."""
+        """Make `due` return the key once it has output."""
         slot = key & _SLOTS
         with self._lock:
             self._is_awaited[slot] = self._keys.item(slot) == key
             self._has_output[slot] |= has_output and self._is_awaited[slot]
 
     def add(self, keys: Int64Array, token_ids: Int32Array, now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add one token to each key. Return the seconds since its last one, and keys of first tokens."""
+        """Add one token per key. Return seconds since each key's last token, and the keys of first tokens."""
         if len(keys) <= _FEW:
             return self._add_few(keys.tolist(), token_ids.tolist(), now_ns)
         with self._lock:
@@ -249,7 +252,6 @@ class TokenColumns:
         return (now_ns - since_ns[~is_first]) * 1e-9, keys[is_first].tolist()
 
     def _add_few(self, keys: list[int], token_ids: list[int], now_ns: int) -> tuple[Float64Array, list[int]]:
-        """Add tokens one by one, faster than numpy for a few."""
         seconds, first = [], []
         with self._lock:
             for key, token_id in zip(keys, token_ids, strict=True):
@@ -270,13 +272,13 @@ class TokenColumns:
         return np.array(seconds, np.float64), first
 
     def note_output(self, key: int) -> None:
-        """Note output that is in no column, once it can be taken."""
+        """Mark a key as having output that is not in these arrays."""
         slot = key & _SLOTS
         with self._lock:
             self._has_output[slot] = self._keys[slot] == key
 
     def note_token(self, key: int, now_ns: int) -> int:
-        """Note the time of a token in no column. Return the time of the last one, or 0."""
+        """Record the time of a token outside these arrays. Return the time of the last token, or 0."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys[slot] != key:
@@ -285,7 +287,7 @@ class TokenColumns:
             return since_ns
 
     def take(self, key: int, now_ns: int) -> list[int]:
-        """Return the tokens added since the last call, made at `now_ns`."""
+        """Remove and return a key's tokens; `now_ns` becomes the time of its last turn."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys.item(slot) != key:
@@ -299,7 +301,7 @@ class TokenColumns:
             return taken
 
     def due(self, before_ns: int) -> list[int]:
-        """Return awaited keys with output and a last turn before `before_ns`, oldest first."""
+        """Return awaited keys that have output and whose last turn was before `before_ns`, oldest turn first."""
         with self._lock:
             slots = (self._is_awaited & self._has_output).nonzero()[0]
             if not len(slots):
@@ -315,7 +317,7 @@ class TokenColumns:
         return int(np.count_nonzero(self._is_awaited))
 
     def next_taken_ns(self) -> int | None:
-        """Return the oldest last turn of awaited keys with output."""
+        """Return the oldest last turn of the awaited keys with output, or None."""
         with self._lock:
             taken_ns = self._taken_ns[self._is_awaited & self._has_output]
         return int(taken_ns.min()) if len(taken_ns) else None

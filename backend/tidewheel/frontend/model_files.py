@@ -19,7 +19,7 @@ _OVERRIDES = (*_KEYS, "max_new_tokens")
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text, or None without the file. Raise `ConfigError`."""
+    """Return a file's text, or None if missing. Raise `ConfigError`."""
     try:
         content = read_at_most(path, MAX_FILE_BYTES)
         return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()  # with one kind of line end
@@ -30,7 +30,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Return the JSON object, empty without the file. Raise `ConfigError`."""
+    """Return a file's JSON object, empty if missing. Raise `ConfigError`."""
     text = read_text(path)
     if text is None:
         return {}

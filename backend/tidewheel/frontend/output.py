@@ -29,7 +29,7 @@ class Generation(NamedTuple):
 
 
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New output of a sequence."""
+    """New output of one sequence, for a response."""
 
     text: str
     token_ids: list[int] = []
@@ -54,7 +54,7 @@ def is_last(response: Response) -> bool:
 
 
 class StopChecker:
-    """Search for stop strings in the text of one sequence."""
+    """Search for stop strings in a sequence's text, as it arrives."""
 
     def __init__(self, strings: Iterable[str], *, include_in_output: bool = False) -> None:
         self._strings = sorted(set(strings), key=len, reverse=True)
@@ -64,11 +64,11 @@ class StopChecker:
         self.is_hit = False
 
     def may_change(self, text: str) -> bool:
-        """Return whether `push` may hold or stop the text."""
+        """Return whether `push` may shorten the text."""
         return bool(self._held) or not self._first_chars.isdisjoint(text)
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return text that is certain. Without `may_stop`, no stop string ends in `text`."""
+        """Return text up to a stop string, withholding an end that may begin one. Without `may_stop`, never stop."""
         if self.is_hit:
             return ""
         if not self.may_change(text):
@@ -87,7 +87,7 @@ class StopChecker:
         return text
 
     def _find(self, buffer: str) -> tuple[int, int] | None:
-        """Return end and begin of the first stop string to end after the held text, of several the longest."""
+        """Return (end, begin) of the stop string that ends first; of several, the longest."""
         num_held, found = len(self._held), []
         for string in self._strings:
             begin = buffer.find(string, max(num_held + 1 - len(string), 0))
@@ -97,7 +97,7 @@ class StopChecker:
 
 
 class OutputStream:
-    """Output of one sequence, collected until `take`. Not thread safe."""
+    """Output of one sequence, collected until `take`. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation) -> None:
         self._tokenizer = tokenizer
@@ -130,7 +130,7 @@ class OutputStream:
             self.finish_reason = FinishReason.STOP.value
 
     def end(self, finish_reason: str) -> None:
-        """Emit held text. The first reason counts."""
+        """Set the finish reason, unless there is one, and emit withheld text."""
         if self.finish_reason is None:
             self.finish_reason = finish_reason
             held = "" if self._detokenizer is None else self._detokenizer.flush()
@@ -157,7 +157,6 @@ class OutputStream:
             self._prompt_logprobs = delta.prompt_logprobs
 
     def _push_text(self, token_ids: list[int]) -> int:
-        """Return the number of tokens up to a stop string."""
         if self._detokenizer is None:
             return len(token_ids)
         if not self._sampling.stop:
@@ -208,7 +207,7 @@ class PromptStream(OutputStream):
 
 
 class EmbeddingStream(OutputStream):
-    """Output of an embedding: the pooled states as a vector of length 1."""
+    """Output of an embedding request: the pooled hidden states, scaled to length 1."""
 
     _embedding: Float32Array | None = None
 
@@ -226,7 +225,7 @@ class EmbeddingStream(OutputStream):
 
 
 class Outputs:
-    """Outputs of a request's sequences. Not thread safe. `open_streams` is called at the first output."""
+    """Outputs of all sequences of a request, made by `open_streams` at the first output. Not thread-safe."""
 
     def __init__(self, message: AddRequest, open_streams: Callable[[], list[OutputStream]]) -> None:
         self.num_input_tokens = len(message.prompt) // 4
@@ -248,7 +247,7 @@ class Outputs:
         return any(stream.token_ids for stream in self._streams)
 
     def push(self, deltas: Iterable[Delta]) -> list[int]:
-        """Return the sequences that a stop string ended."""
+        """Add output of the engine. Return indices of sequences that a stop string ended."""
         return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
 
     def end(self, finish_reason: str) -> None:

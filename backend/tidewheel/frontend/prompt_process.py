@@ -1,4 +1,4 @@
-"""Process that makes token ids of prompts and tries grammars: jobs on standard input, a socket, and answers on it.
+"""Process that turns prompts into token ids and tries grammars. Jobs and answers are messages on a socket.
 
 A chat template is a program and a tokenizer a set of patterns, both from a model's folder. Some need hours or all
 memory for some texts, a client's grammar may exhaust the stack, and none can be interrupted. The kernel ends this
@@ -54,7 +54,7 @@ class EncodeJob(_Message, frozen=True):
 
 
 class TokenizeJob(_Message, frozen=True):
-    """Answered by JSON of the tokens, as of vLLM's server."""
+    """Job of vLLM's call `tokenize`, answered by its JSON."""
 
     prompt: EncodeJob
     max_model_len: int
@@ -86,7 +86,7 @@ class TokenizerFolder(NamedTuple):
 
 
 class PromptLimits(NamedTuple):
-    """The memory is address space; the time is CPU time."""
+    """Limits of a prompt process: address space, and CPU seconds."""
 
     memory_mb: int = 3072
     trial_s: float = 20.0
@@ -238,7 +238,6 @@ def _send(connection: Connection, answer: Answer) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End the process after CPU time; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -51,7 +51,7 @@ class PromptWorkers:
             self._idle.put(index)
 
     def wait_tried(self) -> None:
-        """Start all processes. Raise `ConfigError` if the first one cannot serve the folder within the limits."""
+        """Start all processes. Raise `ConfigError` if the model's tokenizer or template exceeds the limits."""
         self._worker(0).wait_started()
         for index in range(1, len(self._workers)):
             self._worker(index)
@@ -96,7 +96,6 @@ class PromptWorkers:
         return worker
 
     def _discard(self, index: int, job: Job) -> None:
-        """Forget an ended process. Raise `InvalidRequest` if its job overran a limit."""
         worker = self._workers[index]
         assert worker is not None
         returncode = worker.end()
@@ -126,7 +125,7 @@ class _Worker:
             self._child = Child(command, stdin=theirs.fileno(), env=python_environment() | _ENVIRONMENT)
 
     def wait_started(self) -> None:
-        """Raise `ConfigError` if the folder cannot be served."""
+        """Wait until the process serves. Raise `ConfigError` if it cannot."""
         work = "its files"
         while not self._is_started:
             answer = self._read()
@@ -141,7 +140,7 @@ class _Worker:
             work, self._is_started = answer.text, not answer.text
 
     def ask(self, job: Job) -> Answer | None:
-        """Return None if the process has ended."""
+        """Return the answer to a job; None if the process has ended."""
         self.wait_started()
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(job))

@@ -50,7 +50,7 @@ NO_SECONDS: Float64Array = np.empty(0)
 
 
 def token_bounds(limit: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, 20, 50 … up to the limit."""
+    """Return bucket bounds of a token histogram: 1, 2, 5, 10, 20, 50 … up to the limit."""
     powers = (10**exponent for exponent in range(len(str(limit))))
     return tuple(bound for power in powers for bound in (power, 2 * power, 5 * power) if bound <= limit)
 
@@ -81,7 +81,6 @@ class FrontendStats:
     num_sequences: Histogram = field(default_factory=partial(Histogram, SEQUENCE_BOUNDS))
 
     def snapshot(self) -> FrontendStats:
-        """Return an independent copy."""
         values = ((part.name, getattr(self, part.name)) for part in fields(self))
         return replace(self, **{name: value.copy() for name, value in values if not isinstance(value, int)})
 
@@ -105,7 +104,7 @@ class StatsRecorder:
             self._stats.num_live += 1
 
     def tokens(self, timings: Iterable[TokenTiming], later_seconds: Float64Array = NO_SECONDS) -> None:
-        """Count tokens, and later ones that came alone, by seconds since the sequence's last."""
+        """Count new tokens by the seconds since their sequence's last token."""
         with self._lock:
             self._stats.num_generation_tokens += len(later_seconds)
             self._stats.inter_token_latency.observe_all(later_seconds)
@@ -122,7 +121,7 @@ class StatsRecorder:
     def finished(
         self, first: OutputChunk, seconds: float, num_output_tokens: Sequence[int], priority: int = Priority.NORMAL
     ) -> None:
-        """Count a request by its first sequence's last chunk, seconds from its arrival, and tokens by sequence."""
+        """Count a finished request, `seconds` after its arrival, by its first sequence's last chunk."""
         with self._lock:
             self._stats.num_live -= 1
             self._stats.finished[first.finish_reason or ""] += 1
@@ -144,7 +143,7 @@ class StatsRecorder:
                 self._stats.in_time[name] += is_in_time
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
-        """Count an error, `refused_after` seconds from arrival if never accepted."""
+        """Count a failed request; `refused_after`: seconds from arrival to a refusal."""
         with self._lock:
             self._stats.num_live -= 1
             is_rejection = error.tag in REJECTION_TAGS and not had_output

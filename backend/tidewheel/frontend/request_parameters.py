@@ -51,13 +51,13 @@ class GenerateRequest:
 
     @property
     def prompt_bytes(self) -> int:
-        """Return a lower bound of the prompt's size."""
+        """Return a lower bound of the prompt's bytes."""
         ids = 0 if self.input_ids is None else self.input_ids.nbytes
         return len(self.text or "") + len(self.messages or "") + ids
 
 
 class EnsembleParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters that stand for another one, most of TensorRT-LLM's ensemble."""
+    """Parameters of TensorRT-LLM's ensemble that are translated to other parameters."""
 
     best_of: Annotated[int | None, Parameter("must be `n`: all sequences are returned", is_tensor=False)] = None
     end_id: Annotated[int | None, Parameter("one more of `stop_token_ids`")] = None
@@ -81,7 +81,6 @@ def _to_priority(name: str, value: object) -> Priority:
 
 
 def _to_seed(name: str, value: object) -> int | None:
-    """Return None for -1, as in vLLM: a seed of the engine's."""
     seed = coercion.to_int(name, value)
     return None if seed == -1 else seed
 
@@ -110,7 +109,7 @@ COERCIONS: Mapping[str, Coercion] = {name: _BY_KIND[field.kind] for name, field 
 
 
 class AbsentFeature(NamedTuple):
-    """Parameter that is refused, unless its value requests nothing."""
+    """Parameter of an absent feature: refused, unless its value asks for nothing."""
 
     reason: str
     neutral: tuple[object, ...] = _OFF  # beside null
@@ -181,7 +180,7 @@ class ParsedParameters(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Order in queues, and labels known before the prompt is read. Deadline 0: none."""
+    """Class, deadlines and labels of a request, known before its prompt is read. Deadline 0: none."""
 
     priority: int = Priority.NORMAL
     deadline_ns: int = 0
@@ -198,7 +197,10 @@ class _GivenValue(NamedTuple):
 def parse_parameters(
     sources: Sequence[ParameterSource], defaults: Mapping[str, Any] | None = None, task: Task = "generate"
 ) -> ParsedParameters:
-    """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
+    """Merge the parameters of all sources over `defaults`. A null counts as absent.
+
+    Raise `InvalidRequest` or `Unsupported`.
+    """
     given = _collect(sources)
     for name in sorted(given.keys() - _OF_TASK.get(task, given.keys())):
         value = given[name].value
@@ -220,7 +222,7 @@ def parse_parameters(
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
-    """Ignore malformed values, which `parse_parameters` refuses later."""
+    """Return a request's urgency. Malformed values count as absent: `parse_parameters` refuses them later."""
     sources = [
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
         for source in request.parameters
@@ -241,7 +243,10 @@ def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str
 def with_token_biases(
     sources: tuple[ParameterSource, ...], encode: Callable[[str], Iterable[int]]
 ) -> tuple[ParameterSource, ...]:
-    """Replace words and weights by the `logit_bias` of each word's tokens. Raise `InvalidRequest`."""
+    """Replace TensorRT-LLM's `embedding_bias_words` and weights by a `logit_bias` of each word's tokens.
+
+    Raise `InvalidRequest` for lists of unequal length or wrong types.
+    """
     if not any(name in source.values for source in sources for name in (WORDS, WEIGHTS)):
         return sources
     replaced: list[ParameterSource] = []
@@ -268,7 +273,7 @@ def _items(name: str, value: object) -> list[object]:
 
 
 def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:
-    """Return the values by name. Raise `InvalidRequest` for a contradiction."""
+    """Return all given values by parameter name. Raise `InvalidRequest` for contradictory values."""
     given: dict[str, _GivenValue] = {}
     grammar = find_grammar(sources)
     if grammar is not None:
@@ -295,7 +300,7 @@ def _collect(sources: Sequence[ParameterSource]) -> dict[str, _GivenValue]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Return whether nothing is requested. Raise for an absent or unknown feature."""
+    """Return whether a value asks for nothing. Raise for an unknown parameter or an absent feature."""
     if key in COERCIONS or key in ALIASES:
         return False
     feature = ABSENT.get(key)

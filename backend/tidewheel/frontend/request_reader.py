@@ -1,4 +1,4 @@
-"""Requests of clients to messages for the engine, or to answers of the tokenizer alone."""
+"""Conversion of client requests to engine messages; requests to the tokenizer alone are answered here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class PreparedRequest(NamedTuple):
 
 
 class MessageMaker:
-    """Maker of messages and outputs, thread-safe. Without a tokenizer, there is no text."""
+    """Maker of engine messages and of the objects that collect their output. Thread-safe.
+
+    Without a tokenizer, there is no text.
+    """
 
     def __init__(
         self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
@@ -54,7 +57,7 @@ class MessageMaker:
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
 
     def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> PreparedRequest:
-        """Raise `InvalidRequest`."""
+        """Return the message and output of a request. Raise `InvalidRequest`."""
         sampling = given.sampling
         grammar = sampling.grammar
         bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
@@ -133,7 +136,7 @@ class RequestReader(MessageMaker):
         self._encoder.close()
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> PreparedRequest:
-        """Raise `InvalidRequest` or `Unsupported`."""
+        """Return a client request ready to send. Raise `InvalidRequest` or `Unsupported`."""
         if request.task in ("tokenize", "detokenize"):
             return PreparedRequest(answer=self._tokenizer_answer(request))
         is_embedding = request.task == "embed"
@@ -163,7 +166,6 @@ class RequestReader(MessageMaker):
         return prepared
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
-        """Answer the tasks `tokenize` and `detokenize`."""
         options = parse_parameters(request.parameters, task=request.task).prompt
         name = self._prompt_name(request)
         if request.task == "detokenize":
@@ -190,7 +192,6 @@ class RequestReader(MessageMaker):
     def _read_prompt(
         self, request: GenerateRequest, options: PromptOptions, sampling: SamplingParams
     ) -> tuple[str, str | None, Int32Array]:
-        """Return the prompt's field, its text unless tokens were cut, and token ids [num_prompt_tokens]."""
         name = self._prompt_name(request)
         if options.return_token_strs:
             raise InvalidRequest("return_token_strs is true: it goes with the task tokenize")
@@ -219,7 +220,6 @@ class RequestReader(MessageMaker):
         return EncodeJob(rendered.text, bool(options.add_special_tokens), rendered.plain)
 
     def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Set or cut `max_tokens` to the context. Leave refusals to `check_request`."""
         room = self._info.max_num_tokens - num_prompt_tokens
         if room < max(sampling.min_tokens, 1):
             return msgspec.structs.replace(sampling, max_tokens=None)
@@ -270,7 +270,6 @@ def phrase_ids(phrase: str, encode: Callable[[str], Int32Array], vocab_size: int
 
 
 def _check_answer(sampling: SamplingParams, n: int) -> None:
-    """Bound the memory of an answer."""
     num_tokens = n * (sampling.max_tokens or 0)
     if sampling.logprobs is not None and (sampling.logprobs + 1) * num_tokens > MAX_ANSWER_LOGPROBS:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests that ended: ``text_completion demo ── queue ─ prefill ─ decode ─ send``."""
+"""OpenTelemetry spans of ended requests: ``text_completion demo ── queue ─ prefill ─ decode ─ send``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Attributes = dict[str, str | bool | int | float | list[str]]
 
 
 class RequestSpans:
-    """Maker of spans of each request and its stages, and their exporter, on a thread of its own.
+    """Exporter of spans of each request and its stages, on a thread of its own.
 
     The exporter reads the standard environment variables `OTEL_…`. A collector that does not answer costs spans only.
     """
@@ -56,13 +56,12 @@ class RequestSpans:
             self._make(one, wall_ns)
 
     def close(self) -> None:
-        """Send the rest, within two seconds."""
+        """Export the remaining spans within two seconds."""
         sender = threading.Thread(target=self._provider.shutdown, name=self.name, daemon=True)
         sender.start()
         sender.join(_CLOSE_S)
 
     def _make(self, ended: EndedRequest, wall_ns: int) -> None:
-        """Make the spans with their past times. Without a `traceparent`, they begin a trace."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         stages, attributes = ended.stages, attributes_of(ended, self._model)
@@ -84,7 +83,7 @@ class RequestSpans:
 
 
 def stages_of(ended: EndedRequest) -> list[tuple[str, int, int]]:
-    """Return name, begin and end in monotonic nanoseconds of each known stage."""
+    """Return (name, begin, end) of each known stage, in monotonic nanoseconds."""
     stages = ended.stages
     moments = (
         ("queue", stages.arrival_ns, stages.scheduled_ns),

@@ -34,7 +34,7 @@ _Heap = list[tuple[int, int, LiveRequest]]  # due time, key (by arrival), reques
 
 
 class Workers(Generic[T]):
-    """Threads that call `work` with results of `take`, until None."""
+    """Threads that call `work` with each result of `take`, until it returns None."""
 
     def __init__(self, name: str, count: int, take: Callable[[], T | None], work: Callable[[T], None]) -> None:
         self._take = take
@@ -46,7 +46,6 @@ class Workers(Generic[T]):
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Return whether all threads ended in time."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -89,7 +88,7 @@ class Watcher:
                 self._expire(request)
 
     def poll(self, budget_s: float) -> None:
-        """Sweep over live requests for `budget_s`."""
+        """Ask Triton which clients have disconnected, for `budget_s` seconds."""
         deadline = time.monotonic() + budget_s
         for request in self._sweep:
             self._ask(request)
@@ -118,7 +117,7 @@ class Watcher:
 class PromptQueue:
     """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
 
-    They go by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` lifts one class.
+    Sorted by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` lifts one class.
     Long prompts and grammars leave one thread to others.
     """
 
@@ -152,7 +151,7 @@ class PromptQueue:
             self._changed.notify()
 
     def take(self) -> LiveRequest | None:
-        """Wait for the next request; None once closed."""
+        """Wait for the next request and return it; None once closed."""
         with self._changed:
             while not self._is_closed:
                 heap = self._next_heap(self._clock())
@@ -189,7 +188,7 @@ def _is_long(request: LiveRequest) -> bool:
 
 
 class ResponseSenders:
-    """Threads that send. A turn sends all new output of a request as one response.
+    """Threads that send responses. A turn sends all new output of a request as one response.
 
     A request has one turn at a time, so its responses keep their order. First tokens and ends go first, then streams
     whose last turn is an interval ago: 0 while the senders can send every token alone, at most the setting's.
@@ -202,7 +201,7 @@ class ResponseSenders:
         columns: TokenColumns,
         answer: Callable[[LiveRequest, int], None],
     ) -> None:
-        """Call `answer` with the request and the time of its turn."""
+        """Call `answer` with a request and the time of its turn."""
         self._live = live
         self._columns = columns
         self._answer = answer
@@ -218,7 +217,7 @@ class ResponseSenders:
         self._senders = Workers("sender", self._num_senders, self._take, self._turn)
 
     def put(self, request: LiveRequest) -> None:
-        """Queue a claimed turn, before all streams."""
+        """Queue a request's turn before all waiting streams."""
         with self._changed:
             self._urgent.append(request)
             self._changed.notify()
@@ -228,7 +227,7 @@ class ResponseSenders:
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Return whether all turns ended in time."""
+        """Stop the threads. Return whether all turns ended in time."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -245,7 +244,6 @@ class ResponseSenders:
             return request
 
     def _wait(self) -> None:
-        """Wait for a change; one thread waits only until a stream is due."""
         if self._has_timekeeper:
             self._changed.wait()
             return

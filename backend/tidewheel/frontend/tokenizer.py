@@ -21,7 +21,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class Tokenizer:
-    """Thread-safe tokenizer of `tokenizer.json`. `vocab_size` is the model's."""
+    """Thread-safe tokenizer from `tokenizer.json`. `vocab_size` is the model's."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
@@ -42,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Raise `ConfigError`."""
+        """Load a model folder's tokenizer. Raise `ConfigError`."""
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
@@ -63,7 +63,7 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
-        """Return token ids [num_tokens] of valid Unicode. Raise `InvalidRequest`."""
+        """Return token ids [num_tokens]. Raise `InvalidRequest`, also for invalid Unicode."""
         try:
             # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
             encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
@@ -72,7 +72,7 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Raise `InternalError`."""
+        """Return the text of token ids. Raise `InternalError`."""
         try:
             return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         except BaseException as error:
@@ -82,7 +82,7 @@ class Tokenizer:
         return str(self.backend.id_to_token(token_id))
 
     def token_text(self, token_id: int) -> str:
-        """Return the token's text, with the space that decoders drop."""
+        """Return a token's text, with the leading space that decoders drop."""
         text = self._token_texts.get(token_id)
         if text is None:
             alone = self.decode((token_id,), skip_special_tokens=False)
@@ -92,7 +92,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of one sequence after its prompt: the joined results of `push` and `flush`.
+    """Incremental detokenizer of one sequence: its text is the joined results of `push` and `flush`.
 
     Each call decodes the new tokens, after the last emitted ones where a space may depend on them.
     """
@@ -128,7 +128,6 @@ class Detokenizer:
         return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
 
     def _emit(self, text: str, *, begin: int, end: int) -> str:
-        """Return new text of the first `end` tokens, and keep context from `begin`."""
         new_text = text[self._sent :]
         if self._tokenizer.joins_bytes:
             begin = end
@@ -138,7 +137,6 @@ class Detokenizer:
         return new_text
 
     def _emit_garbage(self) -> str:
-        """Return the text of a long undecodable run."""
         text = self._decode(self._ids)
         num_held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_CHARACTER_BYTES - 1)
         new_text = text[self._sent : len(text) - num_held]
@@ -148,7 +146,6 @@ class Detokenizer:
         return new_text
 
     def _context_of(self, prompt_ids: _Ids) -> list[int]:
-        """Return the last prompt tokens, from a whole character on."""
         tail = prompt_ids[-4 * _PROMPT_CONTEXT :]
         ids = [int(token_id) for token_id in tail if token_id not in self._hidden]
         for num_tokens in range(_PROMPT_CONTEXT, _PROMPT_CONTEXT + _MAX_CHARACTER_BYTES):
@@ -161,7 +158,6 @@ class Detokenizer:
 
 
 def _failure(cls: type[Exception], what: str, error: BaseException) -> BaseException:
-    """Return an error for the library's, whose panics are no `Exception`."""
     return error if isinstance(error, KeyboardInterrupt | MemoryError) else cls(f"{what}: {error}")
 
 
@@ -178,12 +174,10 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _joins_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether a text is the bytes of its tokens."""
     return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the most bytes of text per token; None if text may be removed."""
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
     if (
         not _joins_bytes(backend)

@@ -1,3 +1,3 @@
-"""OpenAI's HTTP API in front of one Tritonserver or several."""
+"""Gateway: OpenAI's HTTP API in front of one or several Triton servers."""
 
 MAX_BODY_MB = 4  # a prompt of 262,144 tokens, each of 16 bytes

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and as events, and of vLLM's tokenizer calls."""
+"""Answers in OpenAI's format, whole or as server-sent events, and answers to vLLM's tokenizer calls."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class StreamWriter(Protocol[R_contra]):
     headers: Mapping[str, str]
 
     def events(self, index: int, response: R_contra) -> bytes:
-        """Return a prompt's events, empty if text is held back."""
+        """Return server-sent events of a prompt's new output, empty if text is withheld."""
 
     def end(self) -> bytes:
-        """Return the last events."""
+        """Return the last server-sent events."""
 
     def error(self, error: RequestError) -> bytes: ...
 
@@ -214,14 +214,12 @@ def _event(event: Json) -> bytes:
 
 
 def _finish_reason(reason: str | None) -> Json:
-    """Return OpenAI's reason: a passed deadline is `length`, with `stop_reason`."""
     if reason is None or reason in _OPENAI_REASONS:
         return {"finish_reason": reason}
     return {"finish_reason": "length", "stop_reason": reason}
 
 
 def _prompt_logprobs(entries: Logprobs) -> list[Json | None]:
-    """Return vLLM's entries: null for the first token."""
     return [
         {
             str(token_id): {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
@@ -254,7 +252,7 @@ def _token(one: TokenLogprob) -> Json:
 
 
 def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
-    """Raise `InvalidRequest` for more dimensions than the vectors have."""
+    """Return the answer's body. Raise `InvalidRequest` for more dimensions than the vectors have."""
     body, data, num_tokens = request.body, [], 0
     assert isinstance(body, EmbeddingBody)
     for index, chunk in sorted(chunks, key=lambda pair: pair[0]):
@@ -270,7 +268,6 @@ def embeddings_answer(request: UpstreamRequest, chunks: IndexedChunks) -> bytes:
 
 
 def _shortened(vector: tuple[float, ...], dimensions: int | None) -> array[float]:
-    """Return the first dimensions, scaled to length 1."""
     if dimensions is None:
         return array("f", vector)
     if not 1 <= dimensions <= len(vector):

@@ -1,4 +1,4 @@
-"""API keys from a TOML file, with tenant, best class, limits and use of each."""
+"""API keys from a TOML file, with the tenant, best class, limits and use of each key."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ledger:
-    """Use of every key, in memory or in a file that workers share. Rows stay."""
+    """Use of every API key, in memory or in a file that all workers share. Rows are never removed."""
 
     def __init__(self, path: Path | None = None, worker: int = 0) -> None:
-        """Open the file, and reset the open requests of the worker's former process."""
+        """Open the file; reset the open requests that this worker's former process left."""
         self.worker = worker
         self._file = None if path is None else path.open("r+b")
         if path is None:
@@ -76,7 +76,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock out other workers; the kernel frees a dead worker's lock."""
+        """Lock out other workers; the kernel releases a dead worker's lock."""
         if self._file is None:
             yield
             return
@@ -87,7 +87,7 @@ class Ledger:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def rows(self, hashes: Sequence[str]) -> Iterable[Any]:
-        """Return each hash's row. Raise `ConfigError` beyond `MAX_KEYS`, former keys included."""
+        """Return the row of each key's hash, a new one if unknown. Raise `ConfigError` beyond `MAX_KEYS`."""
         with self.locked():
             count = int(self._count[0])
             known = {text: index for index, text in enumerate(self._rows["sha256"][:count].tolist())}
@@ -100,7 +100,7 @@ class Ledger:
 
 
 class Account:
-    """A key and its use; unlimited without a key."""
+    """API key and its use; without a key, unlimited."""
 
     def __init__(
         self, key: ApiKey | None, ledger: Ledger, record: Any = None, clock: Callable[[], float] = time.monotonic
@@ -111,7 +111,7 @@ class Account:
         self._clock = clock
 
     def label(self, request: UpstreamRequest) -> UpstreamRequest:
-        """Set the tenant, and limit the class. Raise `InvalidRequest` if a tenant is given."""
+        """Set the request's tenant and limit its class by the key. Raise `InvalidRequest` if it names a tenant."""
         if self.key is None:
             return request
         if "tenant" in request.params:
@@ -124,7 +124,7 @@ class Account:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Raise `Busy` beyond the key's limits."""
+        """Count an open request in the block. Raise `Busy` beyond the key's limits."""
         if self.key is None:
             yield
             return
@@ -157,7 +157,7 @@ class Account:
 
 class ApiKeys:
     def __init__(self, path: Path | None, ledger: Ledger | None = None) -> None:
-        """Raise `ConfigError`. No file: no key is needed."""
+        """Read the keys; without a file, no key is needed. Raise `ConfigError`."""
         self._path = path
         self._ledger = ledger or Ledger()
         self._accounts: dict[bytes, Account] = {}  # by hash
@@ -167,7 +167,7 @@ class ApiKeys:
             self._read_changed(path)
 
     def refresh(self) -> None:
-        """Read a changed file; keep the keys if that fails."""
+        """Read the file again if it changed; on an error, keep the keys."""
         try:
             if self._path is not None and self._read_changed(self._path):
                 logger.warning("API keys: %d were read", len(self._accounts))
@@ -175,7 +175,7 @@ class ApiKeys:
             logger.warning("API keys stay as they were: %s", error)
 
     def account(self, authorization: str) -> Account:
-        """Return the account of an `Authorization` header. Raise `WrongKey`."""
+        """Return the account for an `Authorization` header. Raise `WrongKey`."""
         if self._path is None:
             return self._anonymous
         scheme, _, secret = authorization.partition(" ")
@@ -187,7 +187,6 @@ class ApiKeys:
         return found[0]
 
     def _read_changed(self, path: Path) -> bool:
-        """Return False if the file is the same. Raise `ConfigError`."""
         try:
             stat = path.stat()
             version = (stat.st_mtime_ns, stat.st_size, stat.st_ino)

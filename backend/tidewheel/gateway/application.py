@@ -1,5 +1,3 @@
-"""The gateway's HTTP application."""
-
 from __future__ import annotations
 
 import asyncio
@@ -108,7 +106,6 @@ class Gateway:
     # --- one request ------------------------------------------------------------------------------------------
 
     async def _serve(self, endpoint: _Endpoint, http: web.Request) -> web.StreamResponse:
-        """Serve a request: limits, body, translation, servers with retries, answer."""
         account: Account = http["account"]
         with account.admit():
             body = await _read_body(http)
@@ -158,7 +155,7 @@ class Gateway:
         return _error_response(http, error)
 
     async def _beside(self, size: int, work: Callable[[], T]) -> T:
-        """Do work on `size` bytes. Large work runs in a thread, one at a time: it holds the GIL."""
+        """Call `work`; for large `size` in a thread, one at a time, because it holds the GIL."""
         if size <= _LARGE:
             return work()
         async with self._large:
@@ -180,7 +177,7 @@ class Gateway:
     async def _stream(
         self, http: web.Request, writer: answers.StreamWriter[R], responses: Responses[R]
     ) -> web.StreamResponse:
-        """Answer from the first response on; an error before it is the whole answer."""
+        """Stream the answer. An error before the first response becomes the whole answer."""
         answer = _Streamed(headers=writer.headers)
         try:
             async for index, response in responses:
@@ -282,7 +279,6 @@ def _parse(http: web.Request, body: bytes) -> bodies.Fields:
 
 
 def _request_id(http: web.Request, request: UpstreamRequest) -> str:
-    """Return the client's id, else a new one; none for Triton's API."""
     if http.path.startswith(_PROXIED):
         return ""
     given = request.request_id or http.headers.get("X-Request-Id", "")

@@ -1,4 +1,4 @@
-"""Requests from their bodies. The backend reads or refuses fields that are not listed here."""
+"""Bodies of HTTP requests. Fields that are not listed here are left to the backend."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _OpenAIBody(Body, frozen=True, kw_only=True):
-    """Fields without effect that OpenAI's clients send unasked."""
-
     user: str = ""
     metadata: dict[str, str] = {}
     prompt_cache_key: str = ""
@@ -116,7 +114,7 @@ _B = TypeVar("_B", bound=Body)
 
 @dataclass(slots=True, kw_only=True)
 class UpstreamRequest:
-    """Client's request, of which each prompt is sent by itself."""
+    """Client's request to a server; each of its prompts is sent separately."""
 
     prompts: list[Prompt]
     params: Fields  # read by the backend
@@ -131,7 +129,7 @@ class UpstreamRequest:
 
     @property
     def follows_grammar(self) -> bool:
-        """Return whether a grammar covers the answer, which then has no reasoning."""
+        """Return whether a grammar covers the whole answer, so that it has no reasoning."""
         answer_format = self.params.get("response_format")
         if answer_format is not None and answer_format != {"type": "text"}:
             return True
@@ -139,14 +137,14 @@ class UpstreamRequest:
 
     @property
     def left_ms(self) -> float | None:
-        """Deadline's rest; None: no deadline, or one that the backend refuses."""
+        """Milliseconds to the deadline; None without a valid deadline."""
         deadline_ms = self.params.get("deadline_ms")
         if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float) or not deadline_ms > 0:
             return None
         return deadline_ms - 1000 * (time.monotonic() - self.begun)
 
     def params_left(self) -> Mapping[str, object]:
-        """Raise `DeadlineExceeded`."""
+        """Parameters with the remaining deadline. Raise `DeadlineExceeded`."""
         left_ms = self.left_ms
         if left_ms is None:
             return self.params
@@ -159,7 +157,7 @@ class UpstreamRequest:
 
 
 def parse(data: bytes) -> Fields:
-    """Parse the fields that are not null. Raise `InvalidRequest`."""
+    """Return a JSON body's fields that are not null. Raise `InvalidRequest`."""
     check_structure(data)
     try:
         fields = msgspec.json.decode(data)
@@ -177,7 +175,7 @@ def parse(data: bytes) -> Fields:
 
 
 def check_structure(data: bytes) -> None:
-    """Raise `InvalidRequest` for JSON that takes long to parse; strings do not count."""
+    """Raise `InvalidRequest` for JSON with too many values to parse quickly; strings do not count."""
     if len(data) <= _SMALL or _fits(_pieces(data)) or _fits(_outside_strings(data)):
         return
     raise InvalidRequest(
@@ -196,7 +194,6 @@ def _fits(pieces: Iterator[bytes]) -> bool:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Yield pieces that cut no escape."""
     start = 0
     while start < len(data):
         match = _ESCAPE.match(data, min(start + _PIECE, len(data)))
@@ -214,7 +211,7 @@ def _outside_strings(data: bytes) -> Iterator[bytes]:
 
 
 def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, Fields]:
-    """Return the body and the backend's parameters. Raise `InvalidRequest` or `Unsupported`."""
+    """Return the checked body, and the parameters for the backend. Raise `InvalidRequest` or `Unsupported`."""
     for name, (reason, neutral) in _REFUSED.items():
         if name in fields and fields[name] not in neutral:
             raise Unsupported(f"{name} is set: {reason}")
@@ -233,7 +230,7 @@ def read_fields(fields: Fields, kind: type[_B]) -> tuple[_B, Fields]:
 
 
 def check_parameters(params: Fields) -> None:
-    """Raise `InvalidRequest` beyond the backend's size limit."""
+    """Raise `InvalidRequest` if the parameters exceed the backend's size limit."""
     if (size := len(msgspec.json.encode(params))) > MAX_PARAMETER_BYTES:
         raise InvalidRequest(f"the parameters have {size} bytes: at most {MAX_PARAMETER_BYTES} are allowed")
 
@@ -326,7 +323,6 @@ def _conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]], t
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls, which clients send back, and rename OpenAI's developer role."""
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
 

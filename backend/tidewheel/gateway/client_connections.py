@@ -1,7 +1,7 @@
-"""Limits of client connections: their number, and the time for headers.
+"""Limits of client connections: their number, and the time to send headers.
 
 At the limit, a new connection replaces the longest idle one, else the longest stalled one: its request is incomplete,
-or its answer is not read. If all wait for answers, the new one is refused.
+or its answer is not read. If all wait for answers, the new connection is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Group:
-    """Connections of one address, or of all."""
-
     def __init__(self) -> None:
         self.num_open = 0
         # Longest first.
@@ -45,10 +43,10 @@ class _Group:
 
 
 class ConnectionTable:
-    """Open connections of a process. Not thread safe."""
+    """Open connections of a process. Not thread-safe."""
 
     def __init__(self, num_descriptors: int) -> None:
-        """`num_descriptors` limits open files; a quarter is left for Triton and short moments."""
+        """`num_descriptors`: limit of open files, of which a quarter is left for Triton and peaks."""
         self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
         self.most_of_address = self.most // 2
         self._groups = {_ALL: _Group()}  # and one for each address with connections
@@ -82,21 +80,21 @@ class ConnectionTable:
             del self._groups[connection.address]
 
     def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
-        """Mark as idle or stalled."""
+        """Mark a connection as idle or stalled."""
         if connection in self._open:
             self.serve(connection)
             for group in self._groups_of(connection):
                 (group.idle if is_idle else group.stalled)[connection] = None
 
     def serve(self, connection: ClientConnection) -> None:
-        """Mark as waiting for an answer."""
+        """Mark a connection as waiting for an answer."""
         if connection in self._open:
             for group in self._groups_of(connection):
                 group.idle.pop(connection, None)
                 group.stalled.pop(connection, None)
 
     def make_room(self, address: str = _ALL) -> bool:
-        """Close a connection. Return False if all wait for answers."""
+        """Close an idle or stalled connection. Return False if all wait for answers."""
         group = self._groups[address]
         connection = next(iter(group.idle or group.stalled), None)
         if connection is None:
@@ -137,7 +135,7 @@ class ConnectionTable:
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, with a time limit for headers."""
+    """HTTP connection of aiohttp, with a time limit for headers."""
 
     __slots__ = ("_deadline", "_is_read", "_is_unread", "_request", "_table", "address")
 
@@ -225,7 +223,7 @@ class HttpListener:
     async def open(
         cls, application: web.Application, host: str, port: int, drain_s: float, *, shares_port: bool = False
     ) -> HttpListener:
-        """Serve until `cleanup`. Raise `ServeError` if the port cannot be had."""
+        """Serve the application until `cleanup`. Raise `ServeError` if the port is in use."""
         num_descriptors = raise_descriptor_limit()
         runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=drain_s)
         await runner.setup()
@@ -277,7 +275,6 @@ def _address_of(peer: tuple[str, int]) -> str:
 
 
 def _log_failure(context: dict[str, Any]) -> None:
-    """Log an error of the loop without its message, which may quote a prompt."""
     lines = [context["message"]]
     if (error := context.get("exception")) is not None:
         lines.append(TracebackFormatter().formatException((type(error), error, error.__traceback__)))

@@ -1,4 +1,4 @@
-"""Counters of a gateway's worker, and Prometheus' text of them and of the servers."""
+"""Counters of a gateway's workers, and the Prometheus text of gateway and servers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Counters(msgspec.Struct):
-    """Figures of one worker or several."""
-
     requests: dict[str, int] = {}  # by "path status"
     errors: dict[str, int] = {}  # by tag, else class
     num_open: int = 0
@@ -65,7 +63,6 @@ class _Collector(Collector):
 
 
 def _family(metric: metrics.Metric, values: Mapping[str, int], *labels: str) -> prometheus.Metric:
-    """Return the values by their labels, which spaces part."""
     is_counter = metric.kind == "counter"
     kind = prometheus.CounterMetricFamily if is_counter else prometheus.GaugeMetricFamily
     family: prometheus.CounterMetricFamily | prometheus.GaugeMetricFamily = kind(
@@ -77,7 +74,7 @@ def _family(metric: metrics.Metric, values: Mapping[str, int], *labels: str) -> 
 
 
 def merge(texts: Mapping[str, str]) -> str:
-    """Join servers' texts: a family once, each sample with the label `upstream`.
+    """Join Prometheus texts of servers: each metric once, each sample with the label `upstream`.
 
     No parser: it would rename Triton's counters, which do not end with `_total`.
     """

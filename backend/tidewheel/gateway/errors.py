@@ -1,4 +1,4 @@
-"""Status, headers and body of each `RequestError`, as OpenAI's clients read them."""
+"""HTTP status, headers and body of each `RequestError`, as OpenAI's clients expect them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _RETRY_AFTER_MS = 1000  # if the server names no time
 
 
 class FieldMissing(errors.InvalidRequest):
-    """Field that a body must have. Its name begins the message."""
+    """Missing field of a body; its name begins the message."""
 
 
 class BodyTooLarge(errors.RequestError):
-    """Body beyond the gateway's own limit."""
+    pass
 
 
 class MethodNotAllowed(errors.RequestError):
@@ -29,7 +29,7 @@ class MethodNotAllowed(errors.RequestError):
 
 
 class UnknownUrl(errors.NotFound):
-    """Path that the gateway does not have."""
+    pass
 
 
 class _Meaning(NamedTuple):
@@ -73,7 +73,7 @@ def status_of(error: errors.RequestError) -> int:
 
 
 def headers_of(error: errors.RequestError) -> dict[str, str]:
-    """Return headers about retries."""
+    """Return HTTP headers that tell a client when to retry."""
     headers = {"x-should-retry": str(error.retryable).lower()}
     if error.retryable:
         retry_ms = error.retry_after_ms or _RETRY_AFTER_MS
@@ -86,7 +86,7 @@ def headers_of(error: errors.RequestError) -> dict[str, str]:
 
 
 def openai_body(error: errors.RequestError, fields: Container[str] = (), schema_name: str = "") -> bytes:
-    """Return the JSON, whose `param` is the field that begins the message.
+    """Return the error as JSON. `param` is the field that begins the message.
 
     `schema_name` replaces the schema of a forced call, which the gateway made.
     """

@@ -12,7 +12,7 @@ _DNS = "dns:"
 
 
 class Address(NamedTuple):
-    """Authorities (host:port) of a server; empty: unknown."""
+    """Host and port of a server's gRPC, metrics, health and HTTP; empty: unknown."""
 
     grpc: str
     metrics: str = ""

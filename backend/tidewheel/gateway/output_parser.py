@@ -57,7 +57,7 @@ _State = Callable[[], ParsedOutput | None]
 
 
 class OutputParser:
-    """Incremental parser of a sequence; holds back a mark's possible beginning."""
+    """Incremental parser of one sequence's text. It withholds text that may begin a mark."""
 
     def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning, *, is_forced: bool = False) -> None:
         """`tools`: function names; None: calls are content. `is_forced`: the text is one call."""
@@ -140,7 +140,6 @@ class OutputParser:
         return ParsedOutput()
 
     def _take_certain(self, marks: tuple[str, ...]) -> str:
-        """Take the text before a possible beginning of a mark."""
         lengths = range(min(len(self._held), max(map(len, marks), default=1) - 1), 0, -1)
         num_held = next((n for n in lengths if any(mark.startswith(self._held[-n:]) for mark in marks)), 0)
         num_taken = len(self._held) - num_held
@@ -161,7 +160,7 @@ class OutputParser:
 
 
 def _read_calls(text: str) -> Iterator[ToolCall]:
-    """Raise ValueError if the text holds anything but calls."""
+    """Yield the tool calls of a text. Raise ValueError if it holds anything else."""
     position = _skip(text, 0)
     while position < len(text):
         if (named := _NAME.match(text, position)) is not None:
@@ -189,7 +188,7 @@ def _call(item: Any) -> ToolCall:
 
 
 def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
-    """Return an unfinished forced call, with the name completed if only one function fits."""
+    """Return a forced call that was cut off; its name is completed if only one function fits."""
     found = _CUT.match(text)
     begin, arguments = (found[1], found[2] or "") if found else ("", "")
     fitting = [name for name in names if json.dumps(name, ensure_ascii=False)[1:-1].startswith(begin)]
@@ -211,7 +210,7 @@ class ForcedCall(NamedTuple):
 
 
 def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, object]) -> ForcedCall:
-    """Return the call by `tool_choice`. Raise `InvalidRequest`, also for another grammar in `params`.
+    """Return the tool call that `tool_choice` forces. Raise `InvalidRequest`, also if `params` ask for a grammar.
 
     The answer is `{"name": …, "arguments": {…}}` for all models.
     """

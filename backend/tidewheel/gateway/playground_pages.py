@@ -1,4 +1,4 @@
-"""`/playground`: static files that ask the gateway's own API."""
+"""`/playground`: static web pages that call the gateway's own API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def routes() -> list[web.RouteDef]:
 
 
 def is_playground(path: str) -> bool:
-    """Return whether the path needs no key."""
+    """Return whether a path is part of the playground, which needs no key."""
     return path in (ROOT, PAGE) or path.startswith(f"{PAGE}/")
 
 

@@ -1,4 +1,4 @@
-"""Run the gateway until it is asked to stop.
+"""Program of the gateway, and of each of several workers.
 
 python -m tidewheel.gateway.run_gateway FOLDER INDEX OPTIONS      one of several workers; the options are JSON
 """
@@ -28,7 +28,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_gateway(options: StandaloneOptions) -> int:
-    """Return the exit code. Raise `ServeError` or `ConfigError`."""
+    """Serve until a stop, and return the exit code. Raise `ServeError` or `ConfigError`."""
     check_keys(options.host, options.key_file)
     if options.workers > 1:
         ApiKeys(options.key_file)  # reports errors once
@@ -37,7 +37,7 @@ def serve_gateway(options: StandaloneOptions) -> int:
 
 
 def serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
-    """Serve in this process. Raise `ServeError` or `ConfigError`."""
+    """Serve in this process until a stop. Raise `ServeError` or `ConfigError`."""
     protect_texts()
     log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged

@@ -1,4 +1,4 @@
-"""Triton's `generate` and `generate_stream`, passed on to a server."""
+"""Triton's HTTP calls `generate` and `generate_stream`, passed on to a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 class ProxyAttempt(Attempt[bytes]):
-    """Attempt over Triton's HTTP; responses are parts of the body."""
+    """Attempt over Triton's HTTP; each response is a part of the body."""
 
     message: bytes
 
@@ -59,7 +59,7 @@ class ProxyWriter:
 
 
 def read(fields: Fields, *, stream: bool = False) -> UpstreamRequest:
-    """Move `parameters` to the top level, where API keys check them. Raise `InvalidRequest`."""
+    """Return the request, with `parameters` moved to the top level for API keys to check. Raise `InvalidRequest`."""
     nested = fields.pop("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters must be an object of parameters")

@@ -18,18 +18,16 @@ PROBE_S = 3.0
 
 
 class HealthReply(msgspec.Struct):
-    """Body of `/ready`."""
-
     ready: bool
     state: str = ""
     reason: str = ""
 
 
 class Upstream:
-    """Server behind the gateway, with connections of the running event loop."""
+    """Triton server behind the gateway, with its connections and state."""
 
     def __init__(self, address: Address, name: str = "") -> None:
-        """Begin to watch the server. `name`: the name that resolved to it, if any."""
+        """Begin to poll the server. `name`: the name that resolved to its address, if any."""
         self.address = address
         self.name = name
         self.num_open = 0  # requests
@@ -65,13 +63,13 @@ class Upstream:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Update `not_ready` and `models`; concurrent calls share a look."""
+        """Ask the server for readiness and models; concurrent calls share one poll."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
 
     async def look_again(self) -> None:
-        """Look unless the last look is fresh. Wait `FRESH_S` at most; the look goes on."""
+        """Poll unless the last poll is fresh; wait for at most `FRESH_S`."""
         if time.monotonic() - self._looked_at >= FRESH_S:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_S):
@@ -90,7 +88,7 @@ class Upstream:
         self._looked_at = time.monotonic()
 
     async def _find_reason(self) -> str:
-        """Return `not_ready`: Triton does not notice a dead or hung engine."""
+        """Return why the server is not ready; empty if ready. Triton's own readiness misses dead and hung engines."""
         if self.address.health:
             async with self.http.get(f"http://{self.address.health}/ready") as answer:
                 reply = msgspec.json.decode(await answer.read(), type=HealthReply)
@@ -114,7 +112,7 @@ class Upstream:
         return is_plain and {"messages", "sampling_parameters"} <= inputs
 
     async def metrics(self) -> str:
-        """Return `/metrics`, empty without an answer."""
+        """Return the text of `/metrics`, empty without an answer."""
         if not self.address.metrics:
             return ""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Servers behind the gateway, and the attempts to have a request answered by one."""
+"""Triton servers behind the gateway, and attempts to have a prompt answered by one of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ R = TypeVar("R")  # a server's response
 
 
 class NoServer(ServerUnavailable):
-    """No server could be asked."""
+    """No server can take the request."""
 
 
 class UpstreamLease(NamedTuple):
-    """Server of a request, until the end of the answer."""
+    """Use of a server by a request, until the end of the answer."""
 
     upstream: Upstream
     routed: RoutedRequest[str]
 
 
 class Attempt(ABC, Generic[R]):
-    """Prompt on its way to a server, and to others until a response is delivered."""
+    """Sending of a prompt to a server, and to others until a response is delivered."""
 
     def __init__(self, request: UpstreamRequest, index: int = 0) -> None:
         self.request = request
@@ -57,15 +57,15 @@ class Attempt(ABC, Generic[R]):
 
     @abstractmethod
     def encode(self, params: Mapping[str, object]) -> None:
-        """Set the message."""
+        pass
 
     @abstractmethod
     def send(self, upstream: Upstream) -> AsyncGenerator[R]:
-        """Yield the responses. Raise `RequestError`. An early close cancels the request."""
+        """Send the message; yield responses. Raise `RequestError`. An early close cancels the request."""
 
 
 class GrpcAttempt(Attempt[list[Chunk]]):
-    """Attempt over Triton's gRPC; responses are new chunks."""
+    """Attempt over Triton's gRPC; each response is a list of new chunks."""
 
     message: pb.ModelInferRequest
 
@@ -97,7 +97,7 @@ class GrpcAttempt(Attempt[list[Chunk]]):
 
 
 def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
-    """Return a prompt for a router, with estimated tokens: the gateway has no tokenizer."""
+    """Return what a router needs of a prompt, with estimated tokens: the gateway has no tokenizer."""
     data = b"".join(map(_bytes, request.prompts[index].values()))
     params = request.params
     session, tenant, salt = (params.get(name, "") for name in ("session_id", "tenant", "cache_salt"))
@@ -112,7 +112,6 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
 
 
 def _bytes(value: object) -> bytes:
-    """Return a tensor's bytes, none if malformed."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     try:
@@ -122,7 +121,7 @@ def _bytes(value: object) -> bytes:
 
 
 class Upstreams:
-    """All servers, watched within the `async with` block.
+    """All servers behind the gateway, polled within the `async with` block.
 
     Servers of a name follow the name service; a removed server ends its requests.
     """
@@ -163,14 +162,14 @@ class Upstreams:
 
     @property
     def not_ready(self) -> str:
-        """Reason why no server takes requests; empty if one does."""
+        """Reason why no server is ready; empty if one is."""
         reasons = [one.not_ready for one in self.each]
         if not reasons:
             return "; ".join(f"{address.grpc} has no address" for address in self._addresses)
         return "" if "" in reasons else "; ".join(reasons)
 
     def model(self, name: str) -> str:
-        """Return the name, or the only model for no name. Raise `NotFound` or `ServerUnavailable`."""
+        """Return the model's name; empty: the only model. Raise `NotFound` or `ServerUnavailable`."""
         models = self.models
         if name in models:
             return name
@@ -220,7 +219,7 @@ class Upstreams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
-        """Yield responses, retrying on other servers until one is delivered. Raise `RequestError`."""
+        """Yield responses, with retries on other servers until the first. Raise `RequestError`."""
         while True:
             try:
                 async with (
@@ -245,7 +244,10 @@ class Upstreams:
 
     @contextlib.asynccontextmanager
     async def _lease(self, attempt: Attempt[R]) -> AsyncIterator[UpstreamLease]:
-        """Raise `NoServer`. A `RequestError` excludes the server; a lost one gets no requests until the next look."""
+        """Yield the server chosen for an attempt. Raise `NoServer`.
+
+        A `RequestError` excludes the server from this attempt; a lost one gets no requests until its next poll.
+        """
         authority = self._router.choose(attempt.route, self._unfit(attempt))
         if authority is None:
             raise self._no_server(attempt)
@@ -286,7 +288,6 @@ class Upstreams:
             await self._resolve(name)
 
     async def _resolve(self, name: Address) -> None:
-        """Update the servers of a name; keep them if the name service fails."""
         host, _, port = name.grpc.rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

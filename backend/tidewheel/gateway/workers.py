@@ -34,7 +34,7 @@ _MODULE = "tidewheel.gateway.run_gateway"
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorker:
-    """Worker and the shared folder of key use and counters; a single worker has no folder."""
+    """Gateway worker and the folder in which workers share key use and counters; a single worker has none."""
 
     folder: Path | None = None
     index: int = 0
@@ -47,7 +47,7 @@ class GatewayWorker:
         return self.folder is None or self._path(self.index).exists()
 
     def publish(self, counters: Counters) -> None:
-        """A full disk leaves older counters."""
+        """Write the counters for other workers. On a full disk, older counters stay."""
         if self.folder is None:
             return
         path = self._path(self.index)
@@ -56,7 +56,7 @@ class GatewayWorker:
             path.with_suffix(".new").replace(path)
 
     def before(self) -> Counters:
-        """Return a former worker's counters: counters never go back."""
+        """Return counters of this worker's former process, so that totals never fall."""
         counters = self._read(self.index)
         return msgspec.structs.replace(counters, num_open=0, open_upstream={})
 
@@ -75,7 +75,7 @@ class GatewayWorker:
 
 
 def serve_workers(options: StandaloneOptions) -> int:
-    """Return the exit code. Raise `ServeError` if a worker cannot start, or `CrashLoop`."""
+    """Serve until a stop, and return the exit code. Raise `ServeError` if a worker cannot start, or `CrashLoop`."""
     remove_left_over(base := run_dir(), _PREFIX)
     with (
         StopSignals() as signals,
@@ -108,7 +108,6 @@ def _note(line: str) -> None:
 def _running(
     options: StandaloneOptions, workers: Sequence[GatewayWorker], signals: StopSignals
 ) -> Iterator[Sequence[RestartedChild]]:
-    """Run the workers, which drain at the block's end, until another signal."""
     children = [
         RestartedChild(f"worker {worker.index} of the gateway", partial(_start, options, worker), _note)
         for worker in workers
@@ -139,7 +138,6 @@ def _wait_listening(
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Reserve a port for the workers. Raise `ServeError` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

@@ -33,7 +33,7 @@ class BlockPool:
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take and evict free blocks; None without effect if there are too few."""
+        """Take free blocks, evicting cached contents; None, without effect, if there are too few."""
         if count > self.num_free:
             return None
         sentinel, links, hashes, ref_count = self.num_blocks, self._next, self._hashes, self.ref_count
@@ -54,7 +54,7 @@ class BlockPool:
         return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Remove one holder of each block; the first freed is evicted first."""
+        """Drop one reference to each block; the first freed is evicted first."""
         ref_count, keepers = self.ref_count, self._keepers
         for block_id in block_ids:
             references = ref_count[block_id] - 1
@@ -86,7 +86,7 @@ class BlockPool:
             self._keepers[block_id] = self._keepers.get(block_id, 0) + 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Remove one keeper of each block; the first freed is evicted first."""
+        """Drop one keeper of each block; the first released is evicted first."""
         for block_id in block_ids:
             keepers = self._keepers.get(block_id, 0) - 1
             if keepers < 0:
@@ -115,7 +115,7 @@ class BlockPool:
         return self._hashes[block_id]
 
     def register_hashes(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Register full blocks in use; of equal contents, only the first."""
+        """Make full blocks findable by hash; of equal contents, only the first."""
         blocks, hashes, ref_count = self._blocks, self._hashes, self.ref_count
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if ref_count[block_id] == 0 or hashes[block_id] is not None:

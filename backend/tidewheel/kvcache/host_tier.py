@@ -8,7 +8,7 @@ from tidewheel.errors import InternalError, require
 
 
 class HostTier:
-    """Slots ``0 … num_slots - 1`` in host memory, found by content digest, each in one of three states:
+    """KV blocks in host memory: slots ``0 … num_slots - 1``, found by content digest, each in one of three states:
 
     empty     no content
     idle      `lookup` finds it, `insert` may evict it, least recently used first
@@ -39,7 +39,7 @@ class HostTier:
         return self._keys[slot]
 
     def insert(self, key: bytes) -> int | None:
-        """Return a slot for new content, pinned once; None if all are pinned."""
+        """Return a slot for new content, pinned once; None if all slots are pinned."""
         if key in self._slots:
             raise InternalError("a content would be in two slots of the host tier")
         if self._empty:
@@ -76,7 +76,7 @@ class HostTier:
                 self._idle[slot] = None
 
     def drop(self, key: bytes | None) -> None:
-        """Forget a content; a pinned slot becomes empty after its copy."""
+        """Forget the content of a key; a pinned slot becomes empty after its copy."""
         slot = None if key is None else self._slots.get(key)
         if slot is None:
             return

@@ -16,7 +16,7 @@ from tidewheel.stats import EngineStats
 
 
 class FreedBlockCounter:
-    """Counter of blocks outside `kept` that only departing rows hold."""
+    """Counter of blocks that are freed if several rows leave, without blocks in `kept`."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: Collection[int]) -> None:
         self._ref_count = ref_count
@@ -89,7 +89,7 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token as a hit in the leader's row, which must have computed it."""
+        """Return the leader's computed prompt, without its last token, as a cached prefix for a follower."""
         if leader_row in self.transfers.arrivals:
             return NO_HIT
         num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
@@ -99,14 +99,14 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return the free blocks that are lacking if `keep_free` stay free and a cached tail is copied."""
+        """Return how many free blocks are lacking, with `keep_free` in reserve and a cached tail copied."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the hit and further blocks; False without effect if they lack.
+        """Give a new row the cached prefix and new blocks; return False, without effect, if blocks are short.
 
         A session loses its tail if no block is left for the copy.
         """
@@ -159,7 +159,7 @@ class KVCacheManager:
             stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
-        """Add a block to each row and return them; None without effect if too few are free."""
+        """Add a block to each row and return the blocks; None, without effect, if too few are free."""
         if len(rows) > self.num_free_blocks:
             return None
         new_blocks = self._take(len(rows))
@@ -184,13 +184,13 @@ class KVCacheManager:
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of full blocks to the host tier, before `free`; return the number that will be there."""
+        """Queue copies of full blocks to the host tier, before `free`; return the number of blocks it will hold."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self.transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session, before `free`."""
+        """Keep the computed tokens for the request's session. Call before `free`."""
         if self.prefixes.is_enabled and request.session_id and row not in self.transfers.arrivals:
             self.commit(row, request, num_computed_tokens)
             self.sessions.keep(request, self._tables[row], num_computed_tokens, now)
@@ -204,7 +204,7 @@ class KVCacheManager:
         return FreedBlockCounter(self._pool.ref_count, self._tables, kept)
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
-        """End the row's table; hold its blocks until `after_step` is done."""
+        """End a row's block table; its blocks are held until the step `after_step` is done."""
         # Evict the last block first: a prefix is useful without its tail.
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]

@@ -26,7 +26,7 @@ _DOMAIN = b"tidewheel kv block v2\0"
 
 
 def root_hash(tenant: str, salt: str) -> bytes:
-    """Return the digest before the first block; the length separates tenant and salt."""
+    """Return the digest that the first block's hash starts from; a length separates tenant and salt."""
     name, secret = (text.encode("utf-8", "surrogatepass") for text in (tenant, salt))
     return sha256(_DOMAIN + struct.pack("<Q", len(name)) + name + secret).digest()
 
@@ -70,12 +70,14 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _int32_struct(count: int) -> struct.Struct:
-    """Return a packer, for short lists several times faster than numpy."""
     return struct.Struct(f"<{count}i")
 
 
 class PrefixHit(NamedTuple):
-    """Prefix of whole pool blocks, then host blocks, then a partial tail, which is copied on write."""
+    """Cached prefix of a request's tokens: full blocks in the pool, then in the host tier, then part of a block.
+
+    The partial block is copied before the request writes to it.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int  # in all three
@@ -94,7 +96,7 @@ NO_HIT = PrefixHit((), 0)
 
 
 class PrefixCache:
-    """Prefixes in pool, host tier and sessions, or being computed; empty if disabled."""
+    """Index of cached prefixes in pool, host tier and sessions, and of prefixes being computed; empty if disabled."""
 
     def __init__(
         self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int, *, is_enabled: bool
@@ -108,7 +110,7 @@ class PrefixCache:
         self._announced: dict[int, list[bytes]] = {}
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves a token to compute. Valid until the cache changes."""
+        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes."""
         if not self.is_enabled:
             return NO_HIT
         limit = self._extend(request)
@@ -122,20 +124,20 @@ class PrefixCache:
         return hit if session is None else self._with_session(hit, session, request)
 
     def estimate(self, request: Request) -> int:
-        """Estimate the tokens of `find` by binary search: blocks rarely stay without predecessors."""
+        """Estimate the tokens that `find` would return, by binary search: blocks rarely stay without predecessors."""
         if not self.is_enabled:
             return 0
         limit = self._extend(request)
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
-        """Return the hit's host slots; None if one was evicted."""
+        """Return the host slots of a cached prefix; None if one was evicted."""
         keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
         slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
         return slots if len(slots) == len(keys) else None
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """Return (blocks after the hit that a row is computing, row), or (0, -1)."""
+        """Return (number of blocks after the hit that a row is computing, row), or (0, -1)."""
         if not self.computing:
             return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)

@@ -10,10 +10,10 @@ from tidewheel.request import Request
 
 
 class SessionStore:
-    """Blocks of sessions, *kept* in the pool but counted as free.
+    """Blocks that sessions keep between turns; the pool counts them as free.
 
     Under pressure the least recently used session moves to the host tier, or ends. Requests share full blocks and
-    copy the tail, so two may use one session.
+    copy the partial one, so two may use one session.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class SessionStore:
             self._release(gone)
 
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens within quotas; end the session without time to live."""
+        """Keep the computed tokens within quotas. A session without time to live ends."""
         if request.session_ttl <= 0.0:
             self._remove(request.tenant, request.session_id)
             return
@@ -80,7 +80,7 @@ class SessionStore:
             self._release(session)
 
     def close(self, tenant: str, session_id: str) -> None:
-        """Raise `NotFound` if the session is unknown."""
+        """End a session and free its blocks. Raise `NotFound` if it is unknown."""
         if not self._remove(tenant, session_id):
             raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
 

@@ -21,7 +21,7 @@ class SessionLimits(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class KVSession:
-    """Digests of full blocks, and tokens of the partial last block."""
+    """Cached conversation: digests of full blocks, and tokens of the partial last block."""
 
     tenant: str
     session_id: str
@@ -42,7 +42,7 @@ class KVSession:
 
 
 class SessionTally:
-    """Counts by name, and the name with the highest, in O(1)."""
+    """Number of sessions by name, and the name with most, in O(1)."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -111,7 +111,7 @@ class SessionTable:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: KVSession) -> list[KVSession]:
-        """Add a session and return the evicted ones, first the older session of that name."""
+        """Add a session and return the evicted sessions, first an older one of that name."""
         former = self.remove(*session.name)
         self._sessions[session.name] = session
         of_tenant = self._tenants.setdefault(session.tenant, _TenantSessions())

@@ -26,7 +26,7 @@ NO_TRANSFERS = TransferArrays(*[np.empty(0, dtype=np.int32)] * 6)
 
 
 class IncomingBlocks(NamedTuple):
-    """Content that a new row receives with its first batch."""
+    """Blocks to copy to a new row with its first batch: from the host tier, or inside the pool."""
 
     keys: tuple[bytes, ...]  # of the full `blocks`
     slots: list[int]  # read
@@ -36,8 +36,6 @@ class IncomingBlocks(NamedTuple):
 
 
 class _StepHolds(NamedTuple):
-    """Slots pinned and blocks held until a step is done."""
-
     out_slots: list[int]
     in_slots: list[int]
     sources: list[int]
@@ -45,7 +43,7 @@ class _StepHolds(NamedTuple):
 
 
 class TransferQueue:
-    """Copies of the next batch, and what steps in flight hold.
+    """Block copies of the next batch, and blocks reserved by steps in flight.
 
     A batch copies out, in, then inside, before it computes, so blocks written out need no pin. Sources are held and
     slots pinned until the step is done, lest a later batch overwrites them.
@@ -61,7 +59,7 @@ class TransferQueue:
         self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Queue copies until the host tier is full; return the number of leading keys that will be there."""
+        """Queue copies to the host tier until it is full; return the number of leading keys that it will hold."""
         for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
             if self._host.lookup(key) is not None:
                 continue
@@ -112,7 +110,7 @@ class TransferQueue:
                 self._pool.free(table)
 
     def abandon(self) -> None:
-        """Free and forget the blocks that steps in flight hold. The caller must forget the rows."""
+        """Free the blocks of failed steps in flight, without their contents. The caller must forget the rows."""
         steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def native_traits(fields: ConfigFields) -> NativeTraits | None:
-    """Return native traits, None for transformers. Raise `ConfigError` for a refused model."""
+    """Return traits of a native architecture; None: transformers runs it. Raise `ConfigError` for a refused model."""
     name = architecture(fields)
     for cause, names in REFUSED.items():
         if name in names:
@@ -110,7 +110,7 @@ ACTIVATIONS = ("silu", "swish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Decoder of pre-norm blocks: RMSNorm, rotary grouped-query attention, gated SiLU feed-forward."""
+    """Sizes of a pre-norm decoder: RMSNorm, rotary grouped-query attention, gated SiLU feed-forward."""
 
     architecture: str
     vocab_size: int
@@ -136,7 +136,7 @@ class ModelConfig:
 
 
 def parse_config(fields: ConfigFields, traits: NativeTraits) -> ModelConfig:
-    """Raise `ConfigError` with key, value and what is accepted."""
+    """Return the decoder's sizes. Raise `ConfigError` with key, value and what is accepted."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ConfigError(f"{fields.where}: hidden_act {activation!r} is not offered here, only silu")

@@ -32,7 +32,7 @@ class ModelShape(NamedTuple):
 
 
 class ForwardInput(NamedTuple):
-    """Step of T tokens, S of which give logits."""
+    """Inputs of a step: T tokens, S of which give logits."""
 
     token_ids: torch.Tensor  # [T] int32 or int64
     positions: torch.Tensor  # [T] int64

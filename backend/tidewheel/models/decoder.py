@@ -30,7 +30,7 @@ FINELY_PADDED_ROWS = 64
 
 
 class Linear:
-    """``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times as fast for few rows."""
+    """Product ``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times faster for few rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
@@ -63,7 +63,7 @@ class Linear:
 
 
 class InvariantLinear(Linear):
-    """Product that gives a row the same bits in any batch."""
+    """Linear layer whose result for a row is bitwise the same in any batch."""
 
     def pack(self) -> None:
         pass
@@ -73,7 +73,7 @@ class InvariantLinear(Linear):
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up, by at most one row for a decode step, by a quarter for more: oneDNN keeps 0.5 MB per row count."""
+    """Round up a number of rows, by one at most in decode steps, else by a quarter: oneDNN keeps 0.5 MB for each."""
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
     return -(-num_rows // step) * step
@@ -86,7 +86,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Weights:
-    """Uninitialised tensors by checkpoint name; parts of a fused matrix are views."""
+    """Empty weight tensors by checkpoint name; parts of a fused matrix are views."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> None:
         self._dtype, self._device = dtype, device
@@ -151,7 +151,7 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """Layer split at its attention, the only part that depends on sequence lengths."""
+    """Decoder layer in three parts; only the middle one, attention, depends on sequence lengths."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor) -> None:
         prefix = f"model.layers.{layer}."
@@ -164,14 +164,14 @@ class DecoderLayer:
     def begin(
         self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
     ) -> AttentionInput:
-        """Compute up to the attention and fill the cache. `x` [T, hidden_size] is not yet part of the residual."""
+        """Compute up to attention and write keys and values. `x` [T, hidden_size] is not yet in the residual."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         return AttentionInput(self.attention.queries(normed, places, kv), residual)
 
     def attend(
         self, queries: torch.Tensor, meta: AttentionMetadata, kv: KVLayer, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return [T, num_q_heads, head_dim], in `out` if given."""
+        """Return the attention's result [T, num_q_heads, head_dim], in `out` if given."""
         attention = self.attention
         return paged_attention(
             queries, kv.keys, kv.values, meta,
@@ -194,7 +194,7 @@ def add_norm(
 
 
 class Decoder:
-    """Native `CausalLM`: fill all `destinations`, then call `pack`."""
+    """Native `CausalLM`. To load weights, fill all `destinations`, then call `pack`."""
 
     is_capturable = True
 
@@ -228,11 +228,11 @@ class Decoder:
         self._linears = weights.linears
 
     def ignores(self, name: str) -> bool:
-        """Return whether a checkpoint tensor is unused: old rotation tables, copies of a tied matrix."""
+        """Return whether a checkpoint tensor is unused: old rotation tables, copies of tied matrices."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
     def check_quantization(self, wanted: Quantization) -> None:
-        """Raise `ConfigError` if the size of a matrix does not suit 8-bit products."""
+        """Raise `ConfigError` if a matrix has a size that 8-bit products do not support."""
         for rows, columns in (layer.weight.shape for layer in self._linears if layer is not self.lm_head):
             if wanted != "none" and (rows % QUANTIZED_MULTIPLE or columns % QUANTIZED_MULTIPLE):
                 raise ConfigError(
@@ -241,12 +241,12 @@ class Decoder:
                 )
 
     def quantize(self) -> None:
-        """Round the layers' matrices to 8 bits and forget `destinations`. Embedding and output stay."""
+        """Round the layers' matrices to 8 bits and drop `destinations`. Embedding and output matrix stay."""
         self.destinations.clear()
         self.weights_bytes -= sum(layer.quantize() for layer in self._linears if layer is not self.lm_head)
 
     def pack(self) -> None:
-        """Lay weights out for computation and forget `destinations`; memory is freed matrix by matrix."""
+        """Arrange weights for computation and drop `destinations`, freeing memory matrix by matrix."""
         self.destinations.clear()
         for layer in self._linears:
             layer.pack()

@@ -125,7 +125,7 @@ def one_line(error: Exception, limit: int = 400) -> str:
 
 
 def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
-    """Return a local folder, or one downloaded from Hugging Face to `cache_dir` (empty: its default)."""
+    """Return the model's local folder, downloaded from Hugging Face to `cache_dir` (empty: its default) if needed."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision:
@@ -146,7 +146,7 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
 
 
 def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path | None:
-    """Return the folder without a download; None for an id that is not cached."""
+    """Return the model's folder without a download; None for an id that is not cached."""
     is_id = model.count("/") == 1 and not Path(model).is_absolute()
     if Path(model).expanduser().exists() or not is_id:
         return resolve_folder(model)

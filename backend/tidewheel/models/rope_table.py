@@ -26,7 +26,7 @@ class RopeConfig:
 
     @property
     def extended_context(self) -> int:
-        """Positions after scaling, or 0 without it."""
+        """Number of positions after RoPE scaling, or 0 without scaling."""
         return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
 
 
@@ -94,7 +94,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Blend slowed long waves with plain short ones (`apply_scaling` of Llama 3.1)."""
+    """Slow down long waves, keep short ones, and blend between (`apply_scaling` of Llama 3.1)."""
     wavelength = 2 * math.pi / plain
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_context / wavelength - low) / (high - low)

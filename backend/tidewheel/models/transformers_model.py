@@ -1,4 +1,4 @@
-"""Models that run through transformers, whose attention interface is put on the paged cache.
+"""Models that run through transformers, with its attention replaced by attention over the paged cache.
 
 The library passes the layer but not the step, so all layers share a slot with the step's attention.
 """
@@ -57,7 +57,7 @@ Attend = Callable[[AttentionCall], torch.Tensor]  # [T, num_q_heads, head_dim]
 
 
 class AttentionSlot:
-    """Holder of the running step's attention; one thread."""
+    """Holder of the running step's attention, for one thread."""
 
     attend: Attend | None = None
 
@@ -111,7 +111,7 @@ def attend_paged(meta: AttentionMetadata, kv: KVLayer, call: AttentionCall) -> t
 
 
 class AttentionProbe:
-    """Attention of one sequence that makes each layer's cache at its first call."""
+    """Attention over one sequence, to find each layer's shape at its first call."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.caches: dict[int, KVLayer] = {}
@@ -129,7 +129,7 @@ class AttentionProbe:
 
 
 def _expected_window(config: Any, layer: int) -> int | None:
-    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
+    """Return a layer's sliding window in tokens: 0 for none, None if `config` does not say."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:

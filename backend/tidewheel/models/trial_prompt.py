@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def random_tokens(count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Return [count] int64, the same each time."""
+    """Return [count] int64 token ids, the same each time."""
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(0)).to(device)
 
 
@@ -30,6 +30,6 @@ def one_sequence(num_tokens: int, block_size: int, device: torch.device) -> Atte
 
 
 def relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the RMS of the difference over the RMS of `expected`."""
+    """Return RMS(values - expected) / RMS(expected)."""
     values, expected = values.float(), expected.float()
     return float((values - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-20))

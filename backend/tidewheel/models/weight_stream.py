@@ -23,7 +23,7 @@ SLOTS_PER_READER = 2  # one is read while the other is copied
 
 
 class HostSink:
-    """Sink in host memory: reads directly, or through a buffer to convert the dtype."""
+    """Destination in host memory: reads directly, or through a buffer to convert the dtype."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -51,7 +51,7 @@ class CudaCopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return [num_bytes] uint8 that the device can read. Any thread."""
+        """Return [num_bytes] uint8 of pinned memory. Callable from any thread."""
         with torch.cuda.device(self._device):  # the current device is thread-local
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -72,7 +72,10 @@ class CudaCopyStream:
 
 
 class RingSink:
-    """Sink on a GPU. Chunk i may be read after chunk ``i - num_slots`` is delivered."""
+    """Destination on a GPU, through a ring of pinned buffers.
+
+    Chunk i may be read after chunk ``i - num_slots`` is delivered.
+    """
 
     def __init__(self, stream: CudaCopyStream, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -82,7 +85,7 @@ class RingSink:
         self._copied: list[torch.cuda.Event | None] = [None] * num_slots
 
     def buffer(self, index: int, chunk: FileChunk) -> torch.Tensor:
-        """Wait for free memory and return [chunk.size] uint8. Any thread."""
+        """Wait for a free buffer and return [chunk.size] uint8. Callable from any thread."""
         slot = index % self.num_slots
         copied, memory = self._copied[slot], self._slots[slot]
         if copied is not None:
@@ -92,7 +95,7 @@ class RingSink:
         return memory[: chunk.size]
 
     def deliver(self, index: int, chunk: FileChunk) -> None:
-        """Start copying a read chunk to its tensor. One thread, in order."""
+        """Start the copy of a chunk to its tensor. One thread calls this, in order."""
         slot = index % self.num_slots
         memory = self._slots[slot]
         assert memory is not None, "a chunk is read before it is delivered"
@@ -118,7 +121,7 @@ def sink_on(device: torch.device) -> ChunkSink:
 
 
 def stream_chunks(chunks: Sequence[FileChunk], sink: ChunkSink, delivered: Callable[[FileChunk], None]) -> None:
-    """Read, deliver and report every chunk; leave no thread. Raise `ConfigError` naming a file that fails."""
+    """Read and deliver all chunks, calling `delivered`. Raise `ConfigError` naming a file that fails."""
     reading: deque[tuple[int, FileChunk, Future[None]]] = deque()
 
     def deliver_oldest() -> None:

@@ -81,9 +81,9 @@ def load_weights(
     *,
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every tensor to its contiguous destination, converting the dtype.
+    """Copy each tensor to its contiguous destination, converting the dtype.
 
-    Raise `ConfigError` for a missing tensor, and for one without destination unless `ignored`.
+    Raise `ConfigError` for a missing tensor, and for a tensor without destination unless `ignored`.
     """
     files = list(files)
     check_names(files, destinations, ignored)
@@ -134,7 +134,7 @@ def named(names: Iterable[str]) -> str:
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
-    """Fill weights on their device, equal for equal names, shapes, seed and device model."""
+    """Fill weights with random values, equal for equal names, shapes, seed and device model."""
     generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):
         if name.endswith("norm.weight"):

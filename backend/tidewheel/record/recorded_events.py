@@ -1,6 +1,6 @@
 """Events of a recording: one JSON array a line, the event's name first.
 
-A token is a hash of the prefix that it ends, or 0 if it stops a request: decisions depend on no more. Names of
+A token is a hash of the prefix up to it, or 0 if it stops a request: decisions depend on no more. Names of
 sessions, salts and tenants are hashed too, except tenants of the settings.
 """
 
@@ -113,7 +113,7 @@ class ApplyEvent(Event, frozen=True, tag="apply"):
 
 
 class FullEvent(Event, frozen=True, tag="full"):
-    """End of a recording at its size limit."""
+    """Last event of a recording that reached its size limit."""
 
 
 AnyEvent = (

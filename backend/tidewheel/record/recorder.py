@@ -1,5 +1,3 @@
-"""Recorder of a scheduler's calls and decisions."""
-
 from __future__ import annotations
 
 import logging
@@ -29,16 +27,16 @@ _LARGEST_NAME = 2**31 - 1
 
 
 class PrefixNames:
-    """Names of tokens: 31 bits of a hash of the prefix that the token ends.
+    """Hasher that replaces each token by 31 bits of the hash of the prompt up to it.
 
-    BLAKE2b (RFC 7693) is chained from a random secret that is never written, so prompts cannot be guessed.
+    The BLAKE2b chain (RFC 7693) starts from a random secret that is never written, so prompts cannot be guessed.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self.root = os.urandom(_STATE_BYTES) if secret is None else secret
 
     def extend(self, state: bytes, token_ids: Iterable[int]) -> tuple[bytes, list[int]]:
-        """Return the state after these tokens, and their names. `root` is the first state."""
+        """Return the hash state after the tokens, and the tokens' names. The first `state` is `root`."""
         names = []
         for token_id in token_ids:
             state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
@@ -46,14 +44,14 @@ class PrefixNames:
         return state, names
 
     def word(self, text: str) -> str:
-        """Return the name of a word; an empty word stays empty."""
+        """Return the hashed name of a word; an empty word stays empty."""
         if not text:
             return ""
         return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
 
 
 class Recorder:
-    """Writer of a recording, complete when the engine is idle. A write error ends only the recording."""
+    """Writer of a recording; the file is complete when the engine is idle. A write error ends only the recording."""
 
     def __init__(
         self,
@@ -226,7 +224,6 @@ class RecordingScheduler(Scheduler):
         )
 
     def _token_names(self, requests: list[Request], sampled: SampledTokens, delivered: set[Request]) -> bytes:
-        """Return int32 names by row; tokens of requests that ended in flight are ordinary."""
         names = [
             self._token_name(request, token_id) if request in delivered or token_id < 0 else events.ORDINARY_TOKEN
             for request, token_id in zip(requests, sampled.token_ids.tolist(), strict=True)

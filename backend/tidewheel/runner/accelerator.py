@@ -17,7 +17,7 @@ LEAVES_CAPTURES_OPEN = torch.__version__ < "2.13"
 
 
 def capture_into(graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: torch.cuda._POOL_HANDLE) -> T:
-    """Capture on the current stream. The pool of a failed capture must not be used again.
+    """Capture a function as a CUDA graph on the current stream. The pool of a failed capture must not be used again.
 
     `torch.cuda.graph` would collect garbage (a minute for all graphs), and leave its stream current after a failure.
     """
@@ -59,7 +59,7 @@ class CapturedGraph(NamedTuple, Generic[T]):
 
 
 class CudaGraphPool:
-    """Pool that captures on a side stream, whose cuBLAS workspace belongs to the graphs.
+    """Memory pool of CUDA graphs, captured on a side stream whose cuBLAS workspace belongs to the graphs.
 
     A replay may overwrite other graphs' results, except tensors alive at their capture.
     """
@@ -71,7 +71,7 @@ class CudaGraphPool:
         self.num_bytes = 0  # device memory
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
-        """Run `function` to compile and allocate, capture it, replay it to load the graph."""
+        """Run a function to compile its kernels, capture it as a graph, and replay the graph to load it."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
         captured = self._capture(function)
@@ -96,9 +96,9 @@ class CudaGraphPool:
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias whose memory later captures may overwrite.
+        """Return an alias of a tensor, whose memory later captures may overwrite.
 
-        It goes by way of integers: the CUDA array interface has no bfloat16.
+        The alias is made as integers, because the CUDA array interface has no bfloat16.
         """
         integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
@@ -133,7 +133,7 @@ class CudaAccelerator:
 
     @contextmanager
     def no_waiting(self) -> Iterator[None]:
-        """Make torch raise on reads of values and copies of pageable memory; other waits pass."""
+        """Make torch raise on reads of device values and copies of pageable memory; other waits pass."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -22,7 +22,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raise `ConfigError` if CUDA is requested but unusable, or the GPU is too old."""
+    """Return the device. Raise `ConfigError` if CUDA is requested but unusable, or the GPU too old."""
     obstacle = cuda_obstacle() if config.device != "cpu" else "device is 'cpu'"
     if config.device == "cuda" and obstacle:
         raise ConfigError(f"device is 'cuda', but {obstacle}; or set device to 'cpu' or 'auto'")
@@ -42,7 +42,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def cuda_obstacle() -> str:
-    """Return why torch cannot use a GPU, and a remedy; empty if it can."""
+    """Return why torch cannot use a GPU, and what to do; empty if it can."""
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:
@@ -90,7 +90,7 @@ def resolve_cache_dtype(wanted: CacheDType, dtype: torch.dtype, device: torch.de
 
 
 def check_deterministic(wanted: bool, device: torch.device) -> None:
-    """Raise `ConfigError` if sums of the device's kernels depend on the batch."""
+    """Raise `ConfigError` if the device's kernels give a row different sums in different batches."""
     if wanted and not runs_triton(device.type):
         raise ConfigError(
             "deterministic is true, which only triton-lang's kernels promise, and here others run: use a GPU, and "

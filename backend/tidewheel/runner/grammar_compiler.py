@@ -1,5 +1,6 @@
-"""Grammars over a model's tokens, by llguidance. An extra token ends every answer, because end tokens differ by
-request.
+"""Compilation of grammars over a model's tokens, by llguidance.
+
+An extra token ends every answer, because end tokens differ by request.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ T = TypeVar("T")
 
 
 class GrammarCompiler:
-    """Thread-safe compiler. Raise `ConfigError` for a tokenizer whose tokens have no bytes."""
+    """Thread-safe compiler. Raise `ConfigError` for a tokenizer that does not give its tokens' bytes."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._library = library = _llguidance()
@@ -82,7 +83,7 @@ class GrammarCompiler:
             raise ConfigError(f"{path} cannot be used for grammars: {_one_line(str(error))}") from None
 
     def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> TokenGrammar:
-        """Return the grammar, its first mask computed. Raise `InvalidRequest` or `Unsupported`."""
+        """Return the grammar with its first mask computed. Raise `InvalidRequest` or `Unsupported`."""
         if len(source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest(f"{name} is too large: its rules take more than {MAX_SOURCE_BYTES} bytes")
         matcher = _on_stack(stack_bytes, lambda: self._started(source))
@@ -101,7 +102,6 @@ class GrammarCompiler:
 
 
 def _llguidance() -> ModuleType:
-    """Raise `ConfigError` if llguidance is missing: only grammars need it."""
     try:
         import llguidance
     except ImportError as error:

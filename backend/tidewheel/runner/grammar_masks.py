@@ -33,7 +33,7 @@ class GrammarState:
         self.pool = compiled.pool
 
     def follows(self, token_id: int) -> bool:
-        """Return whether the grammar consumes the token: no end token, no negative id."""
+        """Return whether the grammar consumes the token; end tokens and negative ids are not consumed."""
         return token_id >= 0 and token_id not in self._ends
 
     def complete(self, mask: TokenMask, position: int) -> None:
@@ -76,7 +76,7 @@ class TokenMask(NamedTuple):
 
 
 def packed(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
-    """Return the bit set [num_words] of the tokens."""
+    """Return the tokens as a bit set [num_words]."""
     ids = np.array(token_ids, dtype=np.uint32)
     words = np.zeros(num_words, dtype=np.uint32)
     np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))
@@ -113,7 +113,7 @@ class GrammarRows:
             self.states[new.row] = GrammarState(new)
 
     def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
-        """Start the masks of these sampling rows; None without grammars."""
+        """Start computing the masks of sampling rows; return None without grammars."""
         indices = [index for index, row in enumerate(rows.tolist()) if row in self.states]
         if not indices:
             return None
@@ -123,7 +123,7 @@ class GrammarRows:
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
 
     def sampled(self, job: MaskJob, batch: ScheduledBatch, wait: Callable[[], SampledTokens]) -> None:
-        """Have the matchers consume the step's tokens before their next mask."""
+        """Have the matchers consume the step's tokens, before their next mask."""
         self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), wait))
 
     def _filled(

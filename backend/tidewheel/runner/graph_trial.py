@@ -1,7 +1,7 @@
-"""Trial of CUDA graphs for models not known to be capturable.
+"""Trial of CUDA graphs, for models that may not support them.
 
 A graph freezes host computation, so a replay at other positions must give the model's logits. The model first decodes
-with waiting forbidden, which would fail a capture.
+with waits for the device forbidden, because a wait would fail a capture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def trial_size(info: RunnerInfo) -> StepSize:
 
 
 def objection_to_graphs(runner: TrialRunner) -> str | None:
-    """Return the reason against graphs, or None. The runner's cache must hold `trial_size`."""
+    """Return why the model must run without graphs, or None. The runner's cache must hold `trial_size`."""
     info = runner.info
     size = trial_size(info)
     longest = min(size.tokens_per_row - NUM_DECODES, info.max_num_batched_tokens)

@@ -31,14 +31,14 @@ _V2 = "memory.max", "memory.current", ("active_file", "inactive_file")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return free bytes, the least of machine and cgroups; None if unknown."""
+    """Return free host memory in bytes, the least of machine and cgroups; None if unknown."""
     of_machine = _amounts(root / "proc/meminfo", 1024).get("MemAvailable:")
     amounts = [of_machine, *(_left(*group) for group in _groups(root))]
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep up to 1 GiB of freed memory: otherwise Linux clears each layer's pages in every step."""
+    """Make glibc keep up to 1 GiB of freed memory: else Linux clears each layer's pages in every step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
@@ -88,7 +88,7 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class ClaimRecord(msgspec.Struct, frozen=True):
-    """Host memory that the engine of process `pid` uses or will use."""
+    """Bytes of host memory that the engine of process `pid` uses or will use."""
 
     pid: int
     base: int  # bytes before the load
@@ -175,7 +175,6 @@ def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
 
 
 def _read_claim(link: Path) -> ClaimRecord | None:
-    """Return the claim of this user's process; claims of others may be forged."""
     try:
         if not str(link.readlink()).startswith(f"/memfd:{_NAME}") or link.lstat().st_uid != os.getuid():
             return None

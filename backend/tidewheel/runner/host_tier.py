@@ -22,7 +22,7 @@ def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STA
 
 
 class HostBlocks:
-    """Host slots (pinned on CUDA) of one block of all layers, copied through a staging buffer on the device."""
+    """Host memory (pinned on CUDA) with a block of all layers per slot, copied through a buffer on the device."""
 
     def __init__(
         self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
@@ -42,7 +42,7 @@ class HostBlocks:
         self._staging = torch.empty(num_staged, *shape, dtype=dtype, device=kv.device)
 
     def slot(self, index: int) -> torch.Tensor:
-        """Return [2 * num_layers, block_size, num_kv_heads, head_dim]."""
+        """Return a slot's keys and values [2 * num_layers, block_size, num_kv_heads, head_dim]."""
         return self._slabs[index // self._slab_slots][index % self._slab_slots]
 
     def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
@@ -67,7 +67,7 @@ class HostBlocks:
 
 
 def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
-    """Return the blocks in `swap_space` GiB. Raise `ConfigError` below one block or above available memory."""
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if under one block or over free memory."""
     if swap_space == 0.0:
         return 0
     num_bytes = int(swap_space * GIB)
@@ -89,14 +89,14 @@ NUM_TIMED_BLOCKS = 8
 
 
 class TransferStream:
-    """Side stream for block copies; on a CPU they run at once."""
+    """CUDA stream for block copies beside the computation; on a CPU they run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def running(self) -> AbstractContextManager[object]:
-        """Return a context for copies beside the computation, after all earlier work."""
+        """Return a context for copies that start after all earlier work."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -125,7 +125,7 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Queue the copies. Raise `InternalError` if the device refuses."""
+        """Queue a batch's copies. Raise `InternalError` if the device refuses."""
         try:
             if self._is_writing_out:
                 self._transfer_stream.join()
@@ -150,7 +150,7 @@ class BlockTransfers:
             self._is_writing_out = True
 
     def seconds_per_block(self) -> float | None:
-        """Return the time of one copy; None without a host tier. Call before the first batch: overwrites blocks."""
+        """Return the time of a copy, None without a host tier. Overwrites blocks: call before the first batch."""
         if self._host is None:
             return None
         count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self._kv.blocks))

@@ -4,7 +4,7 @@ import msgspec
 
 
 class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a loaded model; memory in bytes. `engine.messages.EngineInfo` extends it."""
+    """Properties of a loaded model; memory in bytes. `engine.messages.EngineInfo` extends them."""
 
     model: str  # folder
     architecture: str

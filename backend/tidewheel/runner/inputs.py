@@ -16,7 +16,7 @@ Ints = TypeVar("Ints")
 
 
 class StepInputs(NamedTuple, Generic[Longs, Ints]):
-    """Arrays, int64 and int32, of a step of T tokens in n rows, S of which sample."""
+    """Device arrays (int64, int32) of a step of T tokens in n rows, S of which sample."""
 
     token_indices: Longs  # [T] index into the flat token table
     positions: Longs  # [T]
@@ -33,7 +33,7 @@ DeviceInputs = StepInputs[torch.Tensor, torch.Tensor]
 
 
 class ForwardBounds(NamedTuple):
-    """Last fields of `AttentionMetadata`: exact, or upper bounds in a graph."""
+    """Host values of `AttentionMetadata`: exact, or upper bounds in a graph."""
 
     max_seqlen_q: int
     max_seq_len: int
@@ -49,11 +49,10 @@ class ForwardBounds(NamedTuple):
 
 
 class RowTable:
-    """Tokens and block table of every row.
+    """Tokens and block table of every row, on host and device.
 
     Sampled tokens go to the device table, so a step can start before the host has read them. A spare column takes the
-    token after a full context, a spare row serves padding. With `shares_memory` (CPU), host and device tables are
-    one.
+    token after a full context, a spare row serves padding. With `shares_memory` (CPU), both tables are one.
     """
 
     def __init__(
@@ -185,12 +184,12 @@ class RowTable:
         return self._flat_tokens.index_select(0, indices)
 
     def known_tokens_at(self, indices: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return ids clamped to the vocabulary: an id outside would end the device context."""
+        """Return token ids clamped to the vocabulary: an id outside would end the device context."""
         return self.tokens_at(indices).clamp_(0, vocab_size - 1)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:
         return TokenHistory(self._flat_tokens, store_indices)
 
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store sampled tokens, a negative id (its request fails) as 0."""
+        """Store sampled tokens; a negative id, whose request fails, as 0."""
         self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())

@@ -26,7 +26,7 @@ TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors of a full device
 
 
 class CompileLog:
-    """Listener of triton-lang that reports compilations during serving as stage `compile`."""
+    """Listener that reports kernel compilations of triton-lang while serving."""
 
     def __init__(self, report: Progress) -> None:
         self._report = report
@@ -57,7 +57,7 @@ class CompileLog:
 
 
 def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:
-    """Compile and run a small kernel; None where no kernel runs. Raise `ConfigError` if a compiler is missing."""
+    """Run a small kernel; None on devices without kernels. Raise `ConfigError` without a compiler."""
     if device.type != "cuda" or set(preferences().values()) == {"reference"}:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -79,7 +79,7 @@ def _run_a_kernel(device: torch.device) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the configured folder, or one in the home or the run directory. Raise `ConfigError` if read-only."""
+    """Return a writable folder for compiled kernels. Raise `ConfigError` if the configured one is read-only."""
     named = environment.get("TRITON_CACHE_DIR")
     if not named and environment.get("TRITON_HOME"):
         named = str(Path(environment["TRITON_HOME"]) / ".triton" / "cache")

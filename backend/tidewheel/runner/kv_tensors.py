@@ -1,4 +1,4 @@
-"""Number, tensors and scales of the blocks of the KV cache.
+"""Size, memory and quantisation scales of the KV cache.
 
 Scales of 8-bit floats are powers of two, measured once at load: Llama-3.1-70B has a perplexity of 2.732 without 8
 bits, 2.748 with scales from vLLM's first request, 2.887 with 1.0 (https://github.com/ROCm/vllm/pull/317).
@@ -49,7 +49,7 @@ class MemoryBudget(NamedTuple):
     host_bytes: int | None = None  # bound of a CPU cache; None: unknown
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """Return the least `setting` (MiB, or fraction of the GPU) for `num_bytes`; None if impossible."""
+        """Return the least `setting` (MiB, or fraction of the GPU) that holds `num_bytes`; None if none does."""
         if self.gpu_bytes is None:
             fits = self.host_bytes is None or num_bytes <= self.host_bytes
             return -(-num_bytes // MIB) if fits else None
@@ -94,7 +94,7 @@ def decide_size(
     *,
     may_shorten: bool = False,
 ) -> CacheSize:
-    """Return the number of blocks (`num_blocks`, or all that `budget` holds) and the context that they allow.
+    """Return the number of blocks (`num_blocks`, or all that `budget` holds) and the context length they allow.
 
     Raise `ConfigError` if the cache exceeds free host memory, or holds no request of `max_model_len` tokens;
     `may_shorten` lowers `max_model_len` instead.
@@ -156,11 +156,11 @@ class KVTensors:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """View [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], not contiguous."""
+        """View by block [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], not contiguous."""
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def largest(self) -> torch.Tensor:
-        """Return the largest magnitudes [num_layers, 2, num_kv_heads]."""
+        """Return the largest magnitude of keys and of values [num_layers, 2, num_kv_heads]."""
         return self._tensor.abs().amax(dim=(2, 3, 5))
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
@@ -169,7 +169,7 @@ class KVTensors:
 
 
 def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
-    """Return [n] int64 without waiting: torch keeps pinned memory until the copy is done."""
+    """Copy ids to an int64 tensor [n] without waiting: torch keeps pinned memory until the copy is done."""
     index = torch.from_numpy(ids.astype(np.int64))
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
@@ -201,7 +201,7 @@ def with_scales(
 
 
 def scales_of_largest(largest: torch.Tensor) -> torch.Tensor:
-    """Return powers of two; 1 where `largest` is 0 or not finite."""
+    """Return power-of-two scales for the largest magnitudes; 1 where 0 or not finite."""
     exponents = torch.frexp(largest.float() * (HEADROOM / torch.finfo(FP8).max)).exponent
     powers = torch.ldexp(
         torch.ones_like(exponents, dtype=torch.float32), exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)

@@ -48,7 +48,7 @@ _LogitsAndMore = tuple[torch.Tensor, LogprobsOutput | None, torch.Tensor | None]
 
 
 class ModelRunner:
-    """Runner of batches in scheduled order, on one thread, with the KV cache and row tables.
+    """Runner of scheduled batches, on one thread, with the KV cache and row tables.
 
     Without an accelerator (CPU), `launch` returns a finished step.
     """
@@ -116,7 +116,7 @@ class ModelRunner:
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> StepMemory:
-        """Measure the largest step with a minimal cache; this also proves that the model runs."""
+        """Return the memory of the largest step, run with a minimal cache; this proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
 
@@ -182,7 +182,7 @@ class ModelRunner:
         return pending
 
     def logits_of_both(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [n, vocab_size] of decodes, computed and replayed."""
+        """Return logits [n, vocab_size] of decodes, computed eagerly and by graph replay."""
         graph = None if self._graphs is None else self._graphs.find_decodes(batch)
         assert graph is not None
         with torch.inference_mode():
@@ -192,7 +192,7 @@ class ModelRunner:
         return computed, graph.forward.output[: len(batch.rows)]
 
     def decode_without_waiting(self, batch: ScheduledBatch) -> None:
-        """Compute decodes twice; raise if the second pass, all compiled, waits for the device."""
+        """Run decodes twice. Raise if the second run, with all kernels compiled, waits for the device."""
         assert self._accelerator is not None
         with torch.inference_mode():
             forward = self._eager_forward(batch)

@@ -1,6 +1,6 @@
 """Memory of a step: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so they are captured after it; the largest few are tried before, to estimate all.
+Graphs point into the cache, so they are captured after it is made; a trial of the largest estimates all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def smallest_step(info: RunnerInfo) -> StepSize:
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Sum the widest tensors: residual, norm, gate, up and their product of a layer, and logits in two dtypes."""
+    """Return the bytes of the widest tensors: residual, norm, gate, up and product of a layer, and logits twice."""
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
     num_tokens = size.num_rows * size.tokens_per_row
     per_logit = dtype.itemsize + torch.float32.itemsize
@@ -54,7 +54,7 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """Return the result of `run` and its peak bytes. Raise `ConfigError`, naming a size that fits."""
+    """Return the result of `run` and its peak memory. Raise `ConfigError`, naming a size that fits."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = _run_if_it_fits(run, size)
@@ -85,7 +85,7 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
-    """Assume that the first graph pays for the pool, others the largest later measurement."""
+    """Estimate the memory of all graphs: the first pays for the pool, others cost the most measured later."""
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 

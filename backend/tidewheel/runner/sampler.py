@@ -28,7 +28,7 @@ from tidewheel_kernels import (
 
 
 class SamplerOutput(NamedTuple):
-    """Tensors of S sampled rows."""
+    """Sampled tokens and log-probabilities of S rows, on the device."""
 
     token_ids: torch.Tensor | None = None  # [S] int64, -1: non-finite logits; None: no row samples
     logprobs: LogprobsOutput | None = None  # of the plan's `logprob_rows`
@@ -37,7 +37,7 @@ class SamplerOutput(NamedTuple):
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Sequence[bool]) -> torch.Tensor:
-    """Return ids [S] int64 without reading device values; `flags`: those of `SamplingTensors`."""
+    """Return token ids [S] int64 without reading device values. `flags`: those of `SamplingTensors`."""
     temperature, top_k, top_p, min_p, uniform = draw
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
 
@@ -45,7 +45,7 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], flags: Seque
 def sample_tokens(
     logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, history: Callable[[], TokenHistory]
 ) -> SamplerOutput:
-    """Sample a token per row of `logits` [S, V], which it may overwrite.
+    """Return a token per row of `logits` [S, V], which may be overwritten.
 
     Order of vLLM: log-probabilities, allowed tokens, biases, forbidden words, penalties, grammar masks, temperature,
     top_k, top_p, min_p, draw.
@@ -89,13 +89,13 @@ def score_prompts(
 
 
 def pool_states(states: torch.Tensor, owners: torch.Tensor, pooling: PoolingPlan) -> torch.Tensor:
-    """Return sums [R, hidden_size] float32 of states [P, hidden_size] by owner."""
+    """Return sums [R, hidden_size] float32 of hidden states [P, hidden_size] by owner."""
     sums = torch.zeros(len(pooling.batch_indices), states.shape[1], dtype=torch.float32, device=states.device)
     return sums.index_add_(0, owners, states.float())
 
 
 class PendingStep:
-    """Launched step. Copies to the host are queued at once: the next step may overwrite its tensors."""
+    """Launched step. Copies to the host are queued at launch: the next step may overwrite its tensors."""
 
     def __init__(
         self,

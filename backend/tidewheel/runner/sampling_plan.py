@@ -26,7 +26,7 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penal
 
 
 def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
-    """Return [n] float32 in [0, 1), a pure function of (seed, position).
+    """Return random numbers [n] float32 in [0, 1), a pure function of (seed, position).
 
     Counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on the finaliser of
     SplitMix64 (Steele, Lea and Flood 2014).
@@ -43,7 +43,7 @@ def _mixed(x: UInt64Array) -> UInt64Array:
 
 
 class LogitRules:
-    """Allowed tokens, biases, stop tokens forbidden before `min_tokens`, and forbidden words of a request."""
+    """A request's allowed tokens, biases, forbidden words, and stop tokens forbidden before `min_tokens`."""
 
     def __init__(self, new: NewRow, vocab_size: int) -> None:
         token_ids, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
@@ -72,7 +72,7 @@ class LogitRules:
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> tuple[Int32Array, Int32Array]:
-        """Return the lengths of the words that may end here, and their concatenated tokens."""
+        """Return the lengths of the forbidden words that may end at the position, and their concatenated tokens."""
         count = int(np.searchsorted(self._word_lengths, position + 1, side="right"))
         lengths = self._word_lengths[:count]
         return lengths, self._word_tokens[: int(lengths.sum())]
@@ -116,7 +116,7 @@ SCORED_AT_ONCE = 512
 
 
 class PromptScoring(NamedTuple):
-    """R chunks with P scored prompt positions."""
+    """Inputs to score P prompt positions in R chunks."""
 
     batch_indices: Int64Array  # [R]
     counts: Int32Array  # [R] positions from the chunk's start
@@ -128,7 +128,7 @@ class PromptScoring(NamedTuple):
 
 
 class PoolingPlan(NamedTuple):
-    """R pooled rows, and the P tokens whose hidden states are summed."""
+    """Inputs to sum the hidden states of P tokens in R rows."""
 
     batch_indices: Int64Array  # [R]
     hidden_indices: Int64Array  # [P] tokens of the step
@@ -196,7 +196,7 @@ class SamplingTable:
         self._rules: dict[int, LogitRules] = {}
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Add and remove rows. Raise `RowError` for parameters that fail."""
+        """Add and remove rows. Raise `RowError` for parameters that cannot be prepared."""
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)
@@ -264,7 +264,6 @@ class SamplingTable:
         )
 
     def _scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
-        """Return the positions to score; `sampled` [S] are the tokens to sample from."""
         num_top = self._num_prompt_logprobs[batch.rows]
         num_left = self._num_prompt_tokens[batch.rows] - 1 - batch.start_positions
         counts = np.minimum(batch.num_scheduled_tokens, num_left)
@@ -333,7 +332,6 @@ def _word_columns(ruled: Ruled) -> Group | None:
 
 
 def _joined(entries: list[tuple[int, tuple[Int32Array, Array]]]) -> tuple[Int32Array, Int32Array, Array] | None:
-    """Concatenate the arrays, after the row of each element of the first; None without elements."""
     entries = [(row, arrays) for row, arrays in entries if len(arrays[0])]
     if not entries:
         return None

@@ -36,8 +36,7 @@ def share_memory(groups: Groups) -> DeviceArrays:
 
 
 class StagingSender:
-    """`InputSender` through a pinned buffer into a fixed device buffer: one asynchronous copy, after all reads of old
-    content.
+    """Copier of step inputs to fixed device memory: one asynchronous copy, after all reads of old inputs.
 
     Leading arrays keep their addresses while their sizes stay, as graphs require; from the first that does not fit,
     all go into a new tensor.

@@ -48,7 +48,7 @@ class GraphSizes(NamedTuple):
 
 
 class GraphBytes(GraphSizes):
-    """Bytes of graphs by size, the largest size first."""
+    """Bytes of each graph, the largest batch size first."""
 
     @property
     def total(self) -> int:
@@ -76,7 +76,7 @@ def prompt_sizes(max_num_tokens: int) -> list[int]:
 
 
 class DecodeGraph(NamedTuple):
-    """Graphs of one batch size. A replay overwrites logits and tokens of all sizes."""
+    """CUDA graphs of one batch size. A replay overwrites logits and tokens of all sizes."""
 
     num_rows: int
     inputs: DeviceInputs
@@ -86,7 +86,7 @@ class DecodeGraph(NamedTuple):
 
 
 class PromptGraph(NamedTuple):
-    """Graphs of one number of tokens: before, between and after attentions."""
+    """CUDA graphs of one number of prompt tokens: before, between and after the layers' attentions."""
 
     num_tokens: int
     model: Decoder
@@ -98,7 +98,7 @@ class PromptGraph(NamedTuple):
     residual: torch.Tensor
 
     def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Run a step whose padded inputs have been sent; return logits [S, vocab_size]."""
+        """Run a step, whose padded inputs are on the device; return logits [S, vocab_size]."""
         first, *others = self.pieces
         attended = self.attended[:num_tokens]
         first.replay()
@@ -133,7 +133,7 @@ class StepGraphs:
         self._prompts: list[PromptGraph] = []  # ascending
 
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
-        """Capture graphs with padding rows, the largest first: smaller graphs reuse their memory."""
+        """Capture all graphs with padding rows, the largest first: smaller graphs reuse their memory."""
         captures = [partial(self._add_decodes, size) for size in sorted(sizes.decodes, reverse=True)]
         captures += [partial(self._add_decodes, s, may_split=False) for s in sorted(sizes.unsplit, reverse=True)]
         captures += [partial(self._add_prompts, size) for size in sorted(sizes.prompts, reverse=True)]
@@ -213,7 +213,6 @@ class StepGraphs:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keep garbage collection from freeing memory that a capture needs."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -33,7 +33,7 @@ class BatchRunner(Protocol):
 
 
 class UnconstrainedMatcher:
-    """Matcher and pool, as llguidance's, that allow every token."""
+    """Grammar matcher, and pool of matchers, that allow every token."""
 
     def deep_copy(self) -> UnconstrainedMatcher:
         return self
@@ -74,7 +74,7 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Run every step. Raise `ConfigError` if the cache leaves too little memory."""
+    """Run all synthetic steps. Raise `ConfigError` if the cache leaves too little memory."""
     batches = list(warm_up_batches(runner.info))
     try:
         for done, batch in enumerate(batches):

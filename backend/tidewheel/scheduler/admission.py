@@ -58,7 +58,7 @@ class AdmissionControl:
         self.breaker.num_shed = self._state.stats.num_shed_by_class
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Return the evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
+        """Queue the requests; return evicted ones. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
         figures, count = self._tenant_counts.of(requests[0].tenant), len(requests)
         figures.num_requests += count
         for request in requests:
@@ -109,7 +109,7 @@ class AdmissionControl:
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
-        """Settle ended requests. Only STOP and LENGTH train the predictor; refusals and cancels are no failures."""
+        """Learn from ended requests. Only STOP and LENGTH train the length predictor."""
         for request in requests:
             self._tenants.settle(request, now)
             figures, reason = self._tenant_counts.of(request.tenant), request.finish_reason
@@ -137,7 +137,7 @@ class AdmissionControl:
                 raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
-        """Reserve `num_tokens` per request. Raise `DeadlineExceeded` or `Busy`."""
+        """Reserve `num_tokens` per request in the tenant's rate. Raise `DeadlineExceeded` or `Busy`."""
         request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
@@ -154,7 +154,7 @@ class AdmissionControl:
         self._tenants.reserve(requests, num_tokens, now)
 
     def _observe_oldest(self, now: float) -> None:
-        """Report long waits to the breaker: these requests may never start."""
+        """Report long waits to the circuit breaker: these requests may never start."""
         limit = self._state.config.breaker_queue_time_s
         if limit is None:
             return
@@ -179,7 +179,7 @@ class WaitingLimits:
         self._start_interval: float | None = None
 
     def check(self, request: Request, count: int) -> None:
-        """Raise `InvalidRequest` if `count` such requests can never wait together or run."""
+        """Raise `InvalidRequest` if `count` such requests could never wait together, or never run."""
         limits, kv = self._state.config, self._state.kv
         num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
         check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
@@ -248,7 +248,7 @@ class WaitingLimits:
         self._last_start = now
 
     def retry_after_ms(self, now: float) -> int:
-        """Return the time in which half of the waiting set starts."""
+        """Return the time in which half of the waiting set is expected to start."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         waiting = self._state.waiting
@@ -274,7 +274,7 @@ class WaitingLimits:
 def check_deadline(
     state: SchedulerState, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
 ) -> None:
-    """Raise `DeadlineExceeded` if the deadline precedes now, or the first token expected of a busy engine."""
+    """Raise `DeadlineExceeded` if the deadline has passed, or the first token is expected after it."""
     if request.deadline is None:
         return
     left = request.deadline - now

@@ -26,7 +26,7 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class LoadSignal:
-    """Mean of recent observations, fading by count, so that slow failing traffic counts."""
+    """Mean of recent observations, fading with each new one, so that slow failing traffic counts."""
 
     name: str
     unit: str
@@ -39,7 +39,7 @@ class LoadSignal:
         self.mean += (value - self.mean) / min(self.count, WINDOW)
 
     def excess(self, min_count: int) -> float:
-        """Return mean / limit; 0 without limit or evidence."""
+        """Return mean / limit; 0 without a limit, or with fewer than `min_count` observations."""
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
@@ -67,7 +67,7 @@ class CircuitBreaker:
         self._reason = ""
 
     def check(self, service_class: Priority, now: float) -> None:
-        """Raise `Busy` if the class is shed. Call last: a probe counts as admitted."""
+        """Raise `Busy` if the class is shed. Call after all other checks: a probe counts as admitted."""
         self._advance(now)
         best_shed = _best_shed(self.level)
         if service_class < best_shed:

@@ -13,7 +13,7 @@ from tidewheel.scheduler.step_plan import StepPlan
 
 
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows, none for a lower class, so that `needy` can grow by a block; return rows that must wait."""
+    """Preempt rows so that the `needy` get a block each, none for a lower class. Return rows that must wait."""
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
@@ -39,7 +39,7 @@ def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> l
 def victims_for(
     state: SchedulerState, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool
 ) -> list[int]:
-    """Return rows of lower classes to preempt for a CRITICAL request; none if not enough or not needed.
+    """Return rows of lower classes to preempt for a CRITICAL request; empty if useless or not needed.
 
     With fair tenants, only rows after the request in order: others would return before it.
     """
@@ -108,7 +108,7 @@ def choose_victims(
     growing: Iterable[int] = (),
     min_victims: int = 0,
 ) -> list[int] | None:
-    """Return the needed victims, in order, that free `num_missing` blocks; None if impossible.
+    """Return the rows, in order, whose preemption frees `num_missing` blocks; None if impossible.
 
     A `growing` victim saves a block; `kept` blocks do not count.
     """
@@ -173,7 +173,7 @@ class GrowthForecast:
         self._of_rows = np.zeros((2, len(AHEAD)))
 
     def num_missing_slots(self, request: Request, hit: PrefixHit, *, keep_free: int) -> float:
-        """Return the missing slots; 0 admits the request into the forecast."""
+        """Return the cache slots that are lacking; if none, count the request as running from now on."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         left = request.max_tokens - request.num_output_tokens
@@ -200,7 +200,6 @@ class GrowthForecast:
 def _moments(
     curve: tuple[Float64Array, Float64Array], outputs: Float64Array, lefts: Float64Array, own: Float64Array
 ) -> Float64Array:
-    """Return [2, len(AHEAD)]."""
     now = np.interp(outputs, *curve).clip(1e-9)[:, None]
     alive = np.interp(outputs[:, None] + AHEAD, *curve) / now
     alive *= lefts[:, None] > AHEAD

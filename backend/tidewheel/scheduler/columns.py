@@ -136,7 +136,7 @@ class RowColumns:
                 self.write_back(row)
 
     def leave(self, row: int) -> None:
-        """Free the row; the new epoch voids results in flight."""
+        """Free the row; results of steps in flight no longer count for it."""
         request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
@@ -175,7 +175,7 @@ class RowColumns:
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
-        """Return rows that miss one token, its positions, and rows that miss several; no ending rows."""
+        """Return rows with one token to compute, its positions, and rows with several tokens; no ending rows."""
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))

@@ -43,7 +43,7 @@ class SchedulerConfig(SchedulingSettings):
 
     @property
     def num_rows(self) -> int:
-        """Most running requests: the budget gives each a token."""
+        """Largest number of running requests: the token budget gives each a token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def differs(self, other: SchedulerConfig, *names: str) -> bool:

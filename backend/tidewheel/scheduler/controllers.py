@@ -50,7 +50,7 @@ class AppliedStep(NamedTuple):
 
 
 class TpotController:
-    """Controller of the token budget that holds `target_s` as the time of decoding steps.
+    """Controller that keeps the time of decoding steps at `target_s` by changing the token budget.
 
     Clamped integral control: ln B ← ln B + gain · ln(0.97 · target / step time). As d ln t / d ln B is between 0 and
     1, the loop gain is at most 0.2: no overshoot, even two steps late (z² - z + g has real roots for g ≤ 1/4).
@@ -171,7 +171,7 @@ class StepControl:
         )
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
-        """Learn from an applied batch, which started when the previous one ended."""
+        """Learn from an applied batch, whose step started when the previous one ended."""
         state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)

@@ -39,7 +39,7 @@ class LengthHistogram:
 
     @property
     def num_seen(self) -> float:
-        """Faded count, at most 1 / (1 - `_FORGET`)."""
+        """Faded number of observed outputs, at most 1 / (1 - `_FORGET`)."""
         return self._total / self._scale
 
     @property
@@ -75,7 +75,7 @@ class OutputPredictor:
         self.mean_abs_error = 0.0  # tokens, over about 100 outputs
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
-        """Return output tokens in [1, `max_tokens`]."""
+        """Return the expected number of output tokens, in [1, `max_tokens`]."""
         bucket = num_prompt_tokens.bit_length()
         for cells, key in (
             (self._cells, (tenant, bucket)),
@@ -128,9 +128,9 @@ def _fade(now: float, last: float) -> float:
 
 
 class StepTime:
-    """Least squares with exponential forgetting: ``seconds ≈ overhead + seconds_per_token · chunk tokens``.
+    """Estimate of a step's seconds by tokens: ``seconds ≈ overhead + seconds_per_token · chunk tokens``.
 
-    Updated in place (West, "Updating mean and variance estimates", CACM 1979).
+    Least squares with exponential forgetting (West, "Updating mean and variance estimates", CACM 1979).
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class StepTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """Slope; 0 until enough chunks differ."""
+        """Slope of the estimate; 0 until steps had different enough numbers of tokens."""
         is_known = self._num_steps >= _MIN_STEPS and self._var > self._weight
         return max(self._cov / self._var, 0.0) if is_known else 0.0
 
@@ -169,13 +169,11 @@ class StepTime:
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict the seconds of a step: the mean without a slope, 0 before any step."""
+        """Predict a step's seconds: the mean without a slope, 0 before any step."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
     def longest_seconds(self, num_chunk_tokens: int) -> float | None:
-        """Predict the longest seconds: as `seconds`, or in proportion to tokens without a slope. None before any
-        step.
-        """
+        """Predict a step's longest seconds, in proportion to tokens if there is no slope. None before any step."""
         if not self._num_steps:
             return None
         if self.seconds_per_token > 0.0:
@@ -183,14 +181,14 @@ class StepTime:
         return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int, seconds_per_block: float | None) -> bool:
-        """Return whether copying the blocks out and in takes less than to compute the tokens (None: no host tier)."""
+        """Return whether copying blocks to the host and back takes less time than computing the tokens again."""
         if seconds_per_block is None:
             return False
         return 2.0 * num_blocks * seconds_per_block < num_computed_tokens * self.seconds_per_token
 
 
 class ServiceEstimate:
-    """Waiting and prefill times, from step times and starts under backlog; 0 without evidence."""
+    """Estimates of queue and prefill time, from step times and starts under backlog; 0 without evidence."""
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
@@ -215,7 +213,7 @@ class ServiceEstimate:
         return self._tokens / self._seconds
 
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
-        """Return the time until all tokens ahead have started; with free rows, at most their prefill."""
+        """Return the time until all tokens ahead have started; with free rows, at most their prefill time."""
         pace = self.tokens_per_second(now)
         seconds = 0.0 if pace is None else num_tokens_ahead / pace
         if has_free_rows and self._step_time.is_fresh(now):

@@ -1,7 +1,7 @@
-"""Plan of one step: rows that get its tokens, and requests that enter.
+"""Plan of one step: running rows that get tokens, and waiting requests that enter.
 
-A request that cannot enter is not overtaken, lest smaller ones starve it, unless it waits for a prefix being
-computed.
+A request that cannot enter is not overtaken, lest smaller ones starve it, unless it waits for another request to
+compute their common prefix.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _EntryPlanner:
         return count
 
     def _try(self, request: Request) -> EntryOutcome:
-        """Admit with blocks for all tokens, so that no prompt under way runs out."""
+        """Admit the request only if all its tokens get KV blocks, so that its prompt never runs out of blocks."""
         state, plan = self._state, self._plan
         self.blocked = None
         if not self._has_turn(request):
@@ -237,7 +237,7 @@ class _EntryPlanner:
         return not columns.free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a row computes the prefix in this step, or most missing tokens later."""
+        """Return whether another row computes the prefix in this step, or most of the missing tokens later."""
         state, prefixes = self._state, self._state.kv.prefixes
         if not prefixes.computing or request.needs_all_states:
             return False

@@ -69,6 +69,6 @@ def level_of(policy: Policy, request: Request) -> Rank:
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the largest level that shares a request's budget; an aged request shares with its old class."""
+    """Return the last level that shares the budget with this request; an aged request stays in its old class."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

@@ -17,7 +17,7 @@ WINDOW = 64  # requests compared
 
 
 class SortedQueue:
-    """List sorted by unique key: for thousands of entries one `memmove` is cheaper than a heap."""
+    """List sorted by unique key: for thousands of entries, one `memmove` is cheaper than a heap."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Rank, Request]] = []
@@ -51,7 +51,7 @@ class TenantQueues(NamedTuple):
 
 
 class WaitingSet:
-    """Waiting requests, by tenant if tenants take turns. Only the leader of a group is queued."""
+    """Waiting requests in order of service, by tenant if tenants take turns. A group is queued as its leader."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class WaitingSet:
         return sum(self._new_tokens.values())
 
     def own_part(self, request: Request) -> str:
-        """Return a tenant's number of new requests, for a message; empty without fairness."""
+        """Return text with the number of the tenant's new requests; empty without fairness."""
         return "" if self._counters is None else f" ({self._num_new.get(request.tenant, 0)} of its own tenant)"
 
     @property
     def lowest_class(self) -> int:
-        """First class that displaces no waiting request; LOW + 1: all do."""
+        """Best class that displaces no waiting request; LOW + 1: all may displace some."""
         if self._counters is not None:
             return Priority.LOW + 1
         return next((request.service_class for request in reversed(self._ages)), 0)
@@ -95,12 +95,12 @@ class WaitingSet:
         return min((request.arrival_time for request in self.oldest_by_class() if request is not None), default=None)
 
     def oldest_by_class(self) -> list[Request | None]:
-        """Return the new request of each class that arrived first."""
+        """Return the earliest arrived new request of each class."""
         firsts = [(service_class, self._ages.first_from((service_class,))) for service_class in Priority]
         return [first if first is not None and first.service_class is named else None for named, first in firsts]
 
     def num_tokens_ahead(self, service_class: Priority) -> int:
-        """Return new prompt tokens served before a newcomer; 0 if tenants take turns."""
+        """Return prompt tokens of new requests that precede a newcomer of the class; 0 if tenants take turns."""
         policy = self._policy
         if policy.by_tenant:
             return 0
@@ -213,7 +213,6 @@ class WaitingSet:
             yield victim
 
     def _insert(self, lane: TenantQueues, request: Request) -> bool:
-        """Return whether the request is new."""
         is_new = request.is_new
         (lane.new if is_new else lane.returning).push(request.rank, request)
         if is_new:
@@ -262,7 +261,7 @@ class WaitingSet:
 def next_in_line(
     waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float, by_tenant: bool
 ) -> Request | None:
-    """Return the request with the longest cached prefix of the first `WINDOW`, in the first one's class.
+    """Return, of the first `WINDOW` requests of the first one's class, the request with the longest cached prefix.
 
     The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. Started requests
     are neither preferred nor overtaken.

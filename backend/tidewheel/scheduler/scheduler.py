@@ -1,8 +1,8 @@
-"""Continuous batching without prefill and decode phases.
+"""Continuous batching that mixes prefill and decode in each step.
 
-Each step spends a token budget on the gaps between tokens and computed tokens. `schedule` reserves, `apply` commits;
-in between a batch is *in flight*. With two in flight, ends by length are known ahead; at other ends `apply` drops the
-extra token.
+A step computes tokens that a request has but whose keys and values are not yet cached, within a token budget.
+`schedule` reserves blocks, `apply` takes the sampled tokens; between the two a batch is *in flight*. With two in
+flight, `max_tokens` is known ahead; after any other end, `apply` drops the extra token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scheduler:
         self.step_time = self._state.step_time
 
     def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
-        """Change settings, also with batches in flight. No request ends; rows can only become fewer."""
+        """Change settings, also with batches in flight. No request ends. The number of rows cannot grow."""
         require(config.num_rows <= self._state.columns.num_rows, f"{config.num_rows} rows are more than there are")
         before = self._state.config
         self._state.reconfigure(config)
@@ -62,16 +62,16 @@ class Scheduler:
         return self._state.num_waiting
 
     def add(self, request: Request, now: float) -> list[Request]:
-        """Return the evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
+        """Queue a request; return evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
         return self.add_group([request], now)
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Add all requests or none. They differ in id and seed; all but the first have it as `leader`."""
+        """Queue the `n` sequences of a prompt, all or none; the first is the `leader` of the others."""
         self._now = now
         return self._admission.admit(requests, now)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
-        """End a request in any state; return None if unknown or finished."""
+        """End a request in any state and return it; None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
             self._state.end(request, reason, self._now)
@@ -79,7 +79,7 @@ class Scheduler:
         return request
 
     def expire(self, now: float) -> list[Request]:
-        """End sessions, and requests past their deadline; only those that never started get an error."""
+        """End expired sessions and return requests past their deadline; never started ones get an error."""
         self._now = now
         self._state.kv.sessions.expire(now)
         state, expired = self._state, []
@@ -274,7 +274,7 @@ def _no_token(request: Request) -> TidewheelError:
 
 
 def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Count computed tokens; publish blocks known at entry, those of output at the end."""
+    """Count computed tokens, and share full blocks of prompts."""
     columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     ends = starts + counts

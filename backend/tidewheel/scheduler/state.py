@@ -27,13 +27,12 @@ class BlockedRequest(NamedTuple):
 
 class RequestTimers:
     def __init__(self, requests: Sized) -> None:
-        """`requests`: the unfinished ones."""
         self.deadlines = EventHeap[Request](_is_unfinished)
         self.soft_deadlines = EventHeap[Request](_is_unfinished)
         self._requests = requests
 
     def set_ageing(self, ageing_s: float, *, ages_all: bool) -> None:
-        """Start no request's ageing; with `ages_all`, HIGH and CRITICAL may become overdue."""
+        """Set the ageing time. No request ages yet. With `ages_all`, HIGH and CRITICAL may become overdue."""
         self.lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
         self._ageing_s = ageing_s
         self._ages_all = ages_all
@@ -102,7 +101,7 @@ class SchedulerState:
         return limits_of(self.config.tenants, tenant).max_priority
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Re-rank all requests; ageing keeps its start time."""
+        """Re-rank all requests; the start of their ageing stays."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
         since = [self.timers.ages_since(request) for request in (*queued, *running)]
         self.predictor.prior = float(config.predictor_prior_tokens)
@@ -132,7 +131,7 @@ class SchedulerState:
         self.timers.start_ageing(leader, leader.arrival_time)
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
-        """Change the class; ageing starts at `since` (None: the request is overdue)."""
+        """Change a request's class; ageing starts at `since` (None: the request is overdue)."""
         is_overdue = since is None
         if request.state is RequestState.RUNNING:
             request.service_class = service_class
@@ -162,7 +161,7 @@ class SchedulerState:
                 self.stats.num_downgraded_deadline += 1
 
     def is_over_quota(self, request: Request) -> bool:
-        """Return whether the request takes its tenant over quota. Shared blocks count for each holder."""
+        """Return whether the request takes its tenant over its block quota. Shared blocks count for each holder."""
         tenant, kv = request.tenant, self.kv
         limit = limits_of(self.config.tenants, tenant).max_blocks
         if limit is None or request.was_over_quota:
@@ -171,7 +170,7 @@ class SchedulerState:
         return num_held + kv.num_blocks_for(request.num_tokens) > limit
 
     def drop_over_quota(self, request: Request, now: float) -> bool:
-        """Return whether the request was moved to a lower class."""
+        """Lower the class of a request over its tenant's quota. Return whether it was lowered."""
         if not self.is_over_quota(request):
             return False
         for member in (request, *request.followers):
@@ -188,7 +187,7 @@ class SchedulerState:
         self.columns.classes[request.row] = self._class_that_counts(request)
 
     def shortage(self) -> BlockShortage | None:
-        """Return the block shortage of the first request in line; None if it lacks no blocks."""
+        """Return the blocks that the first request in line lacks, or None."""
         blocked, num_free = self.blocked, self.kv.num_free_blocks
         if blocked is None or next(self.waiting.candidates(with_new=True), None) is not blocked.request:
             return None
@@ -208,7 +207,7 @@ class SchedulerState:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """Give the request a row; return its block table, None if blocks are short."""
+        """Give a waiting request a row; return its block table, or None if blocks are short."""
         kv, columns = self.kv, self.columns
         row = columns.free_rows[0]
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
@@ -255,7 +254,7 @@ class SchedulerState:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Queue followers whose leader has computed all but the last prompt token."""
+        """Queue the followers of leaders that have computed their prompt but its last token."""
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self.leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:

@@ -42,10 +42,9 @@ class Strategy:
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Learn the time from a batch's oldest arrival to its applied step."""
+        """Learn the time from a batch's oldest arrival to its end, in seconds."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        """Return the size of the batch to form, or 0."""
         raise NotImplementedError
 
 
@@ -55,7 +54,7 @@ class ContinuousStrategy(Strategy):
 
 
 class StaticStrategy(Strategy):
-    """Form batches when nothing runs, and `batch_size` wait or the oldest has for `batch_timeout_ms`."""
+    """Strategy that forms a batch when nothing runs, of `batch_size` requests or after `batch_timeout_ms`."""
 
     def _form(self, now: float, view: JoinView) -> int:
         size = min(self._settings.batch_size or self._settings.max_num_seqs, view.max_num_seqs)
@@ -64,7 +63,7 @@ class StaticStrategy(Strategy):
 
 
 class BatchWindow:
-    """Collection time of dynamic batches.
+    """Time for which dynamic batches collect requests.
 
     Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
     grows, at first by 1.25. The factor's logarithm is halved at turns, down to 2 %, else grows by a fifth (as in
@@ -92,7 +91,7 @@ class BatchWindow:
 
 
 class DynamicStrategy(Strategy):
-    """Form batches when the oldest has waited for the window, or fills all free rows."""
+    """Strategy that forms a batch when the oldest request has waited for the window, or all free rows are filled."""
 
     def __init__(self, settings: SchedulingSettings) -> None:
         super().__init__(settings)
@@ -108,7 +107,7 @@ class DynamicStrategy(Strategy):
 
 
 class HybridStrategy(DynamicStrategy):
-    """Dynamic batches, but all join below `hybrid_threshold` requests or above `hybrid_backlog` waiting."""
+    """Dynamic batches, but at low load or with a backlog all waiting requests join at once."""
 
     def _form(self, now: float, view: JoinView) -> int:
         is_low = view.num_running + view.num_waiting < self._settings.hybrid_threshold
@@ -118,7 +117,7 @@ class HybridStrategy(DynamicStrategy):
 
 
 class PredictiveStrategy(Strategy):
-    """Form batches of the size expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
+    """Strategy that forms batches of the size expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
 
     def __init__(self, settings: SchedulingSettings) -> None:
         super().__init__(settings)

@@ -22,7 +22,7 @@ _REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
-    """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, with debt).
+    """Token bucket of `burst`, full at first, refilled at `rate` per second (RFC 2697, with debt).
 
     A cost over `burst` needs a full bucket and leaves a debt.
     """
@@ -45,7 +45,7 @@ class TokenBucket:
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take the cost, into debt if needed; a negative cost refills."""
+        """Take a cost, into debt if needed; a negative cost refills."""
         self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
@@ -94,7 +94,7 @@ class TenantTable:
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Take or return the difference between use and reservation; a request that never started used nothing."""
+        """Correct the reservation by the request's real use; a request that never started used nothing."""
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
@@ -116,7 +116,6 @@ class TenantTable:
         return buckets
 
     def _forget(self, now: float) -> None:
-        """Drop up to two tenants per new one, so the table shrinks after a crowd."""
         for account, buckets in list(islice(self._unnamed.items(), 2)):
             is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
             if len(self._unnamed) < self._max_buckets and not is_full:
@@ -140,7 +139,7 @@ def _describe(tenant: str, account: str) -> str:
 
 
 class TenantCounts:
-    """Figures by label: the first `MAX_LABELS` tenants, and `other`."""
+    """Counts by tenant: the first `MAX_LABELS` tenants, and `other`."""
 
     def __init__(self, stats: EngineStats, names: Iterable[str]) -> None:
         self._stats = stats

@@ -1,12 +1,12 @@
-"""Finding, starting and supervising a tritonserver."""
+"""Start and supervision of a Triton server."""
 
 
 class ServeError(Exception):
-    """Failed start or dead part of a server, in one line that says what to change."""
+    """Failed start or dead part of a server; the message says in one line what to change."""
 
 
 class LoadError(ServeError):
-    """Failed load of one model, whose name is `model`."""
+    """Failed load of one model, named `model`."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model {model!r} cannot be loaded: {reason}")

@@ -1,5 +1,3 @@
-"""Output for people: notes, waits, load progress, and the report of a ready server."""
-
 from __future__ import annotations
 
 import contextlib
@@ -34,7 +32,7 @@ _TICK_S = 0.5
 
 
 class Console:
-    """Writer above any progress bar. A closed terminal does not end the server."""
+    """Writer of messages above any progress bar. A closed terminal does not end the server."""
 
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose
@@ -46,7 +44,7 @@ class Console:
         self._write(f"tidewheel: {text}", sys.stderr)
 
     def server_line(self, line: LogLine, state: State) -> None:
-        """Show problems, or everything if verbose. The end of a load reports its errors."""
+        """Show a problem in Triton's log, or every line if verbose. Errors of a load are shown at its end."""
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
         elif line.is_problem and line.level in _SHOWN.get(state, ""):
@@ -59,7 +57,7 @@ class Console:
 
 
 class WaitLine:
-    """Status line, redrawn on a terminal, else printed ever more rarely. Ignores errors of a closed terminal."""
+    """Status line, redrawn on a terminal, else printed ever more rarely. A closed terminal is ignored."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
@@ -69,7 +67,7 @@ class WaitLine:
         self._bar: tqdm | None = None
 
     def update(self, what: str) -> None:
-        """Show `what` and the seconds so far. Call every 0.5 s."""
+        """Show `what` and the elapsed seconds. Call every 0.5 s."""
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
@@ -93,7 +91,7 @@ class WaitLine:
 
 @contextlib.contextmanager
 def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
-    """Show `what()` and the seconds so far on `stream` (default: standard error) during the block."""
+    """Show `what()` and the elapsed seconds on `stream` (default: standard error) during the block."""
     line, is_over = WaitLine(stream), threading.Event()
 
     def tick() -> None:
@@ -111,7 +109,7 @@ def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[N
 
 
 class LoadProgress:
-    """A bar per loading engine on a terminal, else a line per engine and stage; and the seconds so far."""
+    """Progress of loading engines: a bar each on a terminal, else a line per engine and stage."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         self._engines = dict(engines)
@@ -198,7 +196,7 @@ def top_command(endpoints: Endpoints) -> str:
 
 
 def version_warning(version: str, host: str) -> str | None:
-    """Return the reason why this server must not face a network, or None."""
+    """Return why this Triton version must not face a network, or None."""
     parts = version.split(".")[:2]
     is_known = all(part.isdigit() for part in parts)
     if is_loopback(host) or (is_known and tuple(map(int, parts)) >= OLDEST_FOR_PRODUCTION):

@@ -1,5 +1,3 @@
-"""Ports of a server, and a client of Triton's HTTP endpoint."""
-
 from __future__ import annotations
 
 import contextlib
@@ -28,7 +26,7 @@ class Endpoints:
     openai: int | None = None  # None: no gateway
 
     def chosen(self) -> Endpoints:
-        """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
+        """Return the ports, each 0 replaced by a free one; all differ. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
             ports = {name: port for name, port in asdict(self).items() if name != "host" and port is not None}
             chosen: dict[str, Any] = {name: self._hold(held, port, name) for name, port in ports.items()}
@@ -80,7 +78,7 @@ class DeployedModel(NamedTuple):
 
 
 class TritonHttp:
-    """Client with a connection for each call."""
+    """Client of Triton's HTTP endpoint, with a connection per call."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
@@ -95,7 +93,7 @@ class TritonHttp:
         return self.holds(f"/v2/models/{quote(model, safe='')}/ready")
 
     def connect(self) -> http.client.HTTPConnection:
-        """Return a connection that Triton counts, unconnected if it does not answer."""
+        """Return a connection that Triton has accepted, or an unconnected one if Triton does not answer."""
         connection = http.client.HTTPConnection(self._authority, timeout=ANSWER_S)
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/v2/health/live")
@@ -103,7 +101,7 @@ class TritonHttp:
         return connection
 
     def models(self) -> list[DeployedModel]:
-        """Return the ready models. Raise OSError without an answer."""
+        """Return the ready models. Raise OSError if Triton does not answer."""
         index = self._json("POST", "/v2/repository/index")
         models = []
         for name in sorted({one["name"] for one in index if one.get("state") == "READY"}):
@@ -114,7 +112,7 @@ class TritonHttp:
         return models
 
     def holds(self, path: str) -> bool:
-        """Return whether a GET is answered with 200."""
+        """Return whether a GET of the path is answered with 200."""
         try:
             return self._call("GET", path)[0] == 200
         except OSError:

@@ -1,5 +1,3 @@
-"""Readiness of `tidewheel serve`: of the server, of tritonserver and of every engine."""
-
 from __future__ import annotations
 
 import threading
@@ -19,12 +17,12 @@ STARTING = Readiness("starting", "the server loads its models")
 
 
 class HealthMonitor:
-    """Health endpoint, and the threads that examine engines and tritonserver during the `with` block."""
+    """Health endpoint of `tidewheel serve`, with threads that watch engines and tritonserver."""
 
     def __init__(
         self, endpoints: Endpoints, is_live: Callable[[], bool], find: Callable[[], list[Path]] = current_engines
     ) -> None:
-        """`is_live` asks tritonserver, `find` returns the links to the serving engines."""
+        """`is_live` asks tritonserver. `find` returns links to the serving engines' folders."""
         self.server: Callable[[], Readiness] = lambda: STARTING  # engines count when it is READY
         self._is_live = is_live
         self._find = find
@@ -49,7 +47,7 @@ class HealthMonitor:
             raise CrashLoop(f"an engine is given up: {engines.reason}")
 
     def look(self) -> Readiness:
-        """Return the worst state of all engines."""
+        """Return the worst readiness of all engines."""
         self._watches = {link: self._watches.get(link) or EngineWatch(link) for link in self._find()}
         seen = [(label_of(link), watch.look()) for link, watch in self._watches.items()]
         bad = [Readiness(one.state, f"{label}: {one.reason}") for label, one in seen if one and not one.is_ready]

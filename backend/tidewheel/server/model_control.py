@@ -1,4 +1,4 @@
-"""Loads and unloads of models of a running server, by a private socket or over Triton's API."""
+"""Load and unload of models in a running server, by a private socket or over Triton's API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Action = Literal["load", "unload", "reload"]
 
 
 class Command(msgspec.Struct):
-    """Line of JSON on the control socket."""
+    """Command on the control socket: a line of JSON."""
 
     do: Action
     model: str
@@ -43,7 +43,7 @@ class _PendingLoad:
 
 @dataclass(kw_only=True)
 class ModelControl:
-    """Loader and unloader of models, by changes of the private repository that Triton polls."""
+    """Loader and unloader of models, by changing the private repository that Triton polls."""
 
     source: Path  # the operator's repository
     target: Path  # the private one
@@ -56,7 +56,7 @@ class ModelControl:
         self._pending: _PendingLoad | None = None
 
     def handle(self, command: Command) -> None:
-        """Do a command of `ask_server`. Raise `ServeError`. Not thread-safe."""
+        """Execute a command. Raise `ServeError`. Not thread-safe."""
         self.check()
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         try:
@@ -65,7 +65,7 @@ class ModelControl:
             raise ServeError(f"{error.filename}: {error.strerror}") from None
 
     def note_load(self, model: str, failure: str) -> None:
-        """End the wait for a load; `failure` is empty if the model serves. Thread-safe."""
+        """Report the end of a load to its waiting command; `failure` is empty if the model serves. Thread-safe."""
         with self._lock:
             pending = self._pending
             if pending is None or pending.model != model:
@@ -77,7 +77,7 @@ class ModelControl:
         pending.ended.set()
 
     def note_restart(self, reason: str) -> None:
-        """Fail and undo the pending load, so that the server restarts without its model."""
+        """Fail and undo the pending load, because the server restarts without its model."""
         pending = self._pending
         if pending is not None:
             self.note_load(pending.model, reason)
@@ -136,7 +136,7 @@ class ControlSocket(socketserver.ThreadingUnixStreamServer):
         path.chmod(0o600)
 
     def do(self, line: bytes) -> str:
-        """Return the error of a command; empty: done."""
+        """Execute a line from the socket. Return the error; empty: done."""
         try:
             with self._turn:
                 self._handle(msgspec.json.decode(line, type=Command))
@@ -179,7 +179,7 @@ def ask_server(control: Path, action: Action, model: str) -> None:
 
 
 def reload(authority: str, model: str) -> None:
-    """Unload and load a model over Triton's API, which gives it new front ends. Raise OSError."""
+    """Unload and load a model over Triton's API, so that it gets new front ends. Raise OSError."""
     # Over HTTP, Triton would hold up every connection that shares the thread of the call, and lose their answers.
     import grpc  # slow, and seldom needed
     from tritonclient.grpc import service_pb2 as pb

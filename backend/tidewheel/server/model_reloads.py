@@ -1,4 +1,4 @@
-"""Loads of models while the others serve, after the death of a front end or to give shared memory back."""
+"""Reloads of single models, after the death of a front end or to free its shared memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Load = Callable[[str], None]  # loads a model again, or raises OSError
 
 
 class StubId(NamedTuple):
-    """Triton's process of one front end."""
+    """Process of Triton's Python backend ("stub"), which runs one front end."""
 
     pid: int
     start_ticks: int
 
 
 class Reload:
-    """Load of a model, tried on a thread until it succeeds, and over when a new front end serves."""
+    """Load of a model, retried on a thread until it succeeds; over when a new front end serves."""
 
     def __init__(
         self, model: str, load: Load, delay_s: float, note: Callable[[str], None], *, while_it_serves: bool
@@ -67,14 +67,14 @@ class PendingReloads:
         self._pending.append(Reload(model, load, delay_s, self._note, while_it_serves=while_it_serves))
 
     def look(self) -> str:
-        """Note successes. Return a model without a front end, or an empty string."""
+        """Remove finished reloads. Return a model that waits for its front end, or an empty string."""
         for reload in [reload for reload in self._pending if reload.is_over]:
             self._pending.remove(reload)
             self._note(f"model {reload.model!r} is loaded again after {time.monotonic() - reload.since:.1f} s")
         return next((reload.model for reload in self._pending if not reload.while_it_serves), "")
 
     def cancel(self, model: str = "") -> None:
-        """Cancel the reloads of `model`; empty: of all."""
+        """Cancel the reloads of `model`; empty: of all models."""
         for reload in [reload for reload in self._pending if model in ("", reload.model)]:
             reload.cancelled.set()
             self._pending.remove(reload)
@@ -94,7 +94,7 @@ class SharedMemoryRelief:
         self._next = 0.0  # monotonic seconds
 
     def look(self, serving: Mapping[StubId, str], reloads: PendingReloads, load: Load) -> None:
-        """Replace one front end, if it is time. `serving`: models by stub."""
+        """Replace one front end whose shared memory is large. `serving`: models by stub."""
         now = time.monotonic()
         sizes = {stub: self._shared_bytes(stub.pid) for stub in serving if now >= self._next}
         grown = next((stub for stub, size in sizes.items() if size > MAX_SHARED_BYTES), None)

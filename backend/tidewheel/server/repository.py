@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
-    """Write an entry and its non-decoupled twin. Raise `ConfigError`."""
+    """Write a model repository entry and its non-decoupled twin. Raise `ConfigError`."""
     model = resolve_model(model)
     check_settings({"model": model, **settings})
     # Like `vllm serve`, and unlike entries that are written for Triton.
@@ -28,7 +28,7 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 
 
 def resolve_model(model: str) -> str:
-    """Return a folder or Hugging Face id. Raise `ConfigError` for anything else."""
+    """Return the folder or Hugging Face id of a model. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
     if model and folder.exists() and (refusal := foreign_format(folder)):
         raise ConfigError(refusal)
@@ -70,7 +70,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def entries(repository: Path) -> list[str]:
-    """Return the sorted names of entries. Raise `ConfigError` without any."""
+    """Return the sorted names of a repository's models. Raise `ConfigError` without any."""
     if not repository.is_dir():
         raise ConfigError(f"model repository {str(repository)!r}: no such folder")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
@@ -82,12 +82,12 @@ def entries(repository: Path) -> list[str]:
 
 
 def folder_names(repository: Path) -> list[str]:
-    """Return the sorted names of all folders, which a polling Triton takes for models."""
+    """Return the sorted names of all folders, each a model to a polling Triton."""
     return sorted(path.name for path in repository.iterdir() if path.is_dir())
 
 
 def check_names(repository: Path, names: Iterable[str]) -> None:
-    """Raise `ConfigError` if an entry is missing."""
+    """Raise `ConfigError` if a named model is missing in the repository."""
     there = entries(repository)
     for name in names:
         if name not in there:
@@ -95,7 +95,7 @@ def check_names(repository: Path, names: Iterable[str]) -> None:
 
 
 def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make `target` with links to the files of the named entries (none: all). Raise `ConfigError`."""
+    """Make the repository `target`, which links to the files of the named models (none: all). Raise `ConfigError`."""
     check_names(repository, names)
     target.mkdir()
     for name in dict.fromkeys(names) or folder_names(repository):
@@ -104,7 +104,7 @@ def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
 
 
 def add_entry(repository: Path, name: str, target: Path) -> None:
-    """Add links to the files of an entry, all at once. A polling Triton loads it."""
+    """Link to the files of a model atomically, so that a polling Triton loads it."""
     source, folder = (repository / name).resolve(), _aside(target, name)
     folder.mkdir(parents=True)
     _link(folder, source)
@@ -115,7 +115,7 @@ def add_entry(repository: Path, name: str, target: Path) -> None:
 
 
 def remove_entry(target: Path, name: str) -> None:
-    """Remove an entry's links. A polling Triton unloads it."""
+    """Remove the links to a model, so that a polling Triton unloads it."""
     folder = _aside(target, name)
     folder.parent.mkdir(exist_ok=True)
     (target / name).rename(folder)
@@ -123,7 +123,7 @@ def remove_entry(target: Path, name: str) -> None:
 
 
 def refresh_entry(entry: Path) -> None:
-    """Follow new and deleted files of the operator's folder."""
+    """Link to new files of the operator's folder, and remove links to deleted ones."""
     for path in entry.iterdir():
         if not path.exists():
             path.unlink()
@@ -131,12 +131,12 @@ def refresh_entry(entry: Path) -> None:
 
 
 def load_again(entry: Path) -> None:
-    """Make a polling Triton load an entry again, every second until it succeeds."""
+    """Touch the model, so that a polling Triton reloads it, and retries every second until the load succeeds."""
     _shift(entry, 1)
 
 
 def give_up_loading(entry: Path) -> None:
-    """Undo a failed `load_again`: Triton keeps what it had loaded."""
+    """Undo `load_again` after a failed load: Triton keeps the loaded model."""
     _shift(entry, -1)
 
 
@@ -152,14 +152,13 @@ def _link(folder: Path, source: Path) -> None:
 
 
 def _aside(target: Path, name: str) -> Path:
-    """Return a path for an entry that Triton must not see."""
     folder = target.with_name(f"{target.name}-aside") / name
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
 def select(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make a repository of links to entries. Raise `ConfigError` if one is missing."""
+    """Make a repository that links to the named models. Raise `ConfigError` if one is missing."""
     check_names(repository, names)
     target.mkdir(parents=True)
     for name in dict.fromkeys(names):
@@ -175,7 +174,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
 
 
 def num_front_ends(num_cores: int) -> int:
-    """Return the number of front ends for a machine. Each uses a core for responses, and the server as much."""
+    """Return the front ends per model: each keeps a core busy with responses, and as much of Triton."""
     return max(1, min(MAX_FRONT_ENDS, num_cores // CORES_OF_A_FRONT_END))
 
 

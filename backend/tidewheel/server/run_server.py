@@ -1,5 +1,3 @@
-"""`tidewheel serve`: options, preparation, and the life of the server."""
-
 from __future__ import annotations
 
 import contextlib
@@ -50,7 +48,7 @@ _GATEWAY_DRAIN_S = 1.0  # for the last bytes of answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options, with either `model_repository` or `model`."""
+    """Options of `tidewheel serve`, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
     models: tuple[str, ...] = ()  # entries to serve (`explicit`: to load first); empty: all
@@ -75,7 +73,7 @@ class ServeOptions:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether Triton gets a private repository, since no client may have models loaded."""
+        """Return whether Triton gets a private repository, because clients must not load models."""
         return not (
             self.model_control == "poll"
             or _MODELS_API in self.open_apis
@@ -84,7 +82,7 @@ class ServeOptions:
 
     @property
     def opened_apis(self) -> set[ClosedApi]:
-        """Triton's APIs that need no secret header."""
+        """Triton's APIs that clients may use without the secret header."""
         # Without explicit model control, Triton itself refuses loads, and the API only lists models.
         is_explicit = any("explicit" in argument for argument in self.triton_arguments)
         return {*self.open_apis, *(() if is_explicit else (_MODELS_API,))}
@@ -101,7 +99,7 @@ class ServeOptions:
         return [f"--open-api {api} lets {dangers[api]} (docs/proxy.md)" for api in opened]
 
     def source(self, work: WorkDir) -> Path:
-        """Return the operator's repository, or the one that `--model` makes."""
+        """Return the operator's repository, or the repository made for `--model`."""
         return (self.model_repository or work.written).expanduser().resolve()
 
 
@@ -205,7 +203,7 @@ def _repository(options: ServeOptions, work: WorkDir) -> Path:
 
 
 def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple[list[str], Load | None]:
-    """Return Triton's flags, and how a model is loaded again. Raise `ServeError` if models cannot be controlled."""
+    """Return Triton's flags for model control, and a function that reloads a model. Raise `ServeError`."""
     if not options.is_closed:
         flags = control_flags(options.model_control, options.models, options.repository_poll_s)
         reload = partial(model_control.reload, endpoints.authority(endpoints.grpc))
@@ -224,7 +222,6 @@ def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple
 def _model_control(
     options: ServeOptions, parts: SupervisorParts, plan: _Plan, supervisor: Supervisor
 ) -> contextlib.AbstractContextManager[object]:
-    """Return the control socket of `tidewheel load`, or a null context where models are loaded in no such way."""
     if options.model_control != "explicit" or not options.is_closed:
         return contextlib.nullcontext()
 
@@ -255,7 +252,6 @@ def _log_file(path: Path | None) -> contextlib.AbstractContextManager[IO[bytes] 
 def _gateway(
     options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor, console: Console
 ) -> Iterator[RestartedChild | None]:
-    """Run the gateway, which outlives restarts of tritonserver."""
     if endpoints.openai is None:
         yield None
         return
@@ -302,7 +298,6 @@ class _Server:
         self.supervisor.drain(self.options.drain_s, self.plan.endpoints)
 
     def _stay(self) -> None:
-        """Restart the server after deaths until asked to stop."""
         died_at = 0.0
         while not self.supervisor.stop_requested:
             try:
@@ -317,7 +312,6 @@ class _Server:
                 self.supervisor.restart(error)
 
     def _tend(self) -> bool:
-        """Restart a dead gateway and return False. Raise `CrashLoop` if an engine or the gateway is given up."""
         self.health.raise_if_given_up()
         if self.gateway is not None:
             self.gateway.watch()
@@ -331,7 +325,7 @@ class _Server:
             progress.close()
 
     def _wait_gateway(self) -> None:
-        """Wait until the gateway has seen the ready server. Raise `ServeError`."""
+        """Wait until the gateway sees the server as ready. Raise `ServeError`."""
         if self.gateway is None:
             return
         endpoints = self.plan.endpoints

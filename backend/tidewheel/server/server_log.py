@@ -73,7 +73,7 @@ def without_places(message: str) -> str:
 
 
 class ServerLog:
-    """Parser of server output, which keeps the last lines, the version and the first failed load."""
+    """Parser of Triton's output. It keeps the last lines, the version and the first failed load."""
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
         self._copy = copy  # unbuffered
@@ -87,7 +87,7 @@ class ServerLog:
         self.on_load: Callable[[str, str], None] | None = None  # takes a model and its failure, empty if it serves
 
     def feed(self, data: bytes) -> list[LogLine]:
-        """Return the complete lines, and copy them to the log file."""
+        """Return the complete lines of new output, and copy them to the log file."""
         problem = self._copied(data)
         *complete, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
         if len(self._rest) > _MAX_LINE:
@@ -95,7 +95,6 @@ class ServerLog:
         return [*problem, *(self._note(text) for text in complete)]
 
     def _copied(self, data: bytes) -> list[LogLine]:
-        """Return a line about the first of several failures."""
         had_failed, self._has_failed = self._has_failed, False
         if self._copy is not None:
             try:

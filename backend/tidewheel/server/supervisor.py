@@ -1,5 +1,3 @@
-"""Supervision of tritonserver, its front ends and the engines."""
-
 from __future__ import annotations
 
 import contextlib
@@ -57,7 +55,7 @@ class SupervisorParts:
 
 
 class Supervisor:
-    """Owner of every process below this one, which end with the `with` block.
+    """Starter and watcher of tritonserver, front ends and engines; leaving the `with` block ends them.
 
     Any thread may read `readiness`.
     """
@@ -92,7 +90,7 @@ class Supervisor:
         return self._parts.signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
-        """Return whether the server became ready before a stop. Raise `ServeError`."""
+        """Wait for the server. Return False if a stop came first. Raise `ServeError` if the server ended."""
         while not is_ready():
             self._pump(POLL_S)
             on_tick()
@@ -119,7 +117,7 @@ class Supervisor:
         *,
         may_give_back: bool = False,  # if `load` keeps the old front end meanwhile
     ) -> None:
-        """Return when asked to stop or `is_over()`. Raise `ServeError` after a death that ends all."""
+        """Watch the processes until a stop or `is_over()`. Raise `ServeError` after a death that needs a restart."""
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             if self._server.has_ended:
@@ -145,7 +143,7 @@ class Supervisor:
             process_tree.reap(keep=[self._server.pid, *self.spared()])
 
     def restart(self, error: ServeError) -> None:
-        """End and start all but the engines, unless asked to stop. Raise `CrashLoop`."""
+        """Restart all processes but the engines, unless a stop was requested. Raise `CrashLoop`."""
         reason = str(error).splitlines()[0]
         was_serving = self.readiness.state != "starting"
         self.readiness = Readiness("starting", reason)
@@ -164,11 +162,11 @@ class Supervisor:
             self._server = self._start()
 
     def forget(self, model: str) -> None:
-        """Cancel reloads of a model that was unloaded on purpose. Thread-safe."""
+        """Cancel reloads of a model that the operator unloaded. Thread-safe."""
         self._unloaded.append(model)
 
     def drain(self, limit_s: float, endpoints: Endpoints) -> None:
-        """Refuse new requests; let the others end, after the limit with an error."""
+        """Refuse new requests and wait for running ones; after `limit_s`, end them with an error."""
         self._begin_stop()
         folders = engine_dirs()
         end = time.monotonic() + limit_s
@@ -224,7 +222,6 @@ class Supervisor:
             output.close()
 
     def _forget_server(self) -> None:
-        """Reap the server and read the rest of its output. May be called twice."""
         self._server.wait()
         self._read_output()
         self._server.stdout.close()
@@ -234,7 +231,7 @@ class Supervisor:
         return [process for process in process_tree.descendants(os.getpid()) if process.pid != guard]
 
     def _all_but_engines(self) -> list[psutil.Process]:
-        """Return the processes that end with a front end: new front ends join a living engine."""
+        """Return the processes to restart; engines stay, and new front ends join them."""
         statuses = [read_status(folder) for folder in engine_dirs()]
         kept = self.spared() | {status.pid for status in statuses if status is not None and status.is_alive}
         kept |= {process.pid for pid in kept for process in process_tree.descendants(pid)}
@@ -255,7 +252,7 @@ class Supervisor:
         return True
 
     def _replace_stub(self, stub: StubId, mark: PresenceMark | None, load: Load | None) -> None:
-        """Load the model again. Raise `ServeError` if a start of all loses fewer requests."""
+        """Load a dead front end's model again. Raise `ServeError` if restarting everything loses fewer requests."""
         # Triton lets clients of a dead stub wait until their connections break.
         whose = f" of model {mark.model!r}" if mark is not None else ""
         reason = f"a front end{whose} died (stub process {stub.pid})"
@@ -307,7 +304,7 @@ class StubWatch:
         return any(start_ticks(stub.pid) != stub.start_ticks for stub in self._living)
 
     def look(self, server_pid: int) -> tuple[StubId, PresenceMark | None] | None:
-        """Return a dead stub, which Triton never starts again, and its mark if it served."""
+        """Return a dead stub (Triton never restarts one), and its mark if it had served; None if all live."""
         now = time.monotonic()
         statuses = _stubs(server_pid)
         marks = {stub: read_mark(*stub) for stub in statuses}
@@ -326,7 +323,6 @@ class StubWatch:
 
 
 def _stubs(server_pid: int) -> dict[StubId, str]:
-    """Return the status of the stubs below a tritonserver, unreaped ones included."""
     found = {}
     for child in process_tree.children(server_pid):
         name, ticks = process_tree.name(child), start_ticks(child.pid, or_zombie=True)
@@ -336,7 +332,6 @@ def _stubs(server_pid: int) -> dict[StubId, str]:
 
 
 def _has_other_backends(endpoints: Endpoints) -> bool:
-    """Return whether models may have requests that no engine knows."""
     try:
         models = endpoints.triton.models()
     except OSError:

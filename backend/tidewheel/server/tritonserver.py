@@ -1,4 +1,4 @@
-"""A tritonserver: installation, command line, environment and backend directory."""
+"""Installation, command line and environment of a Triton server."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def locate(
 ) -> TritonInstall:
     """Return the server of `explicit`, $TRITONSERVER, the container, PATH or the nvidia-pytriton wheel.
 
-    Raise `ServeError` if none fits.
+    Raise `ServeError` if none is found.
     """
     wheel = _wheel_folder()
     for where, path in (("--tritonserver", explicit), ("TRITONSERVER", environment.get("TRITONSERVER"))):
@@ -127,7 +127,6 @@ def _wheel_binary(package: Path) -> Path:
 
 
 def _python_library_folders() -> list[Path]:
-    """Return the folder of the stub's libpython, unless the loader finds it. Raise `ServeError`."""
     library = f"libpython{_PYTHON}.so.1.0"
     for folder in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix) / "lib"):
         if folder and (Path(folder) / library).is_file():
@@ -175,7 +174,7 @@ def command(
 
 
 def control_flags(mode: ControlMode, models: Sequence[str] = (), poll_s: int | None = None) -> list[str]:
-    """Return the flags of a mode. `explicit` loads `models`, or all, at its start."""
+    """Return Triton's flags of a model control mode. `explicit` loads `models`, or all, at its start."""
     flags = [f"--model-control-mode={mode}"]
     if mode == "explicit":
         flags += [f"--load-model={name}" for name in models or ("*",)]
@@ -202,7 +201,7 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
 
 
 def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
-    """Return the flags of tritonserver's help. Raise `ServeError` if it does not run."""
+    """Return the flags in tritonserver's help. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
             [str(install.binary), "--help"],
@@ -223,7 +222,6 @@ def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str
 
 
 def _supported(flags: frozenset[str], opened: Collection[ClosedApi]) -> list[str]:
-    """Return the flags that close APIs and silence complaints about a missing GPU."""
     closed = ",".join(api for api in typing.get_args(ClosedApi) if api not in opened)
     restriction = f"{closed}:{_IMPOSSIBLE_HEADER}={secrets.token_hex(16)}"
     wanted = {
@@ -262,7 +260,7 @@ def assemble(install: TritonInstall, target: Path) -> Path:
 
 
 def package_folder(name: str) -> Path:
-    """Return the folder of a package without its import. Raise `ServeError` if it is not installed."""
+    """Return a package's folder without importing it. Raise `ServeError` if it is not installed."""
     spec = importlib.util.find_spec(name)
     places = spec.submodule_search_locations if spec is not None else None
     folder = next((Path(place) for place in places or () if Path(place).is_dir()), None)
@@ -272,7 +270,7 @@ def package_folder(name: str) -> Path:
 
 
 def python_path() -> list[str]:
-    """Return the PYTHONPATH with which a stub imports what this Python imports."""
+    """Return the PYTHONPATH with which Triton's stub imports what this Python imports."""
     roots = [package_folder(name).parent for name in _PACKAGES]
     site = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
     return list(dict.fromkeys(str(path) for path in (*roots, *site)))

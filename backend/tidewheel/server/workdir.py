@@ -1,4 +1,4 @@
-"""Private folder of one server, what a killed server leaves, and the running servers of this user."""
+"""Private work folder of a server, remains of killed servers, and the running servers of this user."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def _restore(run_dir: str | None) -> None:
 
 
 def guarded(root: Path) -> Guard:
-    """Return a guard that calls `remove` after this process."""
+    """Return a guard process that calls `remove` when this process ends."""
     environment = {key: value for key, value in os.environ.items() if key != RUN_DIR}
     return Guard([sys.executable, "-P", "-m", __name__, str(root)], environment)
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what this user's killed servers left. Return the removed folders in `base`."""
+    """Remove what killed servers of this user left. Return the removed folders in `base`."""
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if is_free(marker):
             remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory, with_owner=True)
@@ -92,7 +92,7 @@ def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
-    """End a server's processes, remove its folder and shared memory, and return whether the folder is gone."""
+    """End a server's processes, remove its folder and shared memory. Return whether the folder is gone."""
     work = WorkDir(root)
     process_tree.end_all(lambda: process_tree.started_with(RUN_DIR, str(work.run)), _END_GRACE_S)
     remove_shared_memory(work.shm_prefix, shared_memory, with_owner=True)
@@ -103,7 +103,7 @@ def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
 
 
 def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY, *, with_owner: bool = False) -> None:
-    """Remove the shared memory of a tritonserver, and last its owner's lock file."""
+    """Remove the shared memory of a Triton server, and last its owner's lock file."""
     owner = shared_memory / f"{prefix}{_OWNER}"
     for region in shared_memory.glob(f"{prefix}*"):
         if region != owner:
@@ -123,7 +123,7 @@ def shared_bytes(pid: int, prefix: str, shared_memory: Path = SHARED_MEMORY) -> 
 
 
 def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
-    """Remove this user's empty `python_env_*` folders made after `since` (epoch seconds), unless a Triton runs."""
+    """Remove empty `python_env_*` folders made after `since` (epoch seconds), unless a Triton runs."""
     if process_tree.is_running("tritonserver"):
         return
     for folder in parent.glob("python_env_*"):
@@ -143,7 +143,7 @@ def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]
 
 
 def current_engines_of(metrics_port: int) -> list[Path]:
-    """Return links to the engines of the server with this metrics port, else of a Triton that runs by itself."""
+    """Return engine links of the server with this metrics port, else of a Triton run without `tidewheel serve`."""
     from tidewheel.engine.folder import CURRENT  # imports numpy, which a guard has no use for
 
     for work, endpoints in running_servers():
@@ -156,7 +156,7 @@ def current_engines_of(metrics_port: int) -> list[Path]:
 
 
 def control_of(port: int | None) -> Path:
-    """Return the control socket of the server that has `port` (None: of the only one). Raise `ServeError`."""
+    """Return the control socket of the server with `port` (None: the only server). Raise `ServeError`."""
     found = [(work, ports) for work, ports in running_servers() if port is None or port in dataclasses.astuple(ports)]
     if not found:
         raise ServeError("no server of this user runs here" + (f" with port {port}" if port is not None else ""))
@@ -174,7 +174,7 @@ def control_of(port: int | None) -> Path:
 
 @contextlib.contextmanager
 def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
-    """Keep a file of the ports during the block. Raise `ServeError` if it cannot be written."""
+    """Keep the ports in a file during the block. Raise `ServeError` if it cannot be written."""
     if path is None:
         yield
         return
@@ -189,7 +189,7 @@ def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
 
 
 def write_endpoints(path: Path, endpoints: Endpoints) -> None:
-    """Write or replace the file at once. Raise OSError."""
+    """Write the ports to a file atomically. Raise OSError."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         part.write_bytes(msgspec.json.encode(endpoints))
@@ -199,7 +199,7 @@ def write_endpoints(path: Path, endpoints: Endpoints) -> None:
 
 
 def read_endpoints(path: Path) -> Endpoints | None:
-    """Return the file's endpoints, or None without a readable file."""
+    """Return a file's ports, or None if it cannot be read."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return _endpoints_decoder.decode(path.read_bytes())
     return None

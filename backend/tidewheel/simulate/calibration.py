@@ -48,7 +48,7 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
 
 
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
-    """Return the steps of a recording. With two steps in flight, turns between steps are unknown."""
+    """Return durations of the steps in a recording. With two steps in flight, host time between steps is unknown."""
     steps: list[MeasuredStep] = []
     in_flight: deque[ScheduleEvent] = deque()
     last_end: float | None = None
@@ -74,7 +74,7 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
 
 
 def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
-    """Fit by least squares without negative coefficients; `facts` are other fields.
+    """Return a cost model by least squares with coefficients >= 0; `facts` are its other fields.
 
     Raise `ConfigError` for fewer than `MIN_STEPS` steps.
     """
@@ -127,7 +127,6 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return `sum_error` (signed share of all time), `median_error` (absolute, of a step), and others."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {

@@ -35,7 +35,6 @@ def _throughput(series: Mapping[str, Sequence[ScenarioResult]]) -> ChartImage:
 
 
 def _classes(parts: Mapping[str, Figures]) -> ChartImage:
-    """Draw a panel for each class: a line from the median to the p99 for each policy."""
     classes = list(dict.fromkeys(name for figures in parts.values() for name in figures["classes"]))
     figure, panes = panels(len(classes), height=1.3 + 0.4 * len(parts), sharex=True)
     for column, (axes, name) in enumerate(zip(panes, classes, strict=True)):

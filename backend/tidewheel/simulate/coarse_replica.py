@@ -51,7 +51,7 @@ class CoarseChunk(NamedTuple):
 
 
 class CoarseLaunch(NamedTuple):
-    """Steps on the device: one with chunks, or several decodes."""
+    """Steps that the simulated device runs: one with prompt chunks, or several decodes."""
 
     begin: float
     chunks: list[CoarseChunk]
@@ -63,7 +63,7 @@ class CoarseLaunch(NamedTuple):
         return self.first_seconds * num_steps + self.growth_seconds * (num_steps * (num_steps - 1) / 2)
 
     def steps_by(self, now: float) -> int:
-        """Return the fewest whole steps that end at `now` or later."""
+        """Return how many whole steps must pass for the launch to last until `now`."""
         passed = now - self.begin
         if self.growth_seconds <= 1e-15:
             count = math.ceil(passed / self.first_seconds)

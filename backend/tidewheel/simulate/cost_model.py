@@ -26,7 +26,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Raise `ConfigError` if a coefficient is negative or not finite."""
+    """Coefficients of a step's time. Raise `ConfigError` if one is negative or not finite."""
 
     name: str
     device: str = ""
@@ -80,7 +80,7 @@ class CostModel:
         launch_s: float,
         **facts: object,
     ) -> CostModel:
-        """Return a roofline from achieved rates, with two FLOPs per parameter and token."""
+        """Return a roofline model from achieved rates, with two FLOPs per parameter and token."""
         reading_s = weights_bytes / bytes_per_s
         token_s = 2 * num_parameters / flops_per_s
         return cls(
@@ -95,7 +95,7 @@ class CostModel:
         )
 
     def with_cache(self, kv_cache_dtype: CacheDType) -> CostModel:
-        """Return the model with a cache of 8 bits, if wanted: less to read, more blocks."""
+        """Return the model for an 8-bit KV cache, if wanted: less to read, more blocks."""
         if kv_cache_dtype == "auto":
             return self
         factor = self.kv_element_bytes

@@ -1,5 +1,3 @@
-"""Replicas that come and go under a scaling policy, and their paid time."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,7 @@ class SimulatedReplica(Protocol):
     def submit(self, now: float, index: int) -> float | None: ...
 
     def turn(self, now: float) -> float | None:
-        """Return the time of the next turn; None: wait for a request."""
+        """Advance to `now`. Return the time of the next turn; None: wait for a request."""
 
     def report(self, now: float) -> ReplicaReport: ...
 
@@ -41,7 +39,7 @@ class ReplicaLifetime:
 
 
 class SimulatedFleet:
-    """Replicas that are STARTING, READY, DRAINING or gone.
+    """Simulated replicas under a scaling policy: STARTING, READY, DRAINING or gone.
 
     A starting replica is ready after `startup_s`; a draining one takes no request and goes with its last.
     """
@@ -110,7 +108,6 @@ class SimulatedFleet:
             self._remove_one(now)
 
     def _remove_one(self, now: float) -> None:
-        """Remove the newest starting replica, else the ready one with the fewest requests."""
         if self._starting:
             self._go(self._starting.pop()[1], now)
             return

@@ -49,7 +49,7 @@ Told = Callable[[int, SimulatedRequest], None]
 
 
 class SimulationOutcomes:
-    """Columns by request; times in seconds of the trace, NaN if never reached."""
+    """Arrays by request; times in seconds of the trace, NaN if never reached."""
 
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
@@ -81,7 +81,7 @@ class SimulationOutcomes:
         return np.asarray(self.ends == FINISHED)
 
     def misses(self, objective: Objective) -> BoolArray:
-        """Return which requests did not finish, or have a token later than the objective."""
+        """Return which requests did not finish, or miss the objective."""
         is_late = (self.ttft > objective.ttft_s) | (self.tpot > objective.tpot_s)
         return np.asarray(~self.finished | is_late)
 
@@ -99,7 +99,7 @@ class SimulationOutcomes:
 
     @property
     def tpot(self) -> FloatArray:
-        """Seconds per output token after the first; NaN with fewer than two."""
+        """Seconds per output token after the first; NaN with fewer than two tokens."""
         with np.errstate(invalid="ignore", divide="ignore"):
             tokens = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
             return np.asarray((self.last_token - self.first_token) / tokens)
@@ -120,7 +120,7 @@ def throughput(outcomes: SimulationOutcomes) -> float:
 
 
 def steady_rate(outcomes: SimulationOutcomes) -> float | None:
-    """Return finished requests/s in the middle of a run; None for too few."""
+    """Return finished requests/s in the middle of a run; None for too few requests."""
     ends = np.sort(outcomes.last_token[outcomes.finished])
     first, last = len(ends) // 5, len(ends) * 7 // 10
     if len(ends) < 10 or ends[last] <= ends[first]:
@@ -129,8 +129,9 @@ def steady_rate(outcomes: SimulationOutcomes) -> float | None:
 
 
 def keeps_up(outcomes: SimulationOutcomes) -> bool:
-    """Return whether nothing was lost, and the median queue time of the last quarter is at most twice that of the
-    second, and 50 ms more.
+    """Return whether no request was lost, and queue times do not grow.
+
+    The median queue time of the last quarter must be at most twice that of the second, and 50 ms more.
     """
     if np.isin(outcomes.ends, (REFUSED, FAILED)).any():
         return False

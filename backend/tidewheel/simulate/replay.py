@@ -29,7 +29,7 @@ class ReplayResult(NamedTuple):
 
 
 class Recording:
-    """File of events. Raise `ConfigError` naming the file."""
+    """Recording file. Raise `ConfigError` naming the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class Recording:
 
 
 def engine_of(header: record.HeaderEvent) -> tuple[EngineConfig, EngineInfo]:
-    """Return the recorded engine. Raise `ConfigError` if this version cannot read it."""
+    """Return settings and properties of the recorded engine. Raise `ConfigError` for another version's recording."""
     try:
         info = msgspec.convert(header.info, EngineInfo)
         return EngineConfig.from_settings(header.settings | {"record": ""}), info
@@ -95,7 +95,7 @@ def play(recording: Recording, player: EventPlayer) -> ReplayResult:
 
 
 class EventPlayer:
-    """Player of recorded calls on a scheduler; subclasses watch the results."""
+    """Player of recorded scheduler calls; subclasses use the results."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_steps = 0

@@ -75,7 +75,7 @@ class Scenario:
         return EngineConfig.from_settings(values)
 
     def trace(self, rate: float | None) -> Trace:
-        """Return the trace at `rate`; None: the file's."""
+        """Return the request trace at `rate`; None: at the file's own rate."""
         if self.recorded_trace is not None:
             return self.recorded_trace if rate is None else self.recorded_trace.at_rate(rate)
         assert rate is not None
@@ -113,9 +113,9 @@ class Scenario:
                 yield ScenarioResult(policy, load, simulator.summary())
 
     def replicas_needed(self, policy: str) -> tuple[int, Figures]:
-        """Return the least replicas that keep up with `rate`, and their figures.
+        """Return the least number of replicas that keep up with `rate`, and their figures.
 
-        Raise `ConfigError` if `MAX_REPLICAS` do not.
+        Raise `ConfigError` if `MAX_REPLICAS` do not keep up.
         """
         assert self.rate is not None
         trace, config = self.trace(self.rate), self.config(policy)
@@ -181,7 +181,7 @@ def simulator_of(
 
 
 def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
-    """Return what an engine on the cost model's device would resolve."""
+    """Return the properties of an engine on the cost model's device."""
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
     device = cost.device or cost.name

@@ -30,7 +30,7 @@ MakeScheduler = Callable[[int], Scheduler]
 
 
 class EngineReplica:
-    """Engine: the loop of `EngineCore.step` on a cost model, step by step.
+    """Simulated engine: the loop of `EngineCore.step` on a cost model, step by step.
 
     A turn applies the finished batch as of its end, then schedules the next; requests are added before each.
     """
@@ -71,7 +71,7 @@ class EngineReplica:
         self._completes = False  # the turn begins with the oldest batch's end
 
     def submit(self, now: float, index: int) -> float | None:
-        """Queue a request; the scheduler does not know its length."""
+        """Queue the request of a trace index. The scheduler does not know its output length."""
         request = self._requests.request(index, now)
         last_position = request.num_prompt_tokens + int(self._requests.trace.output_tokens[index]) - 1
         self._inbox.append((now, request, last_position, self._requests.contents.offset(index)))
@@ -92,7 +92,7 @@ class EngineReplica:
         )
 
     def turn(self, now: float) -> float | None:
-        """Return the time of the next turn; None: wait for an arrival."""
+        """Apply and schedule a step. Return the time of the next turn; None: wait for an arrival."""
         if self._completes:
             batch, end = self._in_flight.popleft()
             self._receive(end)
@@ -188,7 +188,7 @@ class Simulator:
         scaling: ScalingPlan | None = None,
         coarse: CoarseLimits | None = None,
     ) -> None:
-        """Give every request `max_tokens` (None: the trace's longest output); start with `num_replicas`."""
+        """Give every request `max_tokens` (None: the trace's longest output). Start with `num_replicas`."""
         self._trace = trace
         self._requests = TraceRequests(
             trace,

@@ -35,8 +35,6 @@ class _TracedStep(NamedTuple):
 
 
 class _RequestTrack:
-    """Phases of one request; begins and ends balance."""
-
     def __init__(self, number: int, request: Request, name: str) -> None:
         self.request = request
         self.has_tokens = False
@@ -75,7 +73,7 @@ class _RequestTrack:
 
 
 class TracingPlayer(EventPlayer):
-    """Player that collects events; times in seconds of the recording's clock."""
+    """Player that collects trace events; times in seconds of the recording's clock."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -202,7 +200,6 @@ def _name(kind: str, thread: int, name: str) -> Event:
 
 
 def _in_order(events: list[Event]) -> list[Event]:
-    """Return events by time, in microseconds from the first; simultaneous ones stay in order."""
     begin = min((event["ts"] for event in events), default=0.0)
     ordered = sorted(events, key=lambda event: event["ts"])
     for event in ordered:

@@ -1,7 +1,7 @@
-"""A view of a running server: readiness, classes, tenants, cache, steps, errors, and the requests that run."""
+"""View of a running server: readiness, classes, tenants, cache, steps, errors and running requests."""
 
 from __future__ import annotations
 
 
 class TopError(Exception):
-    """Nothing to show. The message says what to do."""
+    """No server to show; the message says what to do."""

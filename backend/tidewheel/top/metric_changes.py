@@ -1,5 +1,3 @@
-"""Pages of metrics, and changes between two pages."""
-
 from __future__ import annotations
 
 import itertools
@@ -16,13 +14,13 @@ _MODEL_LABELS = ("model", "model_name")
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """Metrics read at `seconds` of a clock."""
+    """Metrics of a server, read at `seconds` of a clock."""
 
     figures: Figures
     seconds: float
 
     def of_model(self, model: str) -> MetricsPage:
-        """Return the model's series, and series without a model."""
+        """Return the metrics of a model, and metrics without a model."""
         names = self.figures.names
         kept = (one for name in names for one in self.figures.samples(name) if _is_of(one.labels, model))
         return MetricsPage(Figures(kept), self.seconds)
@@ -31,7 +29,7 @@ class MetricsPage:
         return sorted({one.labels[label] for one in self.figures.samples(metric.name) if label in one.labels})
 
     def total(self, metric: Metric, **labels: str) -> float | None:
-        """Return the sum of the series with these labels, or None without any."""
+        """Return the sum of a metric over the series with these labels, or None without any."""
         values = self.values(metric, **labels)
         return sum(values) if values else None
 
@@ -48,7 +46,7 @@ class MetricsPage:
 
 
 class PageChange(NamedTuple):
-    """Two successive pages of one server."""
+    """Change between two successive pages of a server's metrics."""
 
     before: MetricsPage
     after: MetricsPage
@@ -74,19 +72,19 @@ class PageChange(NamedTuple):
         return now - then if now >= then else now  # it has begun anew
 
     def rate(self, metric: Metric, **labels: str) -> float | None:
-        """Return the growth per second; None without the counter or a second page."""
+        """Return a counter's growth per second; None without the counter or a second page."""
         growth = self.growth(metric, **labels)
         return None if growth is None or self.seconds <= 0 else growth / self.seconds
 
     def ratio(self, part: Metric, whole: Metric, **labels: str) -> float | None:
-        """Return the growth of `part` over the growth of `whole`; None if either is unknown or 0."""
+        """Return the growth of `part` over that of `whole`; None if either is unknown or 0."""
         grown, by = self.growth(part, **labels), self.growth(whole, **labels)
         return grown / by if grown is not None and by else None
 
     def quantile(self, metric: Metric, share: float) -> float | None:
-        """Return the quantile of the values between the pages, None without values.
+        """Return the quantile of values observed between the pages, None without values.
 
-        It is interpolated within a bucket; in the last bucket it is the lower bound.
+        Values are interpolated within a bucket; in the last bucket the quantile is its lower bound.
         """
         then, now = self.before.buckets(metric), self.after.buckets(metric)
         counts = {bound: count - then.get(bound, 0.0) for bound, count in now.items()}

@@ -23,7 +23,7 @@ _BREAKER = ("closed", "half open", "open")
 
 
 def read(cls: type[Line], change: PageChange, *, labels: dict[str, str] | None = None, **others: object) -> Line:
-    """Return a struct with the annotated figures of the series with `labels`, and the other fields."""
+    """Return a line of the view: its annotated figures read from series with `labels`, and `others`."""
     figures = {name: method(change, *given, **(labels or {})) for name, (method, *given) in _readings(cls).items()}
     return cls(**figures, **others)
 
@@ -134,7 +134,7 @@ class StepLine(msgspec.Struct, kw_only=True):
 
 
 class ErrorLine(msgspec.Struct, kw_only=True):
-    """Counts under the tag of `docs/errors.md`."""
+    """Number of errors by tag (`docs/errors.md`)."""
 
     tag: str
     refused: Annotated[float, PageChange.total_or_zero, metrics.REJECTED]  # before anything was computed
@@ -152,7 +152,7 @@ class GatewayLine(msgspec.Struct, kw_only=True):
 
 
 class RequestLine(msgspec.Struct, kw_only=True):
-    """Unfinished request, named by `engine` and `number`."""
+    """Unfinished request, identified by `engine` and `number`."""
 
     engine: str  # folder of its engine
     engine_pid: int
@@ -173,7 +173,7 @@ class RequestLine(msgspec.Struct, kw_only=True):
 
 
 def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[ClassLine]:
-    """Return every class; without `requests`, the number of running ones is None."""
+    """Return a line per class; without `requests`, the number of running requests is None."""
     running = None if requests is None else Counter(one.priority for one in requests if one.state == "running")
     return [
         read(ClassLine, change, labels={"class": name}, name=name, running=None if running is None else running[name])
@@ -182,14 +182,14 @@ def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[
 
 
 def tenants(change: PageChange) -> list[TenantLine]:
-    """Return all tenants, the busiest first."""
+    """Return a line per tenant, the busiest first."""
     names = change.after.labels(metrics.TENANT_REQUESTS, "tenant")
     lines = (read(TenantLine, change, labels={"tenant": name}, name=name) for name in names)
     return sorted(lines, key=lambda one: -(one.output_tokens or 0.0))
 
 
 def errors(change: PageChange, gateway: MetricsPage | None) -> list[ErrorLine]:
-    """Return the tags that occurred, the most frequent first."""
+    """Return a line per error tag that occurred, the most frequent first."""
     tags = {tag for metric in (metrics.REJECTED, metrics.FAILED) for tag in change.after.labels(metric, "tag")}
     at_gateway = {}
     if gateway is not None:

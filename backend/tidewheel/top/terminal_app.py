@@ -1,5 +1,3 @@
-"""The live view in a terminal."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -40,7 +38,7 @@ where answers are late without a queue: then the time of a step makes them so.
 
 
 class TerminalApp(App[None]):
-    """View that a thread renews every `interval_s`."""
+    """Live view in a terminal, renewed by a thread every `interval_s`."""
 
     CSS_PATH = "terminal_app.tcss"
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - as textual declares it
@@ -188,7 +186,7 @@ class TerminalApp(App[None]):
 
 
 class QuestionScreen(ModalScreen[bool]):
-    """Text over the view, ended by any key; `y` answers yes."""
+    """Question over the view, ended by any key; `y` answers yes."""
 
     def __init__(self, text: str, keys: str) -> None:
         super().__init__()

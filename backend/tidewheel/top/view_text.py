@@ -1,5 +1,3 @@
-"""A view as text: its verdict in a sentence, titled tables, and a whole page."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -121,7 +119,7 @@ def ordered(view: ServerView, order: str, *, is_reversed: bool = False) -> list[
 
 
 def as_text(view: ServerView) -> str:
-    """Return the page of `--once`."""
+    """Return the view as the text of `--once`."""
     lines = [headline(view), view.summary, ""]
     for section in (*panels(view), *tables(view)):
         if section.table.rows:
@@ -198,7 +196,7 @@ def _table(title: str, columns: Columns[Line], lines: Sequence[Line]) -> TextSec
 
 
 def verdict(view: ServerView) -> str:
-    """Return the first verdict of docs/top.md that holds."""
+    """Return the first sentence of docs/top.md that describes the server's state."""
     if view.is_ready is False:
         return f"NOT READY: {view.reason or view.state}"
     if view.gateway_problem:

@@ -1,5 +1,3 @@
-"""Views of a server, made from its pages and the requests of engines on this machine."""
-
 from __future__ import annotations
 
 import time
@@ -49,7 +47,7 @@ class WatchTarget(NamedTuple):
 
 
 def list_here(metrics_url: str, model: str) -> RequestListing:
-    """Return the requests of the engines whose server shows these metrics."""
+    """Return the requests of engines on this machine whose server publishes these metrics."""
     address = urlsplit(metrics_url)
     if not is_loopback(address.hostname or ""):
         return RequestListing(None, note=ELSEWHERE)
@@ -71,7 +69,7 @@ def list_engines(links: Sequence[Path]) -> RequestListing:
 
 
 def cancel(request: RequestLine) -> str:
-    """Cancel a request, and return a sentence with the outcome."""
+    """Cancel a request. Return a sentence with the outcome."""
     name = request.request_id or f"number {request.number}"
     was_there = cancel_request(Path(request.engine), request.engine_pid, request.number, ANSWER_S)
     if was_there is None:
@@ -80,7 +78,7 @@ def cancel(request: RequestLine) -> str:
 
 
 class ServerWatch:
-    """Pages of the last `WINDOW_S`. One thread calls `look`, which blocks."""
+    """Metrics of the last `WINDOW_S`, as views. One thread calls `look`, which blocks."""
 
     def __init__(
         self,
@@ -151,7 +149,6 @@ class ServerWatch:
 
 
 def _of_model(page: MetricsPage, target: WatchTarget) -> MetricsPage:
-    """Return the page of the target's model. Raise `TopError` without metrics of it."""
     known = page.labels(RECEIVED, "model")
     if not known:
         raise TopError(

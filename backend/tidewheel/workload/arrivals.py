@@ -19,13 +19,13 @@ def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> Float
 
 
 def poisson_until(seconds: float, rate: float, rng: random.Random) -> list[float]:
-    """Return Poisson arrivals before `seconds`, by the generator of recorded measurements."""
+    """Return Poisson arrivals before `seconds`, equal to those of recorded measurements."""
     _check_rate(rate)
     return list(takewhile(lambda at: at < seconds, accumulate(map(rng.expovariate, repeat(rate)))))
 
 
 def bursty_arrivals(count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 4.0) -> FloatArray:
-    """Return arrivals with gamma distributed gaps, whose variance is `burstiness` times Poisson's."""
+    """Return arrivals with gamma gaps, whose variance is `burstiness` times Poisson's."""
     _check_rate(rate)
     if not 0.1 <= burstiness <= 1000:
         raise ConfigError(f"burstiness is {burstiness:g}: it must be 0.1 to 1000")
@@ -41,7 +41,7 @@ def switching_arrivals(
     busy_share: float = 0.2,
     mean_busy_s: float = 5.0,
 ) -> FloatArray:
-    """Return a two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993).
+    """Return arrivals of a two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993).
 
     Busy spells, a `busy_share` of the time, have `ratio` times the rate.
     """

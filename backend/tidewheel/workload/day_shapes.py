@@ -35,7 +35,7 @@ MAX_DAYS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DayShape:
-    """Rate over a day: a raised cosine to the power of `sharpness`."""
+    """Relative request rate over a day: a raised cosine to the power of `sharpness`."""
 
     name: str
     peak_over_trough: float
@@ -93,7 +93,7 @@ def day_arrivals(
     rng: np.random.Generator,
     unrest: DayVariation = DayVariation(),  # noqa: B008 - immutable
 ) -> FloatArray:
-    """Return arrivals at a mean `rate`: gamma gaps, stretched by the rate over time."""
+    """Return arrival times in seconds, at a mean `rate` per second: gamma gaps, denser where the day is busier."""
     grid = _grid(num_days)
     relative = shape.rate(grid)
     days = np.minimum(grid // DAY_S, num_days - 1).astype(int)
@@ -107,7 +107,7 @@ def day_arrivals(
 
 
 def daily_arrivals(count: int, rate: float, rng: np.random.Generator) -> FloatArray:
-    """Return arrivals from midnight, shaped as the coding service, without variation."""
+    """Return arrival times in seconds from midnight, in the coding service's daily shape, without variation."""
     even = bursty_arrivals(count, rate, rng, burstiness=GAP_BURSTINESS)
     grid = _grid(math.ceil(even[-1] / DAY_S))
     return np.interp(even, _passed(CODING.rate(grid)), grid)

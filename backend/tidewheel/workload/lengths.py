@@ -26,7 +26,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution from 1 to `maximum`; `shape`: sigma of a lognormal, tail index of a Pareto type I."""
+    """Distribution of token counts, up to `maximum`; `shape`: sigma of a lognormal, tail index of a Pareto type I."""
 
     kind: str
     mean: float
@@ -35,7 +35,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Lengths:
-        """Parse ``lognormal:128:1.0:4096``. Raise `ConfigError` with `name` and the fault."""
+        """Parse a distribution such as ``lognormal:128:1.0:4096``. Raise `ConfigError` with `name`."""
         kind, *numbers = text.split(":")
         if kind not in KINDS:
             raise ConfigError(f"{name} is {text!r}: write {SYNTAX} with one of {', '.join(KINDS)}")
@@ -77,7 +77,6 @@ class Lengths:
                 return np.asarray(self.mean * (self.shape - 1) / self.shape * (1 + rng.pareto(self.shape, count)))
 
     def _scale(self) -> float:
-        """Return the factor that restores the mean of a cut tail, by bisection."""
         sample = self._raw(1 << 16, np.random.default_rng(0))
         low, high = 1.0, 1.0
         while np.minimum(sample * high, self.maximum).mean() < self.mean and high < 1e6:

@@ -79,7 +79,6 @@ class _TraceLine(NamedTuple):
     kind: type[_TraceRow | _AzureRow | _BurstGptRow] = _TraceRow
 
     def request(self) -> _TraceRow | None:
-        """Return None for a failed request. Raise `ConfigError`."""
         values = {name: value for name, value in self.values.items() if value is not None and value != ""}
         try:
             request = msgspec.convert(values, self.kind, strict=False)
@@ -100,7 +99,7 @@ class _TraceLine(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, sorted by arrival, the first at 0. Raise `ConfigError` with file, line and field."""
+    """Return a file's requests sorted by arrival, the first at 0. Raise `ConfigError` with file, line and field."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = (_csv_lines if path.suffix == ".csv" else _json_lines)(file, path)

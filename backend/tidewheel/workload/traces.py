@@ -19,7 +19,7 @@ NOBODY = -1  # no session or prefix group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Columns [n] in order of arrival. Names are indices into tuples; the empty name is none."""
+    """Requests as arrays [n] in order of arrival. Names are indices into tuples; the empty name means none."""
 
     arrivals: FloatArray  # seconds
     prompt_tokens: Int32Array
@@ -38,7 +38,7 @@ class Trace:
     def of(
         cls, arrivals: npt.ArrayLike, prompt_tokens: npt.ArrayLike, output_tokens: npt.ArrayLike, **others: Any
     ) -> Trace:
-        """Fill absent columns: class NORMAL, no tenants, sessions, prefixes or deadlines."""
+        """Return a trace. Absent arrays mean class NORMAL, and no tenants, sessions, prefixes or deadlines."""
         values: dict[str, Any] = {name: np.full(np.size(arrivals), value) for name, value in _DEFAULTS.items()}
         values |= {"arrivals": arrivals, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **others}
         return cls(**{name: _column(name, value) for name, value in values.items()})
@@ -65,7 +65,7 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def at_rate(self, rate: float) -> Trace:
-        """Return the requests at another rate. Raise `ConfigError` without a rate."""
+        """Return the same requests at another rate. Raise `ConfigError` if the trace has no rate."""
         if not self.rate:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
@@ -136,7 +136,7 @@ _STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 
 
 class TokenContents:
-    """Token ids above 0, as views of one random pool: prompts take no memory, turns of a session share an offset."""
+    """Random token ids above 0 as views of one pool: prompts take no memory, turns of a session share an offset."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

@@ -1,1 +1,1 @@
-"""Load from many users, with locust; needs the extra `load`."""
+"""Load tests with many users, by locust; needs the extra `load`."""

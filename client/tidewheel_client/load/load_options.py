@@ -18,11 +18,11 @@ _WORDS = (
 
 
 class OptionError(argparse.ArgumentTypeError):
-    """Bad option, in one line."""
+    """Invalid value of a load-test option; the message has one line."""
 
 
 def parse_range(text: str) -> tuple[float, float]:
-    """Parse `5` or `1-5`, both ends included."""
+    """Return low and high of `5` or `1-5`, both included. Raise `OptionError`."""
     first, dash, last = text.partition("-")
     try:
         low, high = float(first), float(last if dash else first)
@@ -41,7 +41,7 @@ def parse_counts(text: str) -> tuple[int, int]:
 
 
 def parse_mix(text: str) -> dict[str, float]:
-    """Parse `name` or `name=weight`, separated by commas; the default is 1."""
+    """Return weights by name from `name` or `name=weight`, separated by commas; the default weight is 1."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = (item.strip() for item in part.partition("="))
@@ -69,7 +69,7 @@ def parse_qos(text: str) -> dict[str, float]:
 
 @lru_cache(maxsize=4)
 def read_prompts(path: str) -> tuple[str, ...]:
-    """Return the lines with text; none without a path."""
+    """Return the file's non-empty lines, or nothing without a path."""
     if not path:
         return ()
     try:
@@ -105,7 +105,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Check a text and keep it: locust's web page shows and replaces texts."""
+    """Return a parser that only checks: locust's web page shows and replaces options as text."""
 
     def check(text: str) -> str:
         parse(text)
@@ -121,7 +121,7 @@ class LoadRequest(NamedTuple):
 
 
 class Work:
-    """Requests of one user, equal for equal seed and name. Raise `OptionError`, as a web page checks no option."""
+    """Source of one user's requests, equal for equal seed and name. Raise `OptionError` for invalid options."""
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         if args.request_timeout <= 0:

@@ -62,7 +62,7 @@ class Reporter:
         self._model = model
 
     def report(self, request: LoadRequest, timing: Timing, error: RequestError | None = None) -> None:
-        """Fire the rows of an ended request; log the first error of each label."""
+        """Add an ended request to locust's statistics; log the first error of each label."""
         name = f"{self._model} {request.qos}"
         label = None if error is None else error.label
         if label is not None and (self._kind, label) not in _logged:

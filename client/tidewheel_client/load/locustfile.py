@@ -1,4 +1,4 @@
-"""Load on a Tidewheel server, for locust (docs/clients.md); `locust_rows.py` explains the statistics."""
+"""Locust file for a Tidewheel server (docs/clients.md); `locust_rows.py` explains the statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load on a server of OpenAI's API, for locust (docs/clients.md)."""
+"""Locust file for a server of OpenAI's API (docs/clients.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users that send and measure requests.
+"""Locust users that send requests and measure answers.
 
 HTTP users have locust's `requests`: FastHttpUser collects a kilobyte, so that a first token is late, and httpx2 takes
 twice the CPU time an event.
@@ -26,7 +26,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks and thinks, or waits for a refusal's retry time."""
+    """Locust user that sends a request and pauses; after a refusal, it waits for the retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -67,15 +67,15 @@ class LoadUser(User):
 
     @classmethod
     def address(cls, args: argparse.Namespace, host: str | None) -> str:  # noqa: ARG003
-        """Return the server's URL or HOST:PORT; `host` is locust's option."""
+        """Return the server's URL or HOST:PORT. `host`: locust's option."""
         return str(host or cls.host)
 
     def connect(self) -> Any:
-        """Return a connection, which has `close`."""
+        """Return a connection with a method `close`."""
         raise NotImplementedError
 
     def send(self, request: LoadRequest, timing: Timing) -> None:
-        """Raise `RequestError` unless the answer is complete."""
+        """Send a request and time its answer. Raise `RequestError` unless the answer is complete."""
         raise NotImplementedError
 
 
@@ -118,7 +118,7 @@ class _HttpUser(LoadUser):
         raise NotImplementedError
 
     def post_json(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
-        """Return the response. Raise `RequestError` for a refusal."""
+        """Return the response to a JSON body. Raise `RequestError` for a refusal."""
         url = f"{str(self.host).rstrip('/')}/{path}"
         response = self._connection.post(url, json=body, stream=stream, timeout=self.options.request_timeout)
         if response.status_code != requests.codes.ok:

@@ -22,7 +22,7 @@ def paged_attention_cpu(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Gather keys and values by slot, then attend densely by groups of rows.
+    """Compute attention in torch, by groups of rows: gather keys and values, then attend densely.
 
     The plan is made once per `AttentionMetadata` object, whose tensors must not change meanwhile.
     """

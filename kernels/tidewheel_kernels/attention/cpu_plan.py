@@ -33,7 +33,7 @@ class PlanKey(NamedTuple):
 
 
 class AttentionGroup(NamedTuple):
-    """Pieces of equal query length for one attention call.
+    """Pieces of equal query length that one attention call computes.
 
     Single queries gather keys with all heads, as few long rows are faster; others once per query head.
     """
@@ -53,7 +53,7 @@ class AttentionPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryPieces:
-    """Columns: piece i has query_len[i] queries of a sequence and keys [key_start, key_end)."""
+    """Arrays by piece: piece i has query_len[i] queries of a sequence, and keys [key_start, key_end)."""
 
     seq: Ints
     first_row: Ints
@@ -97,7 +97,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> QueryPieces:
 
 
 def grouped(pieces: QueryPieces, max_keys: int) -> Iterator[QueryPieces]:
-    """Yield groups with little padding, each of one piece or of at most `max_keys` padded keys."""
+    """Yield groups of pieces with little padding: one piece, or at most `max_keys` padded keys."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()

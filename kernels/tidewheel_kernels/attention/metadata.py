@@ -13,12 +13,12 @@ HostInts = npt.NDArray[np.int32]
 class AttentionMetadata:
     """Packed batch of B sequences with T query tokens over a paged KV cache.
 
-    Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, its last tokens. Its token p lies in block
-    ``block_tables[i, p // block_size]`` at offset ``p % block_size``. Decodes, of one token, come first: row i is
+    Sequence i's queries, its last tokens, are rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``. Its token p lies in block
+    ``block_tables[i, p // block_size]`` at offset ``p % block_size``. Decodes (one query) come first: row i is
     sequence i if ``i < num_decodes``. A decode with ``seq_lens[i] == 0`` is padding and outputs zeros.
 
-    In a CUDA graph the integers are upper bounds, without host copies. Without `may_split`, a decode has one program
-    per KV head. CPU attention plans once per object, so each step needs its own.
+    In a CUDA graph the three integers are upper bounds, and host copies are absent. Unless `may_split`, one program
+    per KV head computes a decode. CPU attention caches its plan in the object, so each step needs a new one.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; -1: padding
@@ -37,7 +37,7 @@ class AttentionMetadata:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """Return the host copy, made from the device if missing."""
+        """Return `cu_seqlens_q` in host memory, copied from the device if needed."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:

@@ -36,7 +36,7 @@ def paged_attention_reference(
 
 
 def visible_keys(query_len: int, seq_len: int, sliding_window: int, *, device: torch.device) -> torch.Tensor:
-    """Return [query_len, seq_len] bool for the last `query_len` tokens."""
+    """Return bool [query_len, seq_len]: whether each of the last `query_len` tokens attends to each key."""
     position = torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
     key = torch.arange(seq_len, device=device).unsqueeze(0)
     visible = key <= position
@@ -46,7 +46,7 @@ def visible_keys(query_len: int, seq_len: int, sliding_window: int, *, device: t
 def _gathered(
     cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, scales: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return [seq_len, num_kv_heads, head_dim] float32."""
+    """Return keys or values of a sequence, [seq_len, num_kv_heads, head_dim] float32."""
     block_size = cache.shape[1]
     blocks = block_table[: -(-seq_len // block_size)].long()
     rows = cache[blocks].flatten(0, 1)[:seq_len].float()

@@ -1,4 +1,6 @@
-"""Long decodes shared among programs; a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
+"""Attention of long decodes, split among programs; a second kernel merges their results (Flash-decoding, Dao et al.
+2023).
+"""
 
 from functools import lru_cache
 
@@ -28,7 +30,6 @@ def _keys_of_program(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Return (seq, seq_len, begin, end, num_splits) of this program; no splits: no work."""
     seq = tl.program_id(1)
     num_splits = 1
     if SPLIT:

@@ -1,4 +1,4 @@
-"""Prompts by FlashAttention-3 (Shah et al. 2024), a separate package, through torch; the rest by our kernels."""
+"""Attention of prompts by FlashAttention-3 (Shah et al. 2024), an optional package; decodes use our kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptCall(NamedTuple):
-    """Properties of prompts that decide whether FlashAttention-3 takes them."""
+    """Properties of prompts that decide whether FlashAttention-3 supports them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,7 +62,7 @@ def attend_prompts(
     scale: float,
     sliding_window: int,
 ) -> None:
-    """Write the rows of `out` that belong to prompts, which `cu_seqlens_q` starts with."""
+    """Write the rows of `out` that belong to prompts, whose offsets start `cu_seqlens_q`."""
     from torch.nn.attention.varlen import varlen_attn_out
 
     first = meta.num_decodes
@@ -75,7 +75,7 @@ def attend_prompts(
 
 @lru_cache
 def takes(call: PromptCall) -> bool:
-    """Return whether FlashAttention-3 takes such prompts, and activate it in torch.
+    """Return whether FlashAttention-3 supports such prompts, and activate it in torch.
 
     Raise `KernelUnavailable` if it does not and the environment demands it.
     """
@@ -97,7 +97,7 @@ def objection_here(call: PromptCall) -> str | None:
 
 
 def objection(call: PromptCall, version: tuple[int, ...], capability: int, has_library: bool) -> str | None:
-    """Return what FlashAttention-3 lacks for such prompts, as the rest of a sentence, or None."""
+    """Return why FlashAttention-3 does not support such prompts, as the rest of a sentence, or None."""
     dtype, of_cache = (str(name).removeprefix("torch.") for name in (call.dtype, call.cache_dtype))
     checks = (
         (version >= FIRST_TORCH, f"needs torch {FIRST_TORCH[0]}.{FIRST_TORCH[1]}, not {version[0]}.{version[1]}"),

@@ -40,7 +40,6 @@ _descriptors = WeakIdKeyDictionary()
 
 @triton.jit
 def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return the sequence of `tile`: tiles of sequence i start at ``start_i // BLOCK_Q + i``."""
     left = 0
     right = num_seqs
     while left < right:
@@ -55,7 +54,6 @@ def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.con
 
 @triton.jit
 def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return (seq, start, query_len, first_query) of this program."""
     # Programs with most keys start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_row = tl.load(cu_seqlens_ptr + first_seq)
@@ -248,7 +246,7 @@ def launch_prefill(
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """Return a descriptor for boxes, kept while the tensor lives and does not move; zeros outside a block.
+    """Return a TMA descriptor of boxes, cached while the tensor lives and does not move; zeros outside a block.
 
     Raise `AssertionError` unless address and strides are multiples of 16 bytes and the last dimension is contiguous.
     """
@@ -262,7 +260,6 @@ def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescript
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that does not keep `tensor` alive."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -298,7 +295,7 @@ def invariant_attention(
     soft_cap: float,
     scales: torch.Tensor | None,
 ) -> None:
-    """Attend as `paged_attention`, with one kernel and loop for decodes and prompts.
+    """Compute `paged_attention` with one kernel and loop for decodes and prompts.
 
     A query takes its tiles of keys in turn; keys that only other queries of its program see have weight 0.
     """

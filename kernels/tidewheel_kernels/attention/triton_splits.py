@@ -1,4 +1,4 @@
-"""Plan that shares the keys of decodes among a fixed number of programs, longest sequences first.
+"""Plan that splits the keys of decodes among a fixed number of programs, longest sequences first.
 
 A kernel makes it once for all layers: a CUDA graph freezes the number of programs, not the lengths.
 """
@@ -26,7 +26,7 @@ class SplitPlan(NamedTuple):
 
 @triton.jit
 def visible_tiles(seq_len, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return (first, end) of the tiles that the last token sees."""
+    """Return (first, end) of the key tiles that a sequence's last token attends to."""
     first = seq_len * 0
     if HAS_WINDOW:
         first = tl.maximum(seq_len - sliding_window, 0) // BLOCK_N
@@ -37,7 +37,6 @@ def visible_tiles(seq_len, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl
 def _load_tiles(
     seq_lens_ptr, seq, num_seqs, sliding_window, per_split, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Return (first, num_tiles, per_program, num_splits); zeros beyond the last sequence."""
     seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
     first, end = visible_tiles(seq_len, sliding_window, BLOCK_N, HAS_WINDOW)
     num_tiles = end - first
@@ -60,9 +59,6 @@ def _places(
     BLOCK_SEQS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
 ):
-    """Return (rank, place, num_programs): sequences and programs before each sequence, by falling length, and the
-    total.
-    """
     rank = tl.zeros([BLOCK_SEQS], dtype=tl.int32)
     place = tl.zeros([BLOCK_SEQS], dtype=tl.int32)
     num_programs = 0
@@ -157,7 +153,7 @@ def _planner(block_n: int, sliding_window: int) -> KernelLauncher:
 
 
 def split_plan(meta: AttentionMetadata, limits: DecodeSplits, block_n: int, sliding_window: int) -> SplitPlan | None:
-    """Return the plan, made on the device by the first layer that asks; None if it would split none."""
+    """Return the plan, made on the device at the first layer; None if it would split no decode."""
     if limits.extra == 0:
         return None
     plans = _plans.get(meta)

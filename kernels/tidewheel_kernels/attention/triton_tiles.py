@@ -18,7 +18,7 @@ def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def for_cache(q, scales_ptr, kv_head, num_kv_heads, stored: tl.constexpr):
-    """Return queries in the dtype of products with the cache, and the scales of a head's keys and values.
+    """Return queries in the dtype of products with cached keys, and the scales of a head's keys and values.
 
     Two 8-bit floats become float16 in one instruction, bfloat16 in four.
     """
@@ -99,7 +99,7 @@ def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: t
 
 @triton.jit
 def store_rows(row_ptr, acc, row_sum, v_scale, mask):
-    """Store weighted means; zero for a row without keys."""
+    """Store attention outputs, values divided by weights; zero for a row without keys."""
     result = acc * v_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(row_ptr, result.to(row_ptr.dtype.element_ty), mask=mask)
 
@@ -147,7 +147,7 @@ def attend_boxes(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend on boxes, with products of queries and keys one tile ahead (FlashAttention-3, section 3.2)."""
+    """Attend to tiles loaded by TMA; query-key products run one tile ahead (FlashAttention-3, section 3.2)."""
     k_block = tl.load(block_table_ptr + tl.minimum(first_tile + 1, last_tile) * BLOCK_N // BLOCK_SIZE)
     v_block = tl.load(block_table_ptr + tl.minimum(first_tile, last_tile) * BLOCK_N // BLOCK_SIZE)
     for tile in range(first_tile, end_tile):

@@ -24,7 +24,7 @@ def write_kv_cache(
     *,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot; slots of a call are distinct."""
+    """Store each token's keys and values in its slot. All slots of a call must differ."""
     check_scales(k_cache, scales)
     _WRITE.chosen[k.device, k.dtype](k, v, slot_mapping, k_cache, v_cache, scales)
 

@@ -9,7 +9,7 @@ LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 
 @triton.jit
 def scaled(values, scale):
-    """Divide and saturate; NaN stays."""
+    """Return values divided by the scale and saturated for 8-bit floats; NaN stays."""
     return tl.clamp(tl.div_rn(values.to(tl.float32), scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -1,7 +1,8 @@
 """Log-probabilities with one read of each logit.
 
-The first launch stores for each chunk of 512 logits the largest, the weight, and the number not below the chosen; the
-second adds them up. The next most likely token is in the chunk with the largest maximum.
+The first launch stores, for each chunk of 512 logits, the largest logit, the sum of weights, and the number of logits
+not below the chosen token's; the second combines chunks. The next likeliest token is in the chunk with the largest
+maximum.
 """
 
 import torch

@@ -40,7 +40,7 @@ class NativeUnavailable(RuntimeError):
 
 
 class NativeKernel(dict[torch.dtype, Callable[..., None]]):
-    """C function by element type, each loaded at its first use."""
+    """C function by element type; each is compiled and loaded at its first use."""
 
     def __init__(self, name: str, *types: Any) -> None:
         super().__init__()
@@ -116,7 +116,6 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """Return the folder if only this user can write to it: its files are run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -145,7 +144,7 @@ def _run(command: list[str]) -> str:
 
 
 def processor() -> str:
-    """Return the processor's machine type and flags, in lower case: machines may share a home folder."""
+    """Return machine type and CPU flags, in lower case: machines may share a home folder."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").lower().splitlines()
     except OSError:

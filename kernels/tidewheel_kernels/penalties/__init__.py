@@ -26,7 +26,7 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
 
 
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
-    """Set a word's last token to -inf in `logits` [B, V], in place, where the row ends with its other tokens.
+    """Set the last token of each forbidden word to -inf in `logits` [B, V], in place, where its other tokens precede.
 
     Words whose last token is out of range are skipped. NaN stays.
     """

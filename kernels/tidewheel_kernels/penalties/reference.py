@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class TokenHistory:
-    """Tokens before each of B rows of logits."""
+    """Prompt and output tokens of B rows of logits."""
 
     tokens: torch.Tensor  # [M] int32; skipped outside [0, V)
     ends: torch.Tensor  # [B] int64; row i follows the tokens before tokens[ends[i]]
@@ -15,7 +15,7 @@ class TokenHistory:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyTensors:
-    """P rows with penalties, each at most once."""
+    """Penalties of P rows, each row at most once."""
 
     max_num_tokens: int
     rows: torch.Tensor  # [P] int32, in [0, B)
@@ -28,7 +28,7 @@ class PenaltyTensors:
 
 @dataclass(frozen=True, eq=False)
 class WordTensors:
-    """W forbidden token sequences, each at most one token longer than its row."""
+    """W forbidden words (token sequences) with their rows, each at most one token longer than its row's history."""
 
     rows: torch.Tensor  # [W] int32, in [0, B)
     starts: torch.Tensor  # [W] int32, ascending

@@ -1,4 +1,4 @@
-"""Changes of single logits: a lane for each token or (row, token) entry, a warp for each word."""
+"""Kernels that change single logits: a lane per token or (row, token) entry, a warp per forbidden word."""
 
 import torch
 import triton
@@ -14,7 +14,6 @@ IN_PROMPT = tl.constexpr(1 << 30)  # above every count
 
 @triton.jit
 def _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary):
-    """Return the token at `position` before `row`; -1 past the end or out of range."""
     first = tl.load(ends_ptr + row) - num_tokens
     token = tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
     return tl.where(token < vocabulary, token, -1)

@@ -37,7 +37,6 @@ def rope_and_cache_cpu(
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """Return a view [num_tokens, num_q_heads + num_kv_heads, head_dim] if k follows q."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_heads = num_q_heads + k.shape[1]
     follows = k.data_ptr() == q.data_ptr() + num_q_heads * head_dim * q.itemsize

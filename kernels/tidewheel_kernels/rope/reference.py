@@ -28,7 +28,7 @@ def rope_and_cache_reference(
 
 
 def rotate_neox(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` elements."""
+    """Rotate the first ``2 * cos.shape[-1]`` elements of each head."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -23,7 +23,6 @@ def _rotated(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Return both rotated halves of the heads, and the unrotated rest, in float32."""
     column = tl.arange(0, BLOCK_HALF)[None, :]
     mask = head_mask & (column < half)
     first = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Sampling by thresholds from the largest logits, without a sort."""
+"""Sampling on a CPU, by thresholds among the largest logits, without a full sort."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Ten
 
 
 def greedy_tokens_cpu(logits: torch.Tensor) -> GreedyTokens:
-    """Find the index only in the part with the maximum.
+    """Return the largest logit's index, searched only in the part with the maximum.
 
     Torch does not vectorise the index ([40, 32000], float32: 1.08 -> 0.17 ms).
     """

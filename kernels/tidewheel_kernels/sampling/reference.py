@@ -10,7 +10,7 @@ GREEDY_TEMPERATURE = 1e-5  # less loses differences between logits
 
 @dataclass(frozen=True, eq=False)
 class SamplingTensors:
-    """Sampling parameters by row. A flag must be True if any sampled row needs its stage."""
+    """Sampling parameters by row. A stage's flag must be True if any sampled row needs the stage."""
 
     temperature: torch.Tensor  # [B] float32; below 1e-5 = greedy
     top_k: torch.Tensor  # [B] int32; <= 0 or >= vocabulary = off
@@ -62,7 +62,7 @@ def temperature_weights(values: torch.Tensor, max_logit: torch.Tensor, temperatu
 
 
 def top_k_threshold(ordered: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Return [B, 1]: the k-th largest logit; if off, the smallest of `ordered`."""
+    """Return [B, 1]: the k-th largest logit, or the smallest of `ordered` if top_k is off."""
     size = ordered.shape[-1]
     rank = torch.where((top_k <= 0) | (top_k > size), size, top_k).long().unsqueeze(-1) - 1
     return ordered.gather(-1, rank)
@@ -85,7 +85,7 @@ def min_p_filtered(weights: torch.Tensor, params: SamplingTensors) -> torch.Tens
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return [B]: the first token whose cumulative weight exceeds ``uniform * total``."""
+    """Return [B] indices of the first token whose cumulative weight exceeds ``uniform * total``."""
     cumulative = weights.cumsum(dim=-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)

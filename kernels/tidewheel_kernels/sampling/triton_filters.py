@@ -37,7 +37,7 @@ def gather(
     row_ptr, values_ptr, ids_ptr, chunks_ptr, vocabulary, maxima, bound,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Store logits >= bound and their ids, by id, and return their number; stop above CAPACITY."""
+    """Store logits >= bound with their ids, in order of ids, and return their number; stop above CAPACITY."""
     wanted = maxima >= bound
     rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
     tl.store(chunks_ptr + rank, tl.arange(0, CHUNKS), mask=wanted)
@@ -96,7 +96,6 @@ def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.con
 def _search_row(
     row_ptr, vocabulary, low, high, target, max_logit, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Run `search` on a row in memory, in ten to twenty passes."""
     while low < high:
         pivot = middle(low, high)
         measure = tl.zeros([BLOCK], dtype=tl.float32)

@@ -17,7 +17,7 @@ class DeclaredInputs(NamedTuple):
 
     @classmethod
     def of(cls, name: str, inputs: Iterable[str], max_batch_size: int, *, is_decoupled: bool) -> DeclaredInputs:
-        """Raise `BenchError` without an input for prompts."""
+        """Return the inputs that a model declares. Raise `BenchError` without an input for prompts."""
         declared = cls(frozenset(inputs), max_batch_size > 0, is_decoupled)
         if not declared.inputs & {"input_ids", "text_input"}:
             raise BenchError(f"model {name!r} has neither input_ids nor text_input: it takes no prompt")
@@ -29,7 +29,7 @@ class DeclaredInputs(NamedTuple):
     def tensors(
         self, offered: OfferedRequest, input_ids: Sequence[int], *, with_ids: bool = False
     ) -> Iterator[tuple[str, str, Sequence[Any]]]:
-        """Yield name, type and values of a greedy, full-length request; parameters without input are dropped."""
+        """Yield (name, type, values) of a greedy request of full length; parameters without an input are left out."""
         name, prompt = self.prompt(input_ids)
         yield (name, "BYTES", [prompt]) if isinstance(prompt, str) else (name, "INT32", prompt)
         flags = dict.fromkeys(_FLAGS, True)

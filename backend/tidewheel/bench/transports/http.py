@@ -1,4 +1,4 @@
-"""HTTP: Triton's `generate_stream` and `infer`, OpenAI's `completions`."""
+"""Benchmark transports over HTTP: Triton's `generate_stream` and `infer`, OpenAI's `completions`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class _HttpTransport:
             raise BenchError(f"no server answers at {where}: start one, or correct the address") from None
 
     async def _post(self, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """Yield lines. Raise `RequestFailed`."""
         assert self._session is not None
         try:
             async with self._session.post(self.url, json=body) as answer:
@@ -113,7 +112,7 @@ class InferTransport(_TritonHttpTransport):
 
 
 class OpenAiTransport(_HttpTransport):
-    """`…/v1/completions` with ids, or `…/v1/chat/completions` with words."""
+    """Transport to `…/v1/completions` with token ids, or `…/v1/chat/completions` with words."""
 
     def __init__(self, url: str, model: str) -> None:
         super().__init__(url)

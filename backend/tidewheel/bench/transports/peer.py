@@ -22,7 +22,7 @@ class _PendingRequest(NamedTuple):
 
 
 class PeerTransport:
-    """Process of `peer_engines.py` from `open` to `close`; its output goes to `log`."""
+    """Transport to a `peer_engines.py` process that lives from `open` to `close`; its errors go to `log`."""
 
     can_cancel = False
 

@@ -25,7 +25,7 @@ _OPTIONS = (
 
 
 class TritonGrpcTransport:
-    """Transport over gRPC; `with_ids` asks for token ids, which later turns need."""
+    """Transport over gRPC. `with_ids` asks for token ids, which later turns need."""
 
     can_cancel = True
 

@@ -49,7 +49,7 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, report: Callable[[], Readiness]) -> None:
-        """Raise `OSError` if the port is taken. Port 0: a free port."""
+        """Listen on the port; 0: a free port. Raise `OSError` if the port is in use."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.report = report
         self._open: deque[socket.socket] = deque()

@@ -107,7 +107,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return programs per row of the first launch: short ones, as the last run alone."""
+    """Return how many programs share a row in the first launch: small ones, as the last to run is alone."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)

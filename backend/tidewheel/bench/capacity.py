@@ -137,7 +137,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: LoadPoint, outcomes: Sequence[RequestOutcome], seen: Verdict | None = None) -> Verdict:
-        """Record a measured rate; return its verdict: `seen` while it ran, else by all outcomes."""
+        """Record the outcomes at a rate. Return the verdict, `seen` if it was clear during the run."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]

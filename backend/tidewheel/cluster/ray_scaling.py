@@ -54,7 +54,7 @@ class RayScaling:
     """Autoscaling policy that Ray Serve's controller calls."""
 
     def __init__(self, policy: str, settings: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
-        """Raise `ConfigError` for a wrong policy or setting."""
+        """Make the named policy. Raise `ConfigError` for an unknown policy or wrong setting."""
         self._policy = make_scaling(policy, ScalingSettings(**settings))
         self._clock = clock
         self._counters: dict[str, _Counters] = {}  # by replica

@@ -158,7 +158,7 @@ class ServerChild:
         return self._endpoints
 
     def check_alive(self) -> None:
-        """Raise `ClusterError` if the server has ended."""
+        """Raise `ClusterError` if the server's process has ended."""
         if not self._child.has_ended:
             return
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -203,7 +203,6 @@ class EngineCore:
 
 
 def _attempt(work: Callable[[], T]) -> T | _Failure:
-    """Return the result, or a failure of one row or of memory."""
     try:
         return work()
     except Exception as error:

@@ -45,8 +45,6 @@ class _Route(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Destinations of a step's tokens, kept for steps of the same requests."""
-
     requests: list[Request]
     columns: list[tuple[FrontEnd, RowArray, Int64Array]]  # positions within the step, and keys
     others: list[int]  # positions that get a delta

@@ -66,7 +66,7 @@ def find_engine(model_dir: Path) -> folder.EngineTarget | None:
 
 
 def may_start(target: folder.EngineTarget) -> bool:
-    """Return whether the engine of an ended process may start again."""
+    """Return whether the engine has ended and may be started again."""
     status = folder.read_status(target.folder)
     return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
@@ -99,7 +99,6 @@ def make_current(target: folder.EngineTarget) -> None:
 
 
 def _identity(config: EngineConfig) -> str:
-    """Return a digest of the model's files and of the settings that a running engine cannot change."""
     files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
     return folder.settings_digest({"settings": config.fixed_settings(), "files": files})
 

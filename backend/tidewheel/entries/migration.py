@@ -246,7 +246,6 @@ def _lost_inputs(face: Entry) -> Iterator[Problem]:
 
 
 def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
-    """Yield an error for each unknown parameter, which is kept and prevents the load."""
     for name in part.parameters:
         value = _value(part, name)
         note = _LEFT_OUT.get(name, "")

@@ -154,7 +154,6 @@ class ModelJudge:
         return [note("", shortened)] if shortened else ()
 
     def _needs(self, plan: ModelPlan) -> tuple[MemoryNeeds, str]:
-        """Return the memory, and a note if the context is shortened. Raise `ConfigError` if memory is short."""
         config, decoder, dtype, device = self._config, plan.native, self._dtype, self._device
         weights = (
             decoder.weights_bytes if decoder else sum(file.num_elements for file in self._files) * dtype.itemsize
@@ -197,7 +196,6 @@ class ModelJudge:
 
 
 def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None]) -> Iterator[Problem]:
-    """Yield a step's problems, and its `ConfigError` as a problem of the file that it names, else of `file`."""
     try:
         yield from step() or ()
     except ConfigError as refusal:

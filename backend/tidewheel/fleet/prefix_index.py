@@ -93,7 +93,7 @@ class PrefixIndex:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Remove the slot's chunks that were not used after the stamp."""
+        """Remove those of the chunks that the slot last used at `stamp`."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:

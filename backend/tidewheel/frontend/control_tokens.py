@@ -54,7 +54,7 @@ def _longest_of(texts: Iterable[str]) -> str:
 
 
 class ControlTokens:
-    """Control tokens of a tokenizer. Not thread safe."""
+    """Finder and safe encoder of a tokenizer's control tokens. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -103,7 +103,7 @@ class JobRunner:
     """Runner of jobs, without limits. Methods raise `InvalidRequest` or `Unsupported`."""
 
     def __init__(self, folder: TokenizerFolder) -> None:
-        """Raise `ConfigError`."""
+        """Load a folder's tokenizer and chat template. Raise `ConfigError`."""
         self.tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
         self.template = ChatTemplate.load(folder.path, self.tokenizer.named_tokens)
         self._controls = ControlTokens(self.tokenizer)

@@ -62,7 +62,7 @@ class PromptWorkers:
         return np.frombuffer(found.token_ids, dtype="<i4").astype(np.int32, copy=False)
 
     def run(self, job: Job) -> Answer:
-        """Raise `InvalidRequest`, `InternalError`, `Unsupported` (a grammar) or `Draining`."""
+        """Return the answer to a job. Raise `InvalidRequest`, `InternalError`, `Unsupported` or `Draining`."""
         index = self._idle.get()
         try:
             for _ in range(_ATTEMPTS):

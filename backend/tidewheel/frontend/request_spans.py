@@ -32,7 +32,7 @@ class RequestSpans:
     name = "otlp_traces_endpoint"
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """Raise `ConfigError` if the packages are missing."""
+        """Start the exporter. Raise `ConfigError` if OpenTelemetry's packages are missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource

@@ -204,7 +204,7 @@ class KVCacheManager:
         return FreedBlockCounter(self._pool.ref_count, self._tables, kept)
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
-        """End a row's block table; its blocks are held until the step `after_step` is done."""
+        """End a row's block table. Its blocks stay in use until the step `after_step` is done."""
         # Evict the last block first: a prefix is useful without its tail.
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]
@@ -224,7 +224,7 @@ class KVCacheManager:
         return transfers
 
     def check_invariants(self) -> None:
-        """Raise `InternalError`."""
+        """Check block tables, pool and host tier against each other. Raise `InternalError`."""
         self._pool.check_invariants()
         self._host.check_invariants()
         self.transfers.check_invariants()

@@ -27,7 +27,7 @@ class HostBlocks:
     def __init__(
         self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        """Raise `RuntimeError` if the memory cannot be allocated."""
+        """Allocate the slots. Raise `RuntimeError` if there is too little memory."""
         self.num_slots = num_slots
         self._blocks = kv.blocks
         shape, dtype = self._blocks.shape[1:], self._blocks.dtype

@@ -33,7 +33,7 @@ DeviceInputs = StepInputs[torch.Tensor, torch.Tensor]
 
 
 class ForwardBounds(NamedTuple):
-    """Host values of `AttentionMetadata`: exact, or upper bounds in a graph."""
+    """Host-side fields of `AttentionMetadata`: exact values, or upper bounds for a CUDA graph."""
 
     max_seqlen_q: int
     max_seq_len: int

@@ -79,7 +79,7 @@ class LogitRules:
 
 
 class DrawColumns(NamedTuple):
-    """Columns [S] of `tidewheel_kernels.SamplingTensors`."""
+    """Sampling parameters of S rows as host arrays, for `tidewheel_kernels.SamplingTensors`."""
 
     temperature: Float32Array
     top_k: Int32Array
@@ -101,7 +101,7 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class PenaltyColumns(NamedTuple):
-    """Columns [P] of `tidewheel_kernels.PenaltyTensors`."""
+    """Penalties of P rows as host arrays, for `tidewheel_kernels.PenaltyTensors`."""
 
     rows: Int32Array
     num_prompt_tokens: Int32Array

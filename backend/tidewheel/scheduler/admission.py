@@ -137,7 +137,6 @@ class AdmissionControl:
                 raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
-        """Reserve `num_tokens` per request in the tenant's rate. Raise `DeadlineExceeded` or `Busy`."""
         request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)

@@ -84,7 +84,7 @@ class RowColumns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        """Return a list that must not be changed."""
+        """Return the requests of the rows, as a list that must not be changed."""
         if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
             self._last_rows = rows
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())

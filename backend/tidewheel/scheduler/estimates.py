@@ -28,7 +28,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class LengthHistogram:
-    """Output lengths in quarter-octave bins; each weighs 1 / `_FORGET` times the one before."""
+    """Output lengths in bins of a quarter octave. Each output weighs `_FORGET` times as much as the next one."""
 
     __slots__ = ("_scale", "_total", "_weights")
 

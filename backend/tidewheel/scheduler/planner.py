@@ -209,7 +209,7 @@ class _EntryPlanner:
         return num_slots <= 0.0
 
     def _note_missing(self, request: Request, hit: PrefixHit, num_missing: int | None = None) -> None:
-        """Record the blocked request and the blocks it lacks (None: its own plus the reserve)."""
+        """Record the blocked request and the blocks it lacks. None: all its blocks plus the reserve."""
         kv, num_free = self._state.kv, self._state.kv.num_free_blocks
         if num_missing is None:
             keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)

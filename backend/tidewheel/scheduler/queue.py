@@ -162,7 +162,7 @@ class WaitingSet:
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield the requests that a newcomer, a group of `count`, may displace, in order.
+        """Yield waiting requests that a newcomer, a group of `count`, may displace, the first victim first.
 
         Without fairness: lower classes, lowest and newest first. With fairness, in turn:
         1. lower classes of tenants whose `max_priority` is below the newcomer's class;

@@ -190,7 +190,7 @@ class Scheduler:
         return self._admission.limits.waiting_room(now)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError`. O(blocks + requests)."""
+        """Check all tables against each other, in O(blocks + requests). Raise `InternalError`."""
         state = self._state
         state.check_invariants()
         require(len(self._in_flight) <= self.max_inflight_steps, "too many batches in flight")

@@ -254,7 +254,7 @@ class SchedulerState:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Queue the followers of leaders that have computed their prompt but its last token."""
+        """Queue each follower whose leader has computed all but the last token of their prompt."""
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self.leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:

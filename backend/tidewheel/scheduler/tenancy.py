@@ -74,7 +74,7 @@ class TenantTable:
         self._unnamed = OrderedDict((name, made) for name, made in unnamed.items() if made and name not in tenants)
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        """Raise `Busy`, with the time until the buckets suffice."""
+        """Raise `Busy` if the tenant is over its rates, with the time until the requests fit."""
         if not self._tenants:
             return
         account = account_of(self._tenants, tenant)

@@ -174,7 +174,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
 
 
 def num_front_ends(num_cores: int) -> int:
-    """Return the front ends per model: each keeps a core busy with responses, and as much of Triton."""
+    """Return how many front ends serve a model: each keeps one core busy, and Triton another."""
     return max(1, min(MAX_FRONT_ENDS, num_cores // CORES_OF_A_FRONT_END))
 
 

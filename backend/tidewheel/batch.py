@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tidewheel.grammar import RowGrammar
 from tidewheel.request import Pooling, Request
-from tidewheel.sampling import SamplingParams, TopLogprobs
+from tidewheel.sampling import LogitBias, SamplingParams, TopLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -43,6 +43,7 @@ class NewRow(NamedTuple):
     bad_words_ids: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
     pooling: Pooling = ""
     grammar: RowGrammar | None = None
+    logit_bias: LogitBias | None = None  # in place of the biases of `sampling`
 
 
 @dataclass(frozen=True, slots=True)

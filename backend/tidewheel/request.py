@@ -72,7 +72,7 @@ class Request:
     priority: Priority = Priority.NORMAL  # requested class, lowered to the granted one at admission
     stop_token_ids: tuple[int, ...] = ()  # of the client, and end-of-sequence ids unless ignore_eos
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    logit_bias: LogitBias | None = None  # replaces the biases of `sampling`
+    logit_bias: LogitBias | None = None  # in place of the biases of `sampling`
     grammar: RowGrammar | None = None
     cache_salt: str = ""
     pooling: Pooling = ""
@@ -136,10 +136,8 @@ class Request:
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Return the sampling parameters, with the request's own biases."""
+        """Return the sampling parameters, without log-probabilities of the prompt once they are known."""
         sampling = self.sampling
-        if self.logit_bias is not None:
-            sampling = msgspec.structs.replace(sampling, logit_bias=self.logit_bias)
         if sampling.prompt_logprobs is None or self.scores_prompt:
             return sampling
         return msgspec.structs.replace(sampling, prompt_logprobs=None)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -34,27 +34,14 @@ class TopLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
 
-class LogitBias(Mapping[int, float]):
+class LogitBias(NamedTuple):
     """Logit biases as two arrays, token ids (ascending) and amounts."""
 
-    __slots__ = ("amounts", "token_ids")
-
-    def __init__(self, token_ids: npt.NDArray[np.int32], amounts: npt.NDArray[np.float32]) -> None:
-        """Check the arrays. Raise `InvalidRequest`."""
-        self.token_ids = token_ids  # [num_entries]
-        self.amounts = amounts  # [num_entries]
-        if not 0 < len(token_ids) == len(amounts):
-            raise InvalidRequest(f"logit_bias has {len(token_ids)} token ids and {len(amounts)} biases")
-        check_count("logit_bias", len(token_ids), MAX_LOGIT_BIAS)
-        # Ufunc reductions cost a third of array methods. NaN fails the comparison.
-        is_ascending = token_ids[0] >= 0 and np.logical_and.reduce(token_ids[1:] > token_ids[:-1])
-        if not is_ascending or not np.maximum.reduce(np.abs(amounts)) <= MAX_BIAS:
-            self._refuse()
+    token_ids: npt.NDArray[np.int32]  # [num_entries]
+    amounts: npt.NDArray[np.float32]  # [num_entries]
 
     @classmethod
     def of(cls, biases: Mapping[int, float]) -> LogitBias:
-        if isinstance(biases, LogitBias):
-            return biases
         token_ids = np.fromiter(biases.keys(), dtype=np.int32, count=len(biases))
         amounts = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
         order = np.argsort(token_ids)
@@ -65,41 +52,30 @@ class LogitBias(Mapping[int, float]):
         """Return biases from little-endian int32 ids and float32 amounts. Raise `InvalidRequest`."""
         if len(token_ids) % 4 or len(amounts) % 4:
             raise InvalidRequest(f"logit_bias has {len(token_ids)} and {len(amounts)} bytes: each entry has four")
-        return cls(np.frombuffer(token_ids, dtype="<i4"), np.frombuffer(amounts, dtype="<f4"))
+        bias = cls(np.frombuffer(token_ids, dtype="<i4"), np.frombuffer(amounts, dtype="<f4"))
+        bias._check()
+        return bias
 
-    @property
-    def last_token_id(self) -> int:
-        return int(self.token_ids[-1])
+    def to_bytes(self) -> tuple[bytes, bytes]:
+        """Return little-endian int32 ids and float32 amounts."""
+        return self.token_ids.astype("<i4").tobytes(), self.amounts.astype("<f4").tobytes()
 
-    def __getitem__(self, token_id: int) -> float:
-        index = int(np.searchsorted(self.token_ids, token_id))
-        if index == len(self.token_ids) or self.token_ids[index] != token_id:
-            raise KeyError(token_id)
-        return float(self.amounts[index])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.token_ids.tolist())
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def _refuse(self) -> None:
-        before = -1
-        for token_id, amount in zip(self.token_ids.tolist(), self.amounts.tolist(), strict=True):
-            _TOKEN_ID.check_integer("logit_bias token id", token_id)
-            if token_id <= before:
-                problem = "twice" if token_id == before else f"after {before}: they must ascend"
-                raise InvalidRequest(f"logit_bias has the token id {token_id} {problem}")
-            _BIAS.check_number(f"logit_bias[{token_id}]", amount)
-            before = token_id
+    def _check(self) -> None:
+        token_ids, amounts = self
+        if not 0 < len(token_ids) == len(amounts):
+            raise InvalidRequest(f"logit_bias has {len(token_ids)} token ids and {len(amounts)} biases")
+        check_count("logit_bias", len(token_ids), MAX_LOGIT_BIAS)
+        # Ufunc reductions cost a third of array methods. NaN fails the comparison.
+        is_ascending = token_ids[0] >= 0 and np.logical_and.reduce(token_ids[1:] > token_ids[:-1])
+        if not is_ascending or not np.maximum.reduce(np.abs(amounts)) <= MAX_BIAS:
+            _check_biases(zip(token_ids.tolist(), amounts.tolist(), strict=True))
+            raise InvalidRequest("logit_bias has token ids that do not ascend")
 
 
-def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
-    """Return token ids and amounts as the bytes that `LogitBias.from_bytes` reads."""
-    if not biases:
-        return b"", b""
-    bias = LogitBias.of(biases)
-    return bias.token_ids.astype("<i4").tobytes(), bias.amounts.astype("<f4").tobytes()
+def _check_biases(entries: Iterable[tuple[int, float]]) -> None:
+    for token_id, bias in entries:
+        _TOKEN_ID.check_integer("logit_bias token id", token_id)
+        _BIAS.check_number(f"logit_bias[{token_id}]", bias)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,12 +138,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             kind = type(self.grammar).__name__
             raise InvalidRequest(f"grammar must be a Grammar, such as Grammar.json_schema makes, not a {kind}")
-        if self.logit_bias and not isinstance(self.logit_bias, LogitBias):
+        if self.logit_bias:
             check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
             if not _are_biases(self.logit_bias):
-                for token_id, bias in self.logit_bias.items():
-                    _TOKEN_ID.check_integer("logit_bias token id", token_id)
-                    _BIAS.check_number(f"logit_bias[{token_id}]", bias)
+                _check_biases(self.logit_bias.items())
 
     @property
     def has_penalties(self) -> bool:

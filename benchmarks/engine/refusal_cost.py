@@ -31,7 +31,7 @@ from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
 from tidewheel.request_options import RequestOptions
-from tidewheel.sampling import MAX_LOGIT_BIAS, SamplingParams, pack_biases
+from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
@@ -163,7 +163,7 @@ ENGINE = simulated_info(CONFIG, H200_8B, max_model_len=MAX_MODEL_LEN)
 
 
 def payload(scene: Scene, tenant: str, num_biases: int, n: int) -> bytes:
-    bias_token_ids, bias_amounts = pack_biases(dict.fromkeys(range(num_biases), 1.0))
+    bias_token_ids, bias_amounts = LogitBias.of(dict.fromkeys(range(num_biases), 1.0)).to_bytes()
     request = AddRequest(
         next(scene.ids),
         scene.prompt.tobytes(),

@@ -13,7 +13,7 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, stats
 from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
 from tidewheel.errors import EngineDead
-from tidewheel.frontend import output, request_reader
+from tidewheel.frontend import output
 
 EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the request could start")
 
@@ -256,14 +256,14 @@ def test_closing_takes_no_prompt(harness: FrontendHarness) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts what is built for the output of requests, by class."""
     counts: Counter[str] = Counter()
-    for module, name in ((request_reader, "OutputStream"), (output, "Detokenizer")):
-        real = getattr(module, name)
+    for name in ("OutputStream", "Detokenizer"):
+        real = getattr(output, name)
 
         def count(*arguments: object, real: type = real, **options: object) -> object:
             counts[real.__name__] += 1
             return real(*arguments, **options)
 
-        monkeypatch.setattr(module, name, count)
+        monkeypatch.setattr(output, name, count)
     return counts
 
 

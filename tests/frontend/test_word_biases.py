@@ -26,7 +26,7 @@ def test_every_token_of_a_word_gets_its_weight() -> None:
 
 def test_nothing_is_done_without_words() -> None:
     sources = (ParameterSource(origin="input tensor", values={"top_k": 3}),)
-    assert with_token_biases(sources, encode) is sources
+    assert with_token_biases(sources, encode) == sources
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ class BrokenBias(dict[int, float]):
     def __bool__(self) -> bool:
         return True
 
-    def items(self) -> NoReturn:
+    def keys(self) -> NoReturn:  # type: ignore[override]
         raise ValueError("a broken bias")
 
 

@@ -153,7 +153,7 @@ def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
     if not message.bias_token_ids and not message.bias_amounts:
         return None
     bias = LogitBias.from_bytes(message.bias_token_ids, message.bias_amounts)
-    _check_ids("logit_bias", (bias.last_token_id,), info.vocab_size, 1)
+    _check_ids("logit_bias", bias.token_ids[-1:].tolist(), info.vocab_size, 1)
     return bias
 
 

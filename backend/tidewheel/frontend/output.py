@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from tidewheel.batch import Float32Array, Int32Array
-from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
+from tidewheel.engine.messages import WHOLE_REQUEST, Delta, RequestStats
 from tidewheel.frontend.tokenizer import Detokenizer, Tokenizer
 from tidewheel.request import FinishReason, Pooling
 from tidewheel.request_options import RequestOptions
@@ -225,13 +225,14 @@ class EmbeddingStream(OutputStream):
 
 
 class Outputs:
-    """Outputs of all sequences of a request, made by `open_streams` at the first output. Not thread-safe."""
+    """Outputs of all sequences of a request, opened at the first output. Not thread-safe."""
 
-    def __init__(self, message: AddRequest, open_streams: Callable[[], list[OutputStream]]) -> None:
-        self.num_input_tokens = len(message.prompt) // 4
-        self._open_streams = open_streams
+    def __init__(self, tokenizer: Tokenizer | None, given: Generation, arrival_ns: int) -> None:
+        self.num_input_tokens = len(given.prompt_ids)
+        self._tokenizer = tokenizer
+        self._given = given
+        self._arrival_ns = arrival_ns
         self._streams: list[OutputStream] = []
-        self._arrival_ns = message.arrival_ns
         self._stats: dict[int, RequestStats] = {}  # by index, set at the end by the engine
 
     @property
@@ -258,7 +259,10 @@ class Outputs:
         return [stream.take(self._stats.get(index)) for index, stream in enumerate(self._opened())]
 
     def _opened(self) -> list[OutputStream]:
-        self._streams = self._streams or self._open_streams()
+        if not self._streams:
+            given = self._given
+            kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
+            self._streams = [kind(self._tokenizer, given) for _ in range(given.options.n)]
         return self._streams
 
     def _push(self, delta: Delta) -> bool:

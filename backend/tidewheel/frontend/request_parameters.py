@@ -247,21 +247,19 @@ def with_token_biases(
 
     Raise `InvalidRequest` for lists of unequal length or wrong types.
     """
-    if not any(name in source.values for source in sources for name in (WORDS, WEIGHTS)):
-        return sources
     replaced: list[ParameterSource] = []
     for source in sources:
         others = {name: value for name, value in source.values.items() if name not in (WORDS, WEIGHTS)}
         replaced.append(ParameterSource(origin=source.origin, values=others))
-        if len(others) < len(source.values):
-            words, weights = (_items(name, source.values.get(name)) for name in (WORDS, WEIGHTS))
-            if len(words) != len(weights):
-                counts = f"{WORDS} has {len(words)} entries and {WEIGHTS} {len(weights)}"
-                raise InvalidRequest(f"{counts}: give one weight a word")
-            bias: dict[int, float] = {}
-            for word, weight in zip(words, weights, strict=True):
-                for token_id in map(int, encode(coercion.to_text(WORDS, word))):
-                    bias[token_id] = bias.get(token_id, 0.0) + coercion.to_float(WEIGHTS, weight)
+        words, weights = (_items(name, source.values.get(name)) for name in (WORDS, WEIGHTS))
+        if len(words) != len(weights):
+            counts = f"{WORDS} has {len(words)} entries and {WEIGHTS} {len(weights)}"
+            raise InvalidRequest(f"{counts}: give one weight a word")
+        bias: dict[int, float] = {}
+        for word, weight in zip(words, weights, strict=True):
+            for token_id in map(int, encode(coercion.to_text(WORDS, word))):
+                bias[token_id] = bias.get(token_id, 0.0) + coercion.to_float(WEIGHTS, weight)
+        if bias:
             replaced.append(ParameterSource(origin=WORDS, values={"logit_bias": bias}))
     return tuple(replaced)
 

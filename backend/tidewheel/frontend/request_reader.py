@@ -16,7 +16,7 @@ from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.output import EmbeddingStream, Generation, Outputs, OutputStream, PromptStream
+from tidewheel.frontend.output import Generation, Outputs
 from tidewheel.frontend.prompt_process import DecodeJob, EncodeJob, GrammarTrial, RenderJob, TokenizeJob
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.request_parameters import GenerateRequest, parse_parameters, with_token_biases
@@ -25,7 +25,7 @@ from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
 from tidewheel.request_options import PromptOptions, RequestOptions
 from tidewheel.runner.grammar_compiler import to_source
-from tidewheel.sampling import SamplingParams, pack_biases
+from tidewheel.sampling import LogitBias, SamplingParams
 
 MAX_KNOWN_GRAMMARS = 64
 MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
@@ -60,7 +60,7 @@ class MessageMaker:
         """Return the message and output of a request. Raise `InvalidRequest`."""
         sampling = given.sampling
         grammar = sampling.grammar
-        bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
+        bias = LogitBias.of(sampling.logit_bias).to_bytes() if sampling.logit_bias else (b"", b"")
         message = AddRequest(
             key=key,
             prompt=given.prompt_ids.astype("<i4").tobytes(),
@@ -68,8 +68,8 @@ class MessageMaker:
             pooling=given.pooling,
             stop_token_ids=self._stop_token_ids(sampling),
             bad_words_ids=self._bad_words_ids(sampling.bad_words),
-            bias_token_ids=bias_token_ids,
-            bias_amounts=bias_amounts,
+            bias_token_ids=bias[0],
+            bias_amounts=bias[1],
             grammar="" if grammar is None else self._source_of(grammar),
             grammar_name="" if grammar is None else grammar.name,
             end_token_ids=() if grammar is None else self._end_token_ids(sampling.stop_token_ids),
@@ -80,7 +80,7 @@ class MessageMaker:
             soft_deadline_ns=given.options.soft_deadline_ns(arrival_ns),
         )
         checked = check_request(message, self._info, prompt_name=given.prompt_name)
-        outputs = Outputs(message, lambda: self._open_streams(given))
+        outputs = Outputs(self._tokenizer, given, arrival_ns)
         return PreparedRequest(message, outputs, checked, has_stop_strings=bool(sampling.stop))
 
     def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
@@ -104,10 +104,6 @@ class MessageMaker:
     def _source_of(self, grammar: Grammar) -> str:
         """Return what compiles. Raise `InvalidRequest` or `Unsupported`."""
         return to_source(grammar)
-
-    def _open_streams(self, given: Generation) -> list[OutputStream]:
-        kind = EmbeddingStream if given.pooling else PromptStream if given.is_scoring else OutputStream
-        return [kind(self._tokenizer, given) for _ in range(given.options.n)]
 
 
 class RequestReader(MessageMaker):

@@ -46,10 +46,7 @@ class LogitRules:
     """A request's allowed tokens, biases, forbidden words, and stop tokens forbidden before `min_tokens`."""
 
     def __init__(self, new: NewRow, vocab_size: int) -> None:
-        token_ids, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-        if new.sampling.logit_bias:
-            bias = LogitBias.of(new.sampling.logit_bias)
-            token_ids, values = bias.token_ids, bias.amounts
+        token_ids, values = new.logit_bias or LogitBias.of(new.sampling.logit_bias)
         # Grammar masks handle stop and allowed tokens.
         stops, allowed = ((), ()) if new.grammar else (new.stop_token_ids, new.sampling.allowed_token_ids)
         self.allowed = packed(allowed, -(-vocab_size // 32)).view(np.int32) if allowed else None
@@ -66,7 +63,8 @@ class LogitRules:
     @staticmethod
     def needed(new: NewRow) -> bool:
         sampling = new.sampling
-        return bool(sampling.logit_bias or sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
+        has_bias = new.logit_bias is not None or bool(sampling.logit_bias)
+        return has_bias or bool(sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
 
     def biases(self, position: int) -> tuple[Int32Array, Float32Array]:
         return self._at_first if position < self._first_stop_position else self._always

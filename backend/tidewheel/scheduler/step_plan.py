@@ -166,6 +166,7 @@ def new_row(request: Request) -> NewRow:
         bad_words_ids=request.bad_words_ids,
         pooling=request.pooling,
         grammar=request.grammar,
+        logit_bias=request.logit_bias,
     )
 
 

@@ -13,7 +13,7 @@ from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, 
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead, InvalidRequest, Unsupported
 from tidewheel.frontend.output import OutputChunk
-from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.metrics import TABLE
 from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
@@ -188,7 +188,9 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
     """Two answered requests, one refused, one cancelled, one whose engine died."""
     for _ in range(5):
         recorder.received()
-    recorder.tokens([TokenTiming(0.05, 1, 7), TokenTiming(0.07, 1, 5), TokenTiming(0.04, 2, 0)])
+    recorder.tokens(1, 0.05, 7)
+    recorder.tokens(1, 0.07, 5)
+    recorder.tokens(2, 0.04)
     perf = RequestStats(
         arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=900_000_000, last_token_ns=2_900_000_000,
     )  # fmt: skip
@@ -269,10 +271,10 @@ def test_restarts_of_the_engine() -> None:
     """Every front end sees them, and the owner publishes."""
     owner, other = EngineMetrics(make_info(), LABELS), EngineMetrics(make_info(), LABELS)
     for count in (0, 1):
-        owner.publish_restarts(count, is_owner=True)
-        other.publish_restarts(count, is_owner=False)
+        owner.restarts.advance({"": count}, is_ours=True)
+        other.restarts.advance({"": count}, is_ours=False)
     assert value("tidewheel_engine_restarts_total", **LABELS) == 1
-    other.publish_restarts(2, is_owner=True)
+    other.restarts.advance({"": 2}, is_ours=True)
     assert value("tidewheel_engine_restarts_total", **LABELS) == 2
 
 
@@ -289,7 +291,7 @@ def test_the_next_flush_adds_what_is_new() -> None:
     calls = MetricFamily.num_calls
     metrics.publish(recorder.snapshot())
     assert MetricFamily.num_calls == calls
-    recorder.tokens([TokenTiming(0.3, 1, 0)])
+    recorder.tokens(1, 0.3)
     metrics.publish(recorder.snapshot())
     assert value("vllm:inter_token_latency_seconds_count") == 3
     assert value("vllm:generation_tokens_total") == 5
@@ -365,12 +367,12 @@ def test_gauges_of_an_engine_are_cleared_and_renewed() -> None:
     stats = EngineStats(num_running=4, num_blocks=10)
     for publisher in (leaving, successor):
         publisher.publish(stats)
-        publisher.publish_ready(True)
+        publisher.ready.advance({"": 1})
     leaving.clear()
     assert value("vllm:num_requests_running", **LABELS) == 0
     assert value("tidewheel_engine_ready", **LABELS) == 0
     for _ in range(RENEWAL):
         successor.publish(stats)
-        successor.publish_ready(True)
+        successor.ready.advance({"": 1})
     assert value("vllm:num_requests_running", **LABELS) == 4
     assert value("tidewheel_engine_ready", **LABELS) == 1

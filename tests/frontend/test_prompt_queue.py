@@ -21,19 +21,12 @@ CRITICAL, HIGH, NORMAL, LOW = Priority
 SECOND = 10**9
 
 
-class Clock:
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 class Queue:
-    """Requests are named by their keys; their arrival is the clock's time."""
+    """Requests are named by their keys; their arrival is `now_ns`."""
 
     def __init__(self, num_threads: int = 2) -> None:
-        self.clock = Clock()
-        self.queue = PromptQueue(1 << 20, num_threads, self.clock)
+        self.now_ns = 0
+        self.queue = PromptQueue(1 << 20, num_threads)
         self.num_put = 0
 
     def put(
@@ -45,7 +38,7 @@ class Queue:
         **parameters: object,
     ) -> int:
         self.num_put += 1
-        now = self.clock.now_ns
+        now = self.now_ns
         moments = [now + int(seconds * SECOND) if seconds else 0 for seconds in (deadline_s, soft_s)]
         source = ParameterSource(origin="sampling_parameters", values=parameters)
         asked = GenerateRequest(text="x" * num_bytes, parameters=(source,))
@@ -76,10 +69,10 @@ def test_waiting_lifts_a_request_above_a_flood_of_a_better_class() -> None:
     queue = Queue()
     low = queue.put(LOW)
     for _ in range(2):
-        queue.clock.now_ns += _AGEING_NS
+        queue.now_ns += _AGEING_NS
         queue.put(CRITICAL)
         assert queue.take().key != low
-    queue.clock.now_ns += _AGEING_NS
+    queue.now_ns += _AGEING_NS
     queue.put(CRITICAL)
     assert queue.take().key == low
 
@@ -87,7 +80,7 @@ def test_waiting_lifts_a_request_above_a_flood_of_a_better_class() -> None:
 def test_a_far_deadline_is_not_starved_by_near_ones() -> None:
     queue = Queue()
     patient = queue.put(deadline_s=86_400)
-    queue.clock.now_ns += _AGEING_NS
+    queue.now_ns += _AGEING_NS
     queue.put(deadline_s=0.001)
     assert queue.take().key == patient
 

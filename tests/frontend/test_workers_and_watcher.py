@@ -15,7 +15,7 @@ import pytest
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import delta
 from tidewheel.frontend.live_request import Ending, LiveRequest
-from tidewheel.frontend.request_figures import TTFT_BOUNDS, StatsRecorder, TokenTiming, token_bounds
+from tidewheel.frontend.request_figures import TTFT_BOUNDS, StatsRecorder, token_bounds
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.threads import Watcher, Workers
 from tidewheel.stats import Histogram
@@ -181,7 +181,7 @@ def test_a_snapshot_stands_still() -> None:
     recorder = StatsRecorder(128)
     before = recorder.snapshot()
     recorder.received()
-    recorder.tokens([TokenTiming(0.05, 1, 7)])
+    recorder.tokens(1, 0.05, 7)
     assert not any(before.time_to_first_token.counts)
     assert (before.num_received, recorder.snapshot().num_live) == (0, 1)
     assert len(before.time_to_first_token.counts) == len(TTFT_BOUNDS) + 1

@@ -100,8 +100,10 @@ class EngineFrontend:
         def publish() -> bool:
             has_time, is_owner = self.frontend.is_idle, self.client.is_owner
             is_behind = requests.publish(self.frontend.stats(), has_time=has_time)
-            engine.publish_restarts(self.client.num_restarts, is_owner=is_owner)
-            engine.publish_ready(self.client.readiness.is_ready if is_owner and not self.is_leaving else None)
+            engine.restarts.advance({"": self.client.num_restarts}, is_ours=is_owner)
+            engine.ready.advance(
+                {"": float(self.client.readiness.is_ready)}, is_ours=is_owner and not self.is_leaving
+            )
             stats = self.frontend.engine_stats
             if stats is not None and is_owner:
                 is_behind = engine.publish(stats, has_time=has_time) or is_behind

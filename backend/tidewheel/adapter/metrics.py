@@ -49,7 +49,7 @@ class NumberSeries:
     """
 
     def __init__(self, metric: Metric, labels: Labels, values: Iterable[str] = ()) -> None:
-        self.is_gauge = metric.kind == "gauge"
+        self._is_gauge = metric.kind == "gauge"
         self._family = make_family(metric)
         self._label = metric.label
         self._labels = labels
@@ -59,12 +59,16 @@ class NumberSeries:
         for value in values:
             self._open(value)
 
-    def advance(self, numbers: Mapping[str, float]) -> None:
+    def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
+        """Publish the numbers, or skip what another front end publishes."""
+        if not is_ours:
+            self.follow(numbers)
+            return
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():
             series, last = self._open(value), self._last.get(value)
-            if not self.is_gauge:
+            if not self._is_gauge:
                 growth = number if last is None or number < last else number - last
                 if growth > 0:
                     series.increment(growth)
@@ -76,7 +80,7 @@ class NumberSeries:
         """Take totals that another front end has published, without sending them. A gauge is sent next time."""
         for value, number in numbers.items():
             self._open(value)
-            if self.is_gauge:
+            if self._is_gauge:
                 self._last.pop(value, None)
             else:
                 self._last[value] = number
@@ -175,11 +179,6 @@ class SeriesTable:
         for name, histogram in self._histograms:
             histogram.follow(getattr(figures, name))
 
-    def set_gauges(self, figures: Any) -> None:
-        for metric, series in self._numbers:
-            if series.is_gauge:
-                series.advance(_read(metric, figures))
-
 
 class EngineMetrics:
     """Metrics of one engine, published by the front end that owns the engine."""
@@ -191,19 +190,8 @@ class EngineMetrics:
         self._blocks = NumberSeries(metrics.CACHE_BLOCKS, {name: labels[name] for name in ("model", "version")})
         sizes = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}  # on a CPU, too
         self._config = NumberSeries(metrics.CACHE_CONFIG, {**labels, **sizes})
-        self._ready = NumberSeries(metrics.ENGINE_READY, labels)
-        self._restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
-
-    def publish_ready(self, is_ready: bool | None) -> None:
-        """Publish the engine's readiness; None: another front end publishes it."""
-        if is_ready is None:
-            self._ready.follow({"": 0.0})
-        else:
-            self._ready.advance({"": float(is_ready)})
-
-    def publish_restarts(self, count: int, *, is_owner: bool) -> None:
-        """Publish the number of engine restarts; a front end that is not the owner only takes note."""
-        (self._restarts.advance if is_owner else self._restarts.follow)({"": count})
+        self.ready = NumberSeries(metrics.ENGINE_READY, labels)
+        self.restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
 
     def publish(self, stats: EngineStats, *, has_time: bool = False) -> bool:
         """Send new figures. Return whether values are left to send. `has_time`: no request is live."""
@@ -215,14 +203,14 @@ class EngineMetrics:
         """Take figures that the owner publishes, without sending them, to be ready for a takeover."""
         self._table.follow(stats)
         self._blocks.follow(_NO_BLOCKS)
-        for series in (self._config, self._ready):
+        for series in (self._config, self.ready):
             series.follow({"": 0.0})
 
     def clear(self) -> None:
         """Set the gauges to those of an idle engine, since Triton would keep the last values."""
-        self._table.set_gauges(EngineStats())
+        self.publish(EngineStats())
         self._blocks.advance(_NO_BLOCKS)
-        for series in (self._config, self._ready):
+        for series in (self._config, self.ready):
             series.advance({"": 0.0})
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import math
 import threading
@@ -100,19 +101,6 @@ class TritonSink:
 
 
 Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
-
-
-class _UnfinishedTensors(threading.local):
-    """Per-thread `finish_reason` tensors of unfinished sequences, by shape.
-
-    Sending a tensor again costs little (`python benchmarks response_cost`). Two threads must not send it first.
-    """
-
-    def __init__(self) -> None:
-        self.unfinished: dict[tuple[int, ...], Any] = {}
-
-
-_unfinished = _UnfinishedTensors()
 
 
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
@@ -225,9 +213,17 @@ def _finish_reasons(response: Response, *, is_batched: bool) -> Any:
     if any(chunk.finish_reason is not None for chunk in response):
         reasons = _encoded([chunk.finish_reason or "None" for chunk in response])
         return pb_utils.Tensor("finish_reason", reasons.reshape(shape))
-    if shape not in _unfinished.unfinished:
-        _unfinished.unfinished[shape] = pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
-    return _unfinished.unfinished[shape]
+    return _unfinished(shape, threading.get_ident())
+
+
+@functools.lru_cache
+def _unfinished(shape: tuple[int, ...], thread_id: int) -> Any:
+    """Make the tensor of unfinished sequences once for each thread. Two threads must not send it first.
+
+    A tensor that is sent again costs little (`python benchmarks response_cost`).
+    """
+    del thread_id
+    return pb_utils.Tensor("finish_reason", np.full(shape, b"None", np.object_))
 
 
 def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
-import stat
 import threading
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from tidewheel.private_dir import private_dir, run_dir
 from tidewheel_process.handle import start_ticks
@@ -17,7 +17,6 @@ from tidewheel_process.handle import start_ticks
 log = logging.getLogger(__name__)
 
 _FOLDER = "front_ends"
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class PresenceMark(NamedTuple):
@@ -101,15 +100,5 @@ def is_stub() -> bool:
 
 def close_inherited_connections() -> None:
     """Close the clients' connections that this fork of Triton holds, before this process opens its own."""
-    for path in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # of the listing itself
-            if stat.S_ISSOCK(path.stat().st_mode):
-                _close(int(path.name))
-
-
-def _close(descriptor: int) -> None:
-    found = socket.socket(fileno=descriptor)
-    if found.family in _INTERNET:
-        found.close()
-    else:
-        found.detach()
+    for connection in psutil.Process().net_connections("inet"):
+        os.close(connection.fd)

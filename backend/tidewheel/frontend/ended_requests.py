@@ -190,11 +190,9 @@ def _open(path: Path) -> int:
 
 def _is_at(path: Path, descriptor: int) -> bool:
     try:
-        found = path.lstat()
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except OSError:
         return False
-    opened = os.fstat(descriptor)
-    return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 class EventQueue(Generic[T]):

@@ -24,7 +24,7 @@ from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.ended_requests import EndedRequest, Stages
 from tidewheel.frontend.live_request import Ending, LiveRequest, Sink, TokenColumns
 from tidewheel.frontend.output import OutputChunk, Response, is_last
-from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.request_reader import RequestReader
 from tidewheel.frontend.settings import FrontendSettings
@@ -148,22 +148,17 @@ class Frontend:
             return
         try:
             if isinstance(message, AddRequest):
-                self._claim(message)
+                self._gate.claim(message)
             self._engine.add(message)
         except TidewheelError as error:
+            if isinstance(error, WaitingSetFull) and isinstance(message, AddRequest):
+                self._engine.count_refused(message.options.tenant, message.options.n)
             self._end(request, Ending(error=error))
         else:
             if request.mark_sent():
                 return
             self._engine.cancel([request.key])
         self._gate.forget(request.key)
-
-    def _claim(self, message: AddRequest) -> None:
-        try:
-            self._gate.claim(message)
-        except WaitingSetFull:
-            self._engine.count_refused(message.options.tenant, message.options.n)
-            raise
 
     def _send_held(self) -> None:
         for request in self._known(self._gate.release()):
@@ -172,29 +167,25 @@ class Frontend:
     def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
         now_ns = time.monotonic_ns()
         seconds, first = self._columns.add(keys, token_ids, now_ns)
-        timings = []
         for request in self._known(first):
-            timings.append(_timing(request, 1, 0, now_ns))
+            self._count_tokens(request, 1, 0, now_ns)
             if request.receive_first():
                 self._senders.put(request)
-        self._recorder.tokens(timings, seconds)
+        self._recorder.single_tokens(seconds)
         self._senders.wake()
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
-        timings = []
         for delta in deltas:
             request = self._live.get(delta.key)
             if request is None or self._is_held(request, delta):
                 continue  # answered, or to be sent again
             if delta.token_ids:
-                last_ns = self._note_token(request, delta, now_ns)
-                timings.append(_timing(request, len(delta.token_ids), last_ns, now_ns))
+                self._count_tokens(request, len(delta.token_ids), self._note_token(request, delta, now_ns), now_ns)
             if request.receive(delta):
                 self._senders.put(request)
             else:
                 self._columns.note_output(delta.key)
-        self._recorder.tokens(timings)
         self._senders.wake()
 
     def _note_token(self, request: LiveRequest, delta: Delta, now_ns: int) -> int:
@@ -203,6 +194,17 @@ class Frontend:
         last_ns = request.last_token_ns.get(delta.index, 0)
         request.last_token_ns[delta.index] = now_ns
         return last_ns
+
+    def _count_tokens(self, request: LiveRequest, num_tokens: int, last_ns: int, now_ns: int) -> None:
+        """Count by the time since the sequence's last token, for the first since the arrival."""
+        if request.has_output:
+            self._recorder.tokens(num_tokens, (now_ns - last_ns) * 1e-9 if last_ns else None)
+            return
+        if not last_ns:
+            request.first_output_ns, last_ns = now_ns, request.arrival_ns
+        outputs = request.prepared.outputs
+        num_prompt_tokens = 0 if outputs is None else outputs.num_input_tokens
+        self._recorder.tokens(num_tokens, (now_ns - last_ns) * 1e-9, num_prompt_tokens)
 
     def on_stats(self, stats: EngineStats) -> None:
         self.engine_stats = stats
@@ -341,12 +343,3 @@ class Frontend:
         self._columns.close(request.key)
         self._gate.forget(request.key)
         self._send_held()
-
-
-def _timing(request: LiveRequest, num_tokens: int, last_ns: int, now_ns: int) -> TokenTiming:
-    if request.has_output:
-        return TokenTiming((now_ns - last_ns) * 1e-9 if last_ns else None, num_tokens, 0)
-    if not last_ns:
-        request.first_output_ns, last_ns = now_ns, request.arrival_ns
-    num_prompt_tokens = request.prepared.outputs.num_input_tokens if request.prepared.outputs is not None else 0
-    return TokenTiming((now_ns - last_ns) * 1e-9, num_tokens, num_prompt_tokens)

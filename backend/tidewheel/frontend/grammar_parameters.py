@@ -113,22 +113,15 @@ def _make(kind: str, name: str, value: object, whitespace: Mapping[str, object])
 
 
 def _schema(name: str, value: object, whitespace: Mapping[str, object]) -> Grammar:
-    if isinstance(value, str) and not whitespace:
-        grammar = Grammar.json_schema(value, name)  # bounds the text before it is parsed
-        _schema_object(name, value)
-        return grammar
-    schema = _schema_object(name, value)
-    if whitespace:
-        schema = {**schema, "x-guidance": _whitespace_options(name, whitespace)}
-    return Grammar.json_schema(schema, name)
-
-
-def _schema_object(name: str, value: object) -> Mapping[str, object]:
+    # Bounded before it is parsed.
+    text = Grammar.json_schema(value, name) if isinstance(value, str) and not whitespace else None
     schema = parse_json(value, name) if isinstance(value, str) else value
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be a JSON schema, an object")
     check_options(name, schema)
-    return schema
+    if whitespace:
+        return Grammar.json_schema({**schema, "x-guidance": _whitespace_options(name, whitespace)}, name)
+    return text or Grammar.json_schema(schema, name)
 
 
 def _whitespace_options(name: str, given: Mapping[str, object]) -> dict[str, object]:

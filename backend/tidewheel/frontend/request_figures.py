@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import NamedTuple
-
-import numpy as np
 
 from tidewheel.batch import Float64Array
 from tidewheel.engine.messages import RequestStats
@@ -32,21 +29,10 @@ SEQUENCE_BOUNDS = (1, 2, 5, 10, 20)
 REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 # Refusals before any computation.
-REJECTION_TAGS = frozenset(
-    {
-        "TW-INPUT",
-        "TW-TOO-LARGE",
-        "TW-UNSUPPORTED",
-        "TW-NOT-FOUND",
-        "TW-BUSY",
-        "TW-KV-FULL",
-        "TW-DEADLINE",
-        "TW-DRAINING",
-    }
-)
-
-
-NO_SECONDS: Float64Array = np.empty(0)
+REJECTION_TAGS = frozenset((
+    "TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-KV-FULL", "TW-DEADLINE",
+    "TW-DRAINING",
+))  # fmt: skip
 
 
 def token_bounds(limit: int) -> tuple[int, ...]:
@@ -85,12 +71,6 @@ class FrontendStats:
         return replace(self, **{name: value.copy() for name, value in values if not isinstance(value, int)})
 
 
-class TokenTiming(NamedTuple):
-    seconds: float | None  # None: first of a later sequence
-    num_tokens: int
-    num_prompt_tokens: int  # with the first tokens
-
-
 class StatsRecorder:
     def __init__(self, max_model_len: int, objective: Objective | None = None) -> None:
         self._objective = objective or Objective()
@@ -103,20 +83,21 @@ class StatsRecorder:
             self._stats.num_received += 1
             self._stats.num_live += 1
 
-    def tokens(self, timings: Iterable[TokenTiming], later_seconds: Float64Array = NO_SECONDS) -> None:
-        """Count new tokens by the seconds since their sequence's last token."""
+    def single_tokens(self, seconds: Float64Array) -> None:
+        """Count tokens that came alone, by seconds since the sequence's last."""
         with self._lock:
-            self._stats.num_generation_tokens += len(later_seconds)
-            self._stats.inter_token_latency.observe_all(later_seconds)
-            for timing in timings:
-                self._stats.num_generation_tokens += timing.num_tokens
-                self._stats.num_prompt_tokens += timing.num_prompt_tokens
-                if timing.seconds is None:
-                    continue
-                if timing.num_prompt_tokens:
-                    self._stats.time_to_first_token.observe(timing.seconds)
-                else:
-                    self._stats.inter_token_latency.observe(timing.seconds / timing.num_tokens, timing.num_tokens)
+            self._stats.num_generation_tokens += len(seconds)
+            self._stats.inter_token_latency.observe_all(seconds)
+
+    def tokens(self, num_tokens: int, seconds: float | None, num_prompt_tokens: int = 0) -> None:
+        """Count tokens that came together. None: first of a later sequence. Prompt tokens come with the first."""
+        with self._lock:
+            self._stats.num_generation_tokens += num_tokens
+            self._stats.num_prompt_tokens += num_prompt_tokens
+            if num_prompt_tokens and seconds is not None:
+                self._stats.time_to_first_token.observe(seconds)
+            elif seconds is not None:
+                self._stats.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
     def finished(
         self, first: OutputChunk, seconds: float, num_output_tokens: Sequence[int], priority: int = Priority.NORMAL

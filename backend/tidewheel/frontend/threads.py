@@ -30,7 +30,7 @@ _LOOK_S = 0.02
 
 T = TypeVar("T")
 _End = Callable[[LiveRequest], None]
-_Heap = list[tuple[int, int, LiveRequest]]  # due time, key (by arrival), request
+_Heap = list[tuple[int, int, LiveRequest]]  # order, key (by arrival), request
 
 
 class Workers(Generic[T]):
@@ -121,11 +121,11 @@ class PromptQueue:
     Long prompts and grammars leave one thread to others.
     """
 
-    def __init__(self, max_prompt_bytes: int, num_threads: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, max_prompt_bytes: int, num_threads: int) -> None:
         self._max_bytes = _MAX_PROMPTS * max_prompt_bytes
         self._max_long = num_threads - 1  # in work at once
-        self._clock = clock
-        self._heaps: dict[tuple[bool, int], _Heap] = {}  # by (is long, class)
+        self._short: _Heap = []
+        self._long: _Heap = []
         self._num_requests = 0
         self._num_bytes = 0
         self._num_long = 0  # in work
@@ -143,9 +143,9 @@ class PromptQueue:
     def put(self, request: LiveRequest) -> None:
         urgency, latest_ns = request.urgency, request.arrival_ns + _AGEING_NS
         due_ns = min(urgency.deadline_ns or urgency.soft_deadline_ns or latest_ns, latest_ns)
+        heap = self._long if _is_long(request) else self._short
         with self._changed:
-            heap = self._heaps.setdefault((_is_long(request), urgency.priority), [])
-            heapq.heappush(heap, (due_ns, request.key, request))
+            heapq.heappush(heap, (due_ns + urgency.priority * _AGEING_NS, request.key, request))
             self._num_requests += 1
             self._num_bytes += request.asked.prompt_bytes
             self._changed.notify()
@@ -154,9 +154,9 @@ class PromptQueue:
         """Wait for the next request and return it; None once closed."""
         with self._changed:
             while not self._is_closed:
-                heap = self._next_heap(self._clock())
-                if heap is not None:
-                    *_, request = heapq.heappop(heap)
+                heaps = (self._short, self._long) if self._num_long < self._max_long else (self._short,)
+                if filled := list(filter(None, heaps)):
+                    *_, request = heapq.heappop(min(filled))
                     self._num_long += _is_long(request)
                     return request
                 self._changed.wait()
@@ -172,14 +172,6 @@ class PromptQueue:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def _next_heap(self, now_ns: int) -> _Heap | None:
-        ranked = [
-            (priority - (now_ns - heap[0][-1].arrival_ns) // _AGEING_NS, heap[0], heap)
-            for (is_long, priority), heap in self._heaps.items()
-            if heap and not (is_long and self._num_long >= self._max_long)
-        ]
-        return min(ranked)[-1] if ranked else None
 
 
 def _is_long(request: LiveRequest) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tidewheel.adapter import follower as module
-from tidewheel.adapter import triton_model
 from tidewheel.adapter.follower import Follower
 from tidewheel.config import EngineConfig
 from tidewheel.engine import placement
@@ -190,7 +189,7 @@ def test_a_load_that_fails_gives_back_the_engine_that_made_room(tmp_path: Path, 
     FakeEngineFrontend.failures.append(ConfigError("too large"))
     other = make_target(tmp_path, "two")
     with pytest.raises(ConfigError, match="too large"):
-        triton_model._follow(tmp_path, SETTINGS, other, "test")  # type: ignore[arg-type]
+        Follower(tmp_path, SETTINGS, other, "test")  # type: ignore[arg-type]
     status = read_status(tmp_path / CURRENT)
     assert status is not None and not status.is_draining and status.identity == "one"
 
@@ -202,7 +201,7 @@ def test_a_load_removes_the_folders_of_engines_that_have_ended(tmp_path: Path, t
     (tmp_path / "empty").mkdir()
     lock = LockedFolder(tmp_path / "owned")
     assert lock.try_lock()
-    started = triton_model._follow(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
+    started = Follower(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
     started.close()
     lock.release()
     assert {path.name for path in tmp_path.iterdir()} == {CURRENT, "one", "owned", "alive"}
@@ -214,9 +213,9 @@ def test_what_cannot_be_written_after_the_start_closes_the_front_end(
     def fail(target: EngineTarget) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(triton_model, "make_current", fail)
+    monkeypatch.setattr(module, "make_current", fail)
     with pytest.raises(OSError, match="No space"):
-        triton_model._follow(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
+        Follower(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
     assert [serving.num_closed for serving in FakeEngineFrontend.made] == [1]
 
 

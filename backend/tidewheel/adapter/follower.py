@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -14,7 +15,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import EngineTarget
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.placement import find_engine, may_start
+from tidewheel.engine.placement import find_engine, make_current, may_start, take_back
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.ended_requests import EndedRequest, EventQueue, RequestLog
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, Frontend
@@ -37,11 +38,8 @@ class RequestEvents:
     def __init__(self, settings: ModelSettings) -> None:
         """Open the outputs that the settings name. Raise `ConfigError` if one cannot be opened."""
         model, frontend = settings.entry.labels["model_name"], settings.frontend
-        self._sinks: list[RequestLog | RequestSpans] = []
-        if frontend.request_log:
-            self._sinks.append(RequestLog(frontend.request_log, model))
-        if frontend.otlp_traces_endpoint:
-            self._sinks.append(RequestSpans(frontend.otlp_traces_endpoint, model))
+        targets = ((RequestLog, frontend.request_log), (RequestSpans, frontend.otlp_traces_endpoint))
+        self._sinks = [sink(target, model) for sink, target in targets if target]
         self._queues = [EventQueue(sink.name, sink.write) for sink in self._sinks]
         self.listener = self._put if self._queues else None
 
@@ -145,22 +143,25 @@ class Follower:
     """
 
     def __init__(self, model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> None:
+        """Serve from this engine, and make the model's other front ends follow."""
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
         self._model_dir = model_dir
         self._settings = settings
         self._name = name
         self._leaving: list[EngineFrontend] = []
         self._stopped = threading.Event()
-        self.events = RequestEvents(settings)
         self._health: HealthEndpoint | None = None
         self._health_problem = ""
-        self._open_health_port()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(take_back, model_dir)
+            self.events = RequestEvents(settings)
+            undo.callback(self.events.close)
+            undo.callback(self._close_health_port)
+            self._open_health_port()
             self.serving = self._serve(target)
-        except BaseException:
-            self._close_health_port()
-            self.events.close()
-            raise
+            undo.callback(self.serving.close)
+            make_current(target)
+            undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 

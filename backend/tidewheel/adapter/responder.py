@@ -123,9 +123,12 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
         arrays |= _logprob_arrays(response, response_format)
     if response_format.logprobs:
         is_null = response_format.is_logprobs_null
-        arrays["logprobs"] = _encoded(["null" if is_null else logprobs_json(chunk) for chunk in response])
+        chunks = ((chunk.token_ids, chunk.logprobs or (), chunk.token_texts) for chunk in response)
+        arrays["logprobs"] = _encoded(["null" if is_null else logprobs_json(*chunk) for chunk in chunks])
     if response[0].prompt_logprobs is not None:
-        arrays["prompt_logprobs"] = _encoded([prompt_logprobs_json(response[0], response[0].prompt_logprobs)])
+        logprobs = (None, *response[0].prompt_logprobs)  # none of the first token
+        text = logprobs_json(response[0].prompt_ids, logprobs, response[0].token_texts)
+        arrays["prompt_logprobs"] = _encoded([text])
     if response[0].embedding is not None:
         arrays["embedding"] = response[0].embedding
     if response_format.num_input_tokens:
@@ -162,30 +165,18 @@ def _as_ensemble(arrays: Arrays) -> Arrays:
         none = np.zeros_like(new)
         drafts = {"total_accepted_draft_tokens": none, "total_draft_tokens": none}
         arrays |= {"kv_cache_alloc_total_blocks": reused + new, "acceptance_rate": none.astype(np.float32), **drafts}
-    return {name: array if name == "text_output" else _signed(array)[np.newaxis] for name, array in arrays.items()}
+    signed = {name: array.astype(np.int32) for name, array in arrays.items() if array.dtype == np.uint32}
+    return {name: array if name == "text_output" else array[np.newaxis] for name, array in (arrays | signed).items()}
 
 
-def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return array.astype(np.int32) if array.dtype == np.uint32 else array
+def logprobs_json(token_ids: Sequence[int], logprobs: Sequence[TopLogprobs | None], texts: Mapping[int, str]) -> str:
+    """Return `{token_id: {logprob, rank, decoded_token}}` by token; an infinite or unknown `logprob` is null."""
+    return json.dumps([_entries(*pair, texts) for pair in zip(token_ids, logprobs, strict=False)])
 
 
-def logprobs_json(chunk: OutputChunk) -> str:
-    """Return `{token_id: {logprob, rank, decoded_token}}` by token; an infinite `logprob` is null."""
-    pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
-    return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
-
-
-def prompt_logprobs_json(chunk: OutputChunk, logprobs: Sequence[TopLogprobs]) -> str:
-    """Return the list of the prompt's tokens. The first has null for `logprob` and `rank`."""
-    first, *others = chunk.prompt_ids
-    entries: list[dict[str, dict[str, object]]] = [
-        {str(first): {"logprob": None, "rank": None, "decoded_token": chunk.token_texts[first]}}
-    ]
-    pairs = zip(others, logprobs, strict=True)
-    return json.dumps(entries + [_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
-
-
-def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, dict[str, object]]:
+def _entries(token_id: int, logprobs: TopLogprobs | None, texts: Mapping[int, str]) -> dict[str, dict[str, object]]:
+    if logprobs is None:
+        return {str(token_id): {"logprob": None, "rank": None, "decoded_token": texts[token_id]}}
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
         found[top_id] = (logprob, rank)  # as in vLLM, also for a tie

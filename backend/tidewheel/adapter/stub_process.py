@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import stat
 import threading
 from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 from tidewheel.private_dir import private_dir, run_dir
 from tidewheel_process.handle import start_ticks
@@ -17,6 +17,7 @@ from tidewheel_process.handle import start_ticks
 log = logging.getLogger(__name__)
 
 _FOLDER = "front_ends"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class PresenceMark(NamedTuple):
@@ -100,5 +101,10 @@ def is_stub() -> bool:
 
 def close_inherited_connections() -> None:
     """Close the clients' connections that this fork of Triton holds, before this process opens its own."""
-    for connection in psutil.Process().net_connections("inet"):
-        os.close(connection.fd)
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if stat.S_ISSOCK(path.stat().st_mode):
+                found = socket.socket(fileno=int(path.name))
+                if found.family not in _INTERNET:
+                    found.detach()
+                found.close()

@@ -119,9 +119,8 @@ def complete(config: Any) -> Any:
     for _, message in contradictions(entry):
         raise ConfigError(message)
     is_trtllm = _is_trtllm(entry)
-    config.set_max_batch_size(
-        int(entry.get("max_batch_size", 0)) or int(is_trtllm)
-    )  # with a batch dimension, above 0
+    size = int(entry.get("max_batch_size", 0))
+    config.set_max_batch_size(size or int(is_trtllm))  # with a batch dimension, above 0
     for kind, specs in _known(is_trtllm=is_trtllm).items():
         declared = {tensor["name"] for tensor in entry[kind]}
         for spec in specs:
@@ -217,10 +216,9 @@ def read_request(
 
 def _task(inputs: Mapping[str, Any]) -> Task:
     text = to_text("task", scalar(inputs["task"])) if "task" in inputs else "generate"
-    for known in get_args(Task):
-        if text == known:
-            return cast(Task, known)
-    raise InvalidRequest(f"task is {show(text)}: it must be {', '.join(get_args(Task))}")
+    if text not in get_args(Task):
+        raise InvalidRequest(f"task is {show(text)}: it must be {', '.join(get_args(Task))}")
+    return cast(Task, text)
 
 
 def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:

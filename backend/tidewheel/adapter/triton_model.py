@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -11,13 +10,13 @@ import triton_python_backend_utils as pb_utils
 import tidewheel
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
-from tidewheel.adapter.repository_entry import ModelSettings, load_settings
+from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.stub_process import Presence, close_inherited_connections, is_stub
 from tidewheel.adapter.tensors import complete, read_request
 from tidewheel.confidential import protect_texts
-from tidewheel.engine.folder import EngineTarget, engine_dir
-from tidewheel.engine.placement import choose_engine, make_current, take_back
+from tidewheel.engine.folder import engine_dir
+from tidewheel.engine.placement import choose_engine
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.private_dir import close_shared_memory
 
@@ -48,7 +47,7 @@ class TritonPythonModel:
         try:
             self._settings = settings = load_settings(args)
             model_dir = engine_dir(settings.owner.folder.parent, settings.owner.name)
-            self._follower = _follow(model_dir, settings, choose_engine(model_dir, settings.engine), name)
+            self._follower = Follower(model_dir, settings, choose_engine(model_dir, settings.engine), name)
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
         except OSError as error:
@@ -89,18 +88,3 @@ class TritonPythonModel:
             if refusal is not error:
                 log.exception("a request could not be submitted")
             self._follower.serving.frontend.refuse(request_id, sink, arrival_ns, refusal)
-
-
-def _follow(model_dir: Path, settings: ModelSettings, target: EngineTarget, name: str) -> Follower:
-    """Serve from an engine, then make other front ends of the model switch to it."""
-    try:
-        follower = Follower(model_dir, settings, target, name)
-    except BaseException:
-        take_back(model_dir)
-        raise
-    try:
-        make_current(target)
-    except BaseException:
-        follower.close()
-        raise
-    return follower

@@ -75,8 +75,7 @@ class LiveRequest:
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
         self._num_open = 1  # sequences not ended by the engine
-        self._expired: DeadlineExceeded | None = None  # error of a sequence that never started
-        self._has_outlived = False  # another sequence ended otherwise
+        self._ends: list[DeadlineExceeded | None] = []  # of sequences; errors of those that never started
         self.is_at_engine = False
         self._has_turn = False  # queued or running
         self._is_answered = False
@@ -171,17 +170,15 @@ class LiveRequest:
             self._num_open = 0
             return Ending(delta.finish_reason, error)
         self._num_open -= 1
-        if isinstance(error, DeadlineExceeded):
-            self._expired = error
-        elif error is not None:
+        if error is not None and not isinstance(error, DeadlineExceeded):
             return Ending(error=error)
-        else:
-            self._has_outlived = True
+        self._ends.append(error)
         if self._num_open:
             return None
-        if self._expired is None:
+        expired = [end for end in self._ends if end is not None]
+        if not expired:
             return Ending(delta.finish_reason)
-        return Ending(FinishReason.DEADLINE) if self._has_outlived else Ending(error=self._expired)
+        return Ending(error=expired[-1]) if len(expired) == len(self._ends) else Ending(FinishReason.DEADLINE)
 
 
 class TokenColumns:

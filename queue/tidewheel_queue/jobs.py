@@ -129,7 +129,8 @@ def job_of(given: object) -> Job:
     known = {name: value for name, value in given.items() if value is not None}
     for name, value in known.items():
         try:
-            msgspec.convert(value, _FIELDS[name])
+            # msgspec refuses subclasses of float, such as numpy's float64.
+            msgspec.convert(float(value) if isinstance(value, float) else value, _FIELDS[name])
         except (msgspec.ValidationError, UnicodeEncodeError):  # msgspec encodes text where it expects another type
             rule = typing.get_args(_FIELDS[name])[1].description
             raise InvalidRequest(f"{name} is {_shown(value)}: {rule}") from None

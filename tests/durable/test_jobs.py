@@ -52,6 +52,14 @@ def test_wrong_jobs_are_refused(job: Any, words: str) -> None:
     assert words in raised.value.message
 
 
+def test_a_float_may_be_of_a_subclass() -> None:
+    class Measured(float):  # as numpy's float64
+        pass
+
+    job = unpack(pack({"prompt": "x", "deadline_ms": Measured(2.5), "session_ttl_s": Measured(9)}).payload)
+    assert (job.deadline_ms, job.session_ttl_s) == (2.5, 9)
+
+
 def test_a_job_is_bounded() -> None:
     assert pack({"prompt": "x" * 80}, max_bytes=100)
     with pytest.raises(PromptTooLarge, match="the job has 113 bytes; at most 100 are kept"):

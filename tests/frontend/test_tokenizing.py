@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, prompt_ids
+from tidewheel.frontend.tokenizer import Tokenizer
 
 CHAT = json.dumps([{"role": "user", "content": "the fox"}])
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
@@ -88,6 +90,15 @@ def test_an_embedding(harness: FrontendHarness) -> None:
     assert chunk.embedding is not None
     assert chunk.embedding.tolist() == pytest.approx([0.6, 0, -0.8])
     assert chunk.num_input_tokens == len(harness.encode("the fox"))
+
+
+def test_an_embedding_makes_no_text_of_its_prompt(harness: FrontendHarness) -> None:
+    with mock.patch.object(Tokenizer, "decode", autospec=True, side_effect=Tokenizer.decode) as decode:
+        key, sink = harness.submit(input_ids=np.full(200, 65, np.int32), task="embed", echo=True)
+        harness.deliver(key, [9], "length", pooled=np.ones(3, "<f4").tobytes())
+        sink.wait_end()
+    assert sink.chunks[-1].embedding is not None
+    assert all(len(call.args[1]) < 200 for call in decode.call_args_list)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class RequestReader(MessageMaker):
             options,
             name,
             text,
-            echo=prompt_options.echo or (request.echo and not request.stream),
+            echo=not is_embedding and (prompt_options.echo or (request.echo and not request.stream)),
             pooling=self._settings.pooling if is_embedding else "",
             is_scoring=is_scoring,
             request_id=request.request_id,

@@ -161,6 +161,5 @@ def run_window(scenario: WindowScenario) -> Trace:
             strategy.observe_batch(now - oldest)
             ends += [now + scenario.life_s] * joins
             del waiting[:joins]
-            window = strategy.window
-            add(trace, now, 1e3 * window.seconds, 1e3 * (now - oldest), 1e3 * window.latency_s, joins, rate)
+            add(trace, now, 1e3 * strategy.window_s, 1e3 * (now - oldest), 1e3 * strategy.latency_s, joins, rate)
     return trace

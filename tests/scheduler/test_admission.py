@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
-from tidewheel.scheduler.admission import WaitingLimits
+from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.scheduler import Scheduler
 
 
@@ -102,14 +102,13 @@ def test_preempted_requests_do_not_count_against_newcomers() -> None:
 
 def limits_with_waiting(
     arrival_time: float, num_waiting: int, *, pace_s: float = 0.0, num_starts: int = 0
-) -> WaitingLimits:
-    state = make_scheduler(policy="fifo")._state
+) -> AdmissionControl:
+    scheduler = make_scheduler(policy="fifo")
     for number in range(num_waiting):
-        state.waiting.push(numbered(make_request(f"r{number}", arrival_time=arrival_time), number))
-    limits = WaitingLimits(state)
+        scheduler._state.waiting.push(numbered(make_request(f"r{number}", arrival_time=arrival_time), number))
     for number in range(num_starts):
-        limits.observe_start(number * pace_s)
-    return limits
+        scheduler.admission.observe_starts([make_request("started")], number * pace_s)
+    return scheduler.admission
 
 
 def test_the_retry_hint_is_the_time_for_half_of_the_waiting_set() -> None:

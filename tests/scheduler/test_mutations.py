@@ -66,8 +66,8 @@ from tidewheel.kvcache import prefix
 from tidewheel.kvcache.manager import FreedBlockCounter, KVCacheManager
 from tidewheel.kvcache.transfers import NO_TRANSFERS
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler import admission, cache_pressure, planner
-from tidewheel.scheduler.admission import AdmissionControl, WaitingLimits
+from tidewheel.scheduler import cache_pressure, planner
+from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.policy import Rank
 from tidewheel.scheduler.queue import WaitingSet
@@ -189,9 +189,9 @@ def reserved_class_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def half_a_group_admitted(patch: pytest.MonkeyPatch) -> None:
-    real = WaitingLimits.choose_evictions
+    real = AdmissionControl.choose_evictions
     patch.setattr(
-        WaitingLimits, "choose_evictions", lambda self, request, count, *rest: real(self, request, 1, *rest)
+        AdmissionControl, "choose_evictions", lambda self, request, count, *rest: real(self, request, 1, *rest)
     )
 
 
@@ -245,11 +245,11 @@ def nothing_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_deadline_refused(patch: pytest.MonkeyPatch) -> None:
-    def check_deadline(state: SchedulerState, estimate: Any, request: Request, *rest: Any) -> None:
+    def check_deadline(control: AdmissionControl, request: Request, *rest: Any) -> None:
         if request.deadline is not None:
             raise DeadlineExceeded("too late")
 
-    patch.setattr(admission, "check_deadline", check_deadline)
+    patch.setattr(AdmissionControl, "check_deadline", check_deadline)
 
 
 def critical_takes_all(patch: pytest.MonkeyPatch) -> None:

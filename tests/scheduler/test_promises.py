@@ -472,7 +472,7 @@ def test_a_group_whose_leader_waits_for_its_return_is_not_evicted() -> None:
 def test_a_waiting_group_counts_as_many_as_it_has_sequences() -> None:
     driver = SchedulerDriver(num_blocks=64, max_waiting_requests=4, max_waiting_tokens=40)
     driver.add_group(group(3, prompt=12))
-    room = driver.scheduler.waiting_room(driver.now)
+    room = driver.scheduler.admission.waiting_room(driver.now)
     assert (room.num_requests, room.num_tokens) == (3, 36)
     driver.add(make_request("last", 2))
     with pytest.raises(Busy, match="4 of 4 requests"):

@@ -14,7 +14,7 @@ from tidewheel.scheduler.strategy import (
     MIN_WINDOW_S,
     STRATEGIES,
     TOLERANCE,
-    BatchWindow,
+    DynamicStrategy,
     JoinView,
     PredictiveStrategy,
     Strategy,
@@ -24,6 +24,10 @@ from tidewheel.scheduler.strategy import (
 def strategy(name: str, **settings: float) -> Strategy:
     config = make_config(scheduling_strategy=name, **settings)
     return STRATEGIES[name](config)
+
+
+def dynamic_strategy(target_latency_s: float) -> DynamicStrategy:
+    return DynamicStrategy(make_config(batch_target_latency_ms=1e3 * target_latency_s))
 
 
 def view(waiting: int, running: int = 0, oldest: float = 0.0, most: int = 32) -> JoinView:
@@ -111,31 +115,31 @@ def test_predictive_does_not_wait_for_what_does_not_come() -> None:
 def test_the_window_stays_in_its_limits_and_moves_after_every_tenth_batch(
     latencies: list[float], target: float
 ) -> None:
-    window = BatchWindow(target)
-    assert window.seconds == 0.050
+    dynamic = dynamic_strategy(target)
+    assert dynamic.window_s == 0.050
     for number, latency in enumerate(latencies, 1):
-        before = window.seconds
-        window.observe(latency)
-        assert MIN_WINDOW_S <= window.seconds <= MAX_WINDOW_S
+        before = dynamic.window_s
+        dynamic.observe_batch(latency)
+        assert MIN_WINDOW_S <= dynamic.window_s <= MAX_WINDOW_S
         if number % BATCHES_PER_REVIEW:
-            assert window.seconds == before
-        elif window.latency_s > TOLERANCE * target:
-            assert window.seconds < before or before == MIN_WINDOW_S
+            assert dynamic.window_s == before
+        elif dynamic.latency_s > TOLERANCE * (1e-3 * (1e3 * target)):
+            assert dynamic.window_s < before or before == MIN_WINDOW_S
         else:
-            assert window.seconds > before or before == MAX_WINDOW_S
+            assert dynamic.window_s > before or before == MAX_WINDOW_S
 
 
 @given(load=st.floats(1.0, 8.0), point=st.floats(0.015, 0.09), overhead=st.floats(0.0, 0.2))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_the_window_settles_where_latency_meets_its_target(load: float, point: float, overhead: float) -> None:
     target = (overhead + load * point) / TOLERANCE
-    window = BatchWindow(target)
+    dynamic = dynamic_strategy(target)
     for _ in range(400):
-        window.observe(overhead + load * window.seconds)
+        dynamic.observe_batch(overhead + load * dynamic.window_s)
     settled = []
     for _ in range(200):
-        window.observe(overhead + load * window.seconds)
-        settled.append(window.seconds)
+        dynamic.observe_batch(overhead + load * dynamic.window_s)
+        settled.append(dynamic.window_s)
     assert max(settled) / min(settled) < 1.15
     assert min(settled) / 1.1 < point < max(settled) * 1.1
 

@@ -8,7 +8,7 @@ from msgspec import structs
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest
 from tidewheel.request import FinishReason, Priority
-from tidewheel.scheduler.tenancy import MAX_LABELS, OTHERS
+from tidewheel.scheduler.admission import MAX_LABELS, OTHERS
 from tidewheel.stats import TenantFigures
 from tidewheel.tenants import TenantLimits
 
@@ -32,7 +32,7 @@ def slow_driver(**changes: object) -> SchedulerDriver:
 def num_paid(driver: SchedulerDriver, tenant: str = "t") -> int:
     """Tokens taken from the tenant's bucket, which was full at time 0 when the first request came."""
     try:
-        driver.scheduler._admission._tenants.check(tenant, 0, 1, driver.now)
+        driver.scheduler.admission._tenants.check(tenant, 0, 1, driver.now)
     except Busy as error:
         assert error.retry_after_ms is not None
         return round(RATE * (error.retry_after_ms / 1e3 + driver.now))
@@ -119,7 +119,7 @@ def test_a_failure_of_the_engine_settles_everything() -> None:
         driver.add(make_request(name, prompt=300, max_tokens=60, tenant="t"))
     driver.step()
     driver.fail_all(InternalError("the device is lost"))
-    bucket = driver.scheduler._admission._tenants
+    bucket = driver.scheduler.admission._tenants
     bucket.check("t", 0, 1000 - 301, driver.now)
     assert all(request.is_finished for request in driver.requests.values())
 

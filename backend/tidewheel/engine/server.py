@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -75,7 +76,7 @@ class EngineServer:
             first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
             clock=clock,
         )
-        self._grammars = GrammarQueue(self._make_compiler)
+        self._grammars = GrammarQueue(partial(GrammarCompiler, Path(config.tokenizer or info.model), info.vocab_size))
         self._is_draining = False
         self._next_stats = 0.0
         self._alone_since = clock()
@@ -84,7 +85,7 @@ class EngineServer:
         """Serve until `must_stop` gives a reason, or `linger_s` without a front end. Return the reason."""
         while True:
             worked = self._core.step()
-            self._front_ends.send_room(self._scheduler.waiting_room(self._clock()))
+            self._front_ends.send_room(self._scheduler.admission.waiting_room(self._clock()))
             if worked and not self._core.has_unfinished:
                 self._send_figures()  # before the last answer, so that its client sees them
             self._front_ends.flush()
@@ -191,7 +192,7 @@ class EngineServer:
             case messages.Cancel():
                 self._cancel(front_end, message)
             case messages.Ping():
-                self._scheduler.observe_refused(message.refused)
+                self._scheduler.admission.observe_refused(message.refused)
             case messages.Goodbye():
                 self._drop(front_end, "leaves")
                 if not self._front_ends:
@@ -307,9 +308,6 @@ class EngineServer:
             self._check_draining()
             self._scheduler.close_session(message.tenant, message.session_id)
             self._front_ends.end(front_end, message.key, FinishReason.STOP)
-
-    def _make_compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(Path(self._config.tokenizer or self._info.model), self._info.vocab_size)
 
     def _check_draining(self) -> None:
         if self._is_draining:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError
@@ -10,10 +11,13 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.estimates import ServiceEstimate
 from tidewheel.scheduler.queue import MAX_DISPLACED
 from tidewheel.scheduler.state import SchedulerState
-from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
-from tidewheel.stats import WaitingRoom
-from tidewheel.tenants import limits_of
+from tidewheel.scheduler.tenancy import TenantTable
+from tidewheel.stats import TenantFigures, WaitingRoom
+from tidewheel.tenants import EVERYBODY, limits_of
 
+MAX_LABELS = 64
+OTHERS = "other"
+_LABEL_CHARS = 64
 _FIRST_RETRY_MS = 250
 _MIN_RETRY_MS = 50
 _MAX_RETRY_MS = 30_000
@@ -40,17 +44,28 @@ class AdmissionControl:
     def __init__(self, state: SchedulerState, estimate: ServiceEstimate) -> None:
         self._state = state
         self._estimate = estimate
-        self.limits = WaitingLimits(state)
+        self._last_start: float | None = None
+        self._start_interval: float | None = None
         self._tenants = TenantTable(state.config.tenants)
-        self._tenant_counts = TenantCounts(state.stats, state.config.tenants)
+        self._label_tenants()
         self._make_breaker()
 
     def reconfigure(self, before: SchedulerConfig) -> None:
         config = self._state.config
         self._tenants.reconfigure(config.tenants)
-        self._tenant_counts.reconfigure(config.tenants)
+        self._label_tenants()
         if config.differs(before, "breaker_error_rate", "breaker_queue_time_s"):
             self._make_breaker()
+
+    def _label_tenants(self) -> None:
+        """Count the first `MAX_LABELS` tenants under their labels, and the rest under `OTHERS`."""
+        stats, named = self._state.stats, [name for name in self._state.config.tenants if name != EVERYBODY]
+        self._labels = {name: re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS] for name in named[:MAX_LABELS]}
+        labels = (*self._labels.values(), OTHERS)
+        stats.tenants = {label: stats.tenants.get(label) or TenantFigures() for label in labels}
+
+    def _figures(self, tenant: str) -> TenantFigures:
+        return self._state.stats.tenants[self._labels.get(tenant, OTHERS)]
 
     def _make_breaker(self) -> None:
         config = self._state.config
@@ -59,7 +74,7 @@ class AdmissionControl:
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Queue the requests; return evicted ones. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
-        figures, count = self._tenant_counts.of(requests[0].tenant), len(requests)
+        figures, count = self._figures(requests[0].tenant), len(requests)
         figures.num_requests += count
         for request in requests:
             request.priority = limits_of(self._state.config.tenants, request.tenant).granted(request.priority)
@@ -72,10 +87,10 @@ class AdmissionControl:
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
         self._check_ids(requests)
-        self.limits.check(request, count)
+        self._check_size(request, count)
         over_quota = state.is_over_quota(request)
         service_class = request.priority.dropped() if over_quota else request.priority
-        victims = self.limits.choose_evictions(request, count, service_class, now)
+        victims = self.choose_evictions(request, count, service_class, now)
         predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
         self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
         evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
@@ -91,7 +106,7 @@ class AdmissionControl:
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
         for tenant, count in refused.items():
-            figures = self._tenant_counts.of(tenant)
+            figures = self._figures(tenant)
             figures.num_requests += count
             figures.num_rejected += count
 
@@ -102,17 +117,21 @@ class AdmissionControl:
             index = request.priority - 1
             stats.started_by_class[index] += 1
             stats.max_wait_by_class[index] = max(stats.max_wait_by_class[index], seconds)
-            figures = self._tenant_counts.of(request.tenant)
+            figures = self._figures(request.tenant)
             figures.num_started += 1
             figures.queue_seconds += seconds
-            self.limits.observe_start(now)
+            if self._last_start is not None:
+                interval = max(now - self._last_start, 0.0)
+                smoothed = interval if self._start_interval is None else self._start_interval
+                self._start_interval = smoothed + _SMOOTHING * (interval - smoothed)
+            self._last_start = now
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
         """Learn from ended requests. Only STOP and LENGTH train the length predictor."""
         for request in requests:
             self._tenants.settle(request, now)
-            figures, reason = self._tenant_counts.of(request.tenant), request.finish_reason
+            figures, reason = self._figures(request.tenant), request.finish_reason
             is_refusal = isinstance(request.error, Busy | DeadlineExceeded)
             if request.first_scheduled_time is not None:
                 figures.num_prompt_tokens += request.num_prompt_tokens
@@ -139,7 +158,7 @@ class AdmissionControl:
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
         request, count = requests[0], len(requests)
         try:
-            check_deadline(self._state, self._estimate, request, service_class, now)
+            self.check_deadline(request, service_class, now)
         except DeadlineExceeded:
             self._state.stats.num_hopeless += 1
             raise
@@ -148,21 +167,22 @@ class AdmissionControl:
         except Busy:
             self._state.stats.num_rate_limited += 1
             raise
-        self._observe_oldest(now)
+        if (limit := self._state.config.breaker_queue_time_s) is not None:
+            for oldest in self._state.waiting.oldest_by_class():
+                if oldest is not None and now - oldest.arrival_time > limit:  # it may never start
+                    self.breaker.observe_queue_time(now - oldest.arrival_time, oldest.priority, now)
         self.breaker.check(service_class, now)
         self._tenants.reserve(requests, num_tokens, now)
 
-    def _observe_oldest(self, now: float) -> None:
-        """Report long waits to the circuit breaker: these requests may never start."""
-        limit = self._state.config.breaker_queue_time_s
-        if limit is None:
-            return
-        for oldest in self._state.waiting.oldest_by_class():
-            if oldest is not None and now - oldest.arrival_time > limit:
-                self.breaker.observe_queue_time(now - oldest.arrival_time, oldest.priority, now)
-
     def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
-        error = self.limits.eviction(victim, service_class, now)
+        taker = "a request of a tenant with fewer waiting for its weight took the place of this one"
+        if service_class < victim.service_class:
+            taker = (
+                f"a request of class {service_class.name} took the place of this one, of class "
+                f"{victim.service_class.name}"
+            )
+        fill = ", ".join(self._fill())
+        error = Busy(f"waiting set is full: {fill}; {taker}", retry_after_ms=self.retry_after_ms(now))
         members = [*victim.followers, victim]
         for member in members:
             member.error = error
@@ -170,14 +190,7 @@ class AdmissionControl:
             self._state.stats.evicted_by_class[member.priority - 1] += 1
         return members
 
-
-class WaitingLimits:
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
-        self._last_start: float | None = None
-        self._start_interval: float | None = None
-
-    def check(self, request: Request, count: int) -> None:
+    def _check_size(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests could never wait together, or never run."""
         limits, kv = self._state.config, self._state.kv
         num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
@@ -217,16 +230,6 @@ class WaitingLimits:
             num_tokens -= size * victim.num_tokens
         return victims
 
-    def eviction(self, victim: Request, service_class: Priority, now: float) -> Busy:
-        taker = "a request of a tenant with fewer waiting for its weight took the place of this one"
-        if service_class < victim.service_class:
-            taker = (
-                f"a request of class {service_class.name} took the place of this one, of class "
-                f"{victim.service_class.name}"
-            )
-        fill = ", ".join(self._fill())
-        return Busy(f"waiting set is full: {fill}; {taker}", retry_after_ms=self.retry_after_ms(now))
-
     def waiting_room(self, now: float) -> WaitingRoom:
         waiting, limits = self._state.waiting, self._state.config
         return WaitingRoom(
@@ -238,13 +241,6 @@ class WaitingLimits:
             retry_after_ms=self.retry_after_ms(now),
             shortage=self._state.shortage(),
         )
-
-    def observe_start(self, now: float) -> None:
-        if self._last_start is not None:
-            interval = max(now - self._last_start, 0.0)
-            smoothed = interval if self._start_interval is None else self._start_interval
-            self._start_interval = smoothed + _SMOOTHING * (interval - smoothed)
-        self._last_start = now
 
     def retry_after_ms(self, now: float) -> int:
         """Return the time in which half of the waiting set is expected to start."""
@@ -269,32 +265,30 @@ class WaitingLimits:
             return f"{requests}{waiting.own_part(request)}{several}"
         return f"{tokens}, and this prompt has {request.num_prompt_tokens}{_times('', count)}"
 
-
-def check_deadline(
-    state: SchedulerState, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
-) -> None:
-    """Raise `DeadlineExceeded` if the deadline has passed, or the first token is expected after it."""
-    if request.deadline is None:
-        return
-    left = request.deadline - now
-    if left <= 0.0:
-        raise DeadlineExceeded(
-            f"the deadline passed {_ms(-left)} ms before the request arrived: give it more time (deadline_ms)"
-        )
-    if not state.requests:
-        return
-    num_ahead = state.waiting.num_tokens_ahead(service_class)
-    has_free_rows = state.num_waiting < min(len(state.columns.free_rows), state.config.max_num_seqs)
-    queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
-    if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
-        return
-    num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
-    expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
-    if expected > left:
-        raise DeadlineExceeded(
-            f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
-            f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
-        )
+    def check_deadline(self, request: Request, service_class: Priority, now: float) -> None:
+        """Raise `DeadlineExceeded` if the deadline has passed, or the first token is expected after it."""
+        if request.deadline is None:
+            return
+        state, estimate = self._state, self._estimate
+        left = request.deadline - now
+        if left <= 0.0:
+            raise DeadlineExceeded(
+                f"the deadline passed {_ms(-left)} ms before the request arrived: give it more time (deadline_ms)"
+            )
+        if not state.requests:
+            return
+        num_ahead = state.waiting.num_tokens_ahead(service_class)
+        has_free_rows = state.num_waiting < min(len(state.columns.free_rows), state.config.max_num_seqs)
+        queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
+        if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
+            return
+        num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
+        expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
+        if expected > left:
+            raise DeadlineExceeded(
+                f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
+                f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
+            )
 
 
 def _times(comma: str, count: int) -> str:

@@ -18,27 +18,6 @@ NO_STOP = -1  # padding
 NUM_RECENT = 128  # tokens before write-back
 
 
-class TenantIds:
-    def __init__(self, num_rows: int) -> None:
-        self.ids: dict[str, int] = {}
-        self.names = [""] * num_rows
-        self._num_rows: Counter[str] = Counter()
-        self._free = list(range(num_rows))
-
-    def acquire(self, tenant: str) -> int:
-        if tenant not in self.ids:
-            self.ids[tenant] = self._free.pop()
-            self.names[self.ids[tenant]] = tenant
-        self._num_rows[tenant] += 1
-        return self.ids[tenant]
-
-    def release(self, tenant: str) -> None:
-        self._num_rows[tenant] -= 1
-        if not self._num_rows[tenant]:
-            del self._num_rows[tenant]
-            self._free.append(self.ids.pop(tenant))
-
-
 class RowColumns:
     """Running requests as arrays [num_rows]. In every row
 
@@ -71,7 +50,10 @@ class RowColumns:
         self.num_entered_tokens = _int32(num_rows)
         self.num_shared_slots = _int32(num_rows)
         self.tenant_ids = _int32(num_rows)
-        self.tenants = TenantIds(num_rows)
+        self.tenant_names = [""] * num_rows  # by id
+        self._tenant_ids: dict[str, int] = {}
+        self._rows_of_tenants: Counter[str] = Counter()
+        self._free_tenant_ids = list(range(num_rows))
         self.num_recent = _int32(num_rows)
         self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)
         self._requests = np.full(num_rows, None, dtype=object)
@@ -116,7 +98,11 @@ class RowColumns:
         self.arrival_times[row] = request.arrival_time
         self.sequences[row] = request.sequence
         self.num_preemptions[row] = request.num_preemptions
-        self.tenant_ids[row] = self.tenants.acquire(request.tenant)
+        if (tenant := request.tenant) not in self._tenant_ids:
+            self._tenant_ids[tenant] = self._free_tenant_ids.pop()
+            self.tenant_names[self._tenant_ids[tenant]] = tenant
+        self._rows_of_tenants[tenant] += 1
+        self.tenant_ids[row] = self._tenant_ids[tenant]
         self.running[row] = True
         self.num_running += 1
         request.row = row
@@ -149,7 +135,10 @@ class RowColumns:
         self.epochs[row] += 1
         heapq.heappush(self.free_rows, row)
         self._left_rows.append(row)
-        self.tenants.release(request.tenant)
+        self._rows_of_tenants[request.tenant] -= 1
+        if not self._rows_of_tenants[request.tenant]:
+            del self._rows_of_tenants[request.tenant]
+            self._free_tenant_ids.append(self._tenant_ids.pop(request.tenant))
 
     def take_left_rows(self) -> Int32Array:
         left = np.array(self._left_rows, dtype=np.int32)
@@ -164,7 +153,7 @@ class RowColumns:
         stats.num_wasted_slots = stats.num_taken_slots - int(self.num_tokens[running].sum())
 
     def num_slots_of(self, tenant: str) -> int:
-        tenant_id = self.tenants.ids.get(tenant, -1)
+        tenant_id = self._tenant_ids.get(tenant, -1)
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def is_prefilling(self, row: int) -> bool:

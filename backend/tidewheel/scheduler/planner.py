@@ -26,86 +26,80 @@ MAX_SKIPPED = 16  # requests per step
 
 
 class EntryOutcome(enum.Enum):
-    ENTERED = enum.auto()
+    ENTERED = enum.auto()  # or moved to another class
     SKIPPED = enum.auto()  # waits for a prefix; others may enter
-    MOVED = enum.auto()  # in another class
     BLOCKED = enum.auto()  # nothing enters after it
 
 
-def plan_step(state: SchedulerState, limits: StepLimits, now: float) -> StepPlan:
-    """Plan decodes first, so that no prompt delays them, then prompts in order."""
-    plan = StepPlan(limits)
-    decode_rows, decode_starts, chunk_rows = state.columns.gaps()
-    _plan_decodes(state, plan, decode_rows, decode_starts, now)
-    blocked = _plan_prompts(state, plan, chunk_rows, now)
-    num_grown = len(plan.growing_rows)
-    _grow(state, plan)
-    state.blocked = blocked and blocked._replace(
-        num_needed=blocked.num_needed - num_grown, num_free=state.kv.num_free_blocks
-    )
-    return plan
+class StepPlanner:
+    """Planner of one step: decodes first, so that no prompt delays them, then prompts in order."""
 
-
-def _plan_decodes(state: SchedulerState, plan: StepPlan, rows: RowArray, starts: Int32Array, now: float) -> None:
-    columns = state.columns
-    full = starts >= columns.num_slots.take(rows)
-    if np.count_nonzero(full) > state.kv.num_free_blocks:
-        plan.is_scarce = True
-        sitting_out = free_blocks_to_grow(state, rows[full], now)
-        plan.num_sitting_out = len(sitting_out)
-        stays = columns.running[rows] & ~np.isin(rows, sitting_out)
-        rows, starts, full = rows[stays], starts[stays], full[stays]
-    plan.set_decodes(rows, starts, rows[full])
-
-
-def _grow(state: SchedulerState, plan: StepPlan) -> None:
-    rows = plan.growing_rows
-    if not len(rows):
-        return
-    columns, block_size = state.columns, state.kv.block_size
-    num_slots = columns.num_slots.take(rows)
-    blocks = state.kv.grow(rows.tolist())
-    if blocks is None:
-        raise InternalError(f"admission left no blocks for {len(rows)} rows that grow")
-    plan.add_blocks(rows.tolist(), (num_slots // block_size).tolist(), blocks)
-    columns.num_slots[rows] = num_slots + block_size
-    columns.num_grown_blocks[rows] += 1
-
-
-def _plan_prompts(state: SchedulerState, plan: StepPlan, rows: RowArray, now: float) -> BlockedRequest | None:
-    columns = state.columns
-    entering = _EntryPlanner(state, plan, now)
-    running = columns.requests(rows[columns.running[rows]])
-    for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
-        entering.run(before=key)
-        if plan.token_budget < 1:
-            return entering.blocked
-        row = request.row
-        if row < 0:
-            continue  # preempted for a CRITICAL request
-        start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
-        end = int(columns.num_tokens[row])
-        if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
-            plan.add_chunk(row, start, end, shared_level(state.policy, request), scores=request.scores_prompt)
-    entering.run()
-    plan.give_back()
-    return entering.blocked
-
-
-class _EntryPlanner:
-    def __init__(self, state: SchedulerState, plan: StepPlan, now: float) -> None:
+    def __init__(self, state: SchedulerState, limits: StepLimits, now: float) -> None:
         self._state = state
-        self._plan = plan
+        self._plan = StepPlan(limits)
         self._now = now
         self._is_open = True
         self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
         self._growth: GrowthForecast | None = None
-        self.blocked: BlockedRequest | None = None
+        self._blocked: BlockedRequest | None = None
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}
 
-    def run(self, before: Rank | None = None) -> None:
+    def plan(self) -> StepPlan:
+        state, plan = self._state, self._plan
+        decode_rows, decode_starts, chunk_rows = state.columns.gaps()
+        self._plan_decodes(decode_rows, decode_starts)
+        self._plan_prompts(chunk_rows)
+        num_grown = len(plan.growing_rows)
+        self._grow()
+        state.blocked = self._blocked and self._blocked._replace(
+            num_needed=self._blocked.num_needed - num_grown, num_free=state.kv.num_free_blocks
+        )
+        return plan
+
+    def _plan_decodes(self, rows: RowArray, starts: Int32Array) -> None:
+        state, plan, columns = self._state, self._plan, self._state.columns
+        full = starts >= columns.num_slots.take(rows)
+        if np.count_nonzero(full) > state.kv.num_free_blocks:
+            plan.is_scarce = True
+            sitting_out = free_blocks_to_grow(state, rows[full], self._now)
+            plan.num_sitting_out = len(sitting_out)
+            stays = columns.running[rows] & ~np.isin(rows, sitting_out)
+            rows, starts, full = rows[stays], starts[stays], full[stays]
+        plan.set_decodes(rows, starts, rows[full])
+
+    def _grow(self) -> None:
+        state, plan, rows = self._state, self._plan, self._plan.growing_rows
+        if not len(rows):
+            return
+        columns, block_size = state.columns, state.kv.block_size
+        num_slots = columns.num_slots.take(rows)
+        blocks = state.kv.grow(rows.tolist())
+        if blocks is None:
+            raise InternalError(f"admission left no blocks for {len(rows)} rows that grow")
+        plan.add_blocks(rows.tolist(), (num_slots // block_size).tolist(), blocks)
+        columns.num_slots[rows] = num_slots + block_size
+        columns.num_grown_blocks[rows] += 1
+
+    def _plan_prompts(self, rows: RowArray) -> None:
+        state, plan, columns = self._state, self._plan, self._state.columns
+        running = columns.requests(rows[columns.running[rows]])
+        for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
+            self._plan_entries(before=key)
+            if plan.token_budget < 1:
+                return
+            row = request.row
+            if row < 0:
+                continue  # preempted for a CRITICAL request
+            start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
+            end = int(columns.num_tokens[row])
+            if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
+                plan.add_chunk(row, start, end, shared_level(state.policy, request), scores=request.scores_prompt)
+        self._plan_entries()
+        plan.give_back()
+
+    def _plan_entries(self, before: Rank | None = None) -> None:
         while self._is_open and self._state.waiting:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
@@ -140,11 +134,11 @@ class _EntryPlanner:
     def _try(self, request: Request) -> EntryOutcome:
         """Admit the request only if all its tokens get KV blocks, so that its prompt never runs out of blocks."""
         state, plan = self._state, self._plan
-        self.blocked = None
+        self._blocked = None
         if not self._has_turn(request):
             return EntryOutcome.BLOCKED
         if state.drop_over_quota(request, self._now):
-            return EntryOutcome.MOVED
+            return EntryOutcome.ENTERED
         hit = state.find_hit(request)
         if self._awaits_prefix(request, hit):
             return EntryOutcome.SKIPPED
@@ -178,23 +172,19 @@ class _EntryPlanner:
         if was_new:
             plan.num_joined += 1 + len(request.followers)
         if request.first_scheduled_time is None:
-            self._start(request, hit.num_tokens)
+            request.first_scheduled_time = self._now
+            request.num_cached_tokens = hit.num_tokens
+            plan.started.append(request)
+            if state.virtual_counters is not None:
+                state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - hit.num_tokens, 0)
+            if state.kv.prefixes.is_enabled:
+                state.stats.num_prefix_queries += request.num_prompt_tokens
+                state.stats.num_prefix_hits += hit.num_tokens
         plan.new_rows.append(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         level = shared_level(state.policy, request)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, level, scores=request.scores_prompt)
         return True
-
-    def _start(self, request: Request, num_cached_tokens: int) -> None:
-        state = self._state
-        request.first_scheduled_time = self._now
-        request.num_cached_tokens = num_cached_tokens
-        self._plan.started.append(request)
-        if state.virtual_counters is not None:
-            state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
-        if state.kv.prefixes.is_enabled:
-            state.stats.num_prefix_queries += request.num_prompt_tokens
-            state.stats.num_prefix_hits += num_cached_tokens
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
@@ -216,7 +206,7 @@ class _EntryPlanner:
             num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         if num_missing > 0:
             num_own = num_free + kv.num_missing_blocks(request.num_tokens, hit)
-            self.blocked = BlockedRequest(request, num_own, num_free + num_missing, num_free)
+            self._blocked = BlockedRequest(request, num_own, num_free + num_missing, num_free)
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan

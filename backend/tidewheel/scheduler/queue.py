@@ -172,28 +172,18 @@ class WaitingSet:
         if self._counters is None:
             yield from _lower(self._ages, service_class)
             return
+        weight, tenant, best = self._counters.weight, newcomer.tenant, self._best_class(newcomer.tenant)
         outranked = []
         for victim in islice(_lower(self._ages, service_class), WINDOW):
-            if victim.tenant != newcomer.tenant and self._best_class(victim.tenant) > service_class:
+            if victim.tenant != tenant and self._best_class(victim.tenant) > service_class:
                 outranked.append(victim)
                 yield victim
-        yield from self._over_share(newcomer, count, service_class, outranked, self._counters.weight)
-
-    def _over_share(
-        self,
-        newcomer: Request,
-        count: int,
-        service_class: Priority,
-        gone: list[Request],
-        weight: Callable[[str], float],
-    ) -> Iterator[Request]:
-        tenant, best = newcomer.tenant, self._best_class(newcomer.tenant)
-        counts = {victim.tenant: self._num_new[victim.tenant] for victim in gone}
-        for victim in gone:
+        counts = {victim.tenant: self._num_new[victim.tenant] for victim in outranked}
+        for victim in outranked:
             counts[victim.tenant] -= 1 + len(victim.followers)
         names = [name for _, name in self._crowds[-MAX_DISPLACED - 1 :] if name != tenant]
         crowds = sorted((counts.get(name, self._num_new[name]) / weight(name), name) for name in names)
-        entries = {name: (one for one in reversed(self._lanes[name].new) if one not in gone) for name in names}
+        entries = {name: (one for one in reversed(self._lanes[name].new) if one not in outranked) for name in names}
         lower = _lower(self._lanes[tenant].new, service_class) if tenant in self._lanes else iter(())
         own = self._num_new.get(tenant, 0) + count
         while True:

@@ -8,7 +8,7 @@ flight, `max_tokens` is known ahead; after any other end, `apply` drops the extr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,10 +22,10 @@ from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.columns import RowColumns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.controllers import StepControl
-from tidewheel.scheduler.planner import plan_step
+from tidewheel.scheduler.planner import StepPlanner
 from tidewheel.scheduler.state import SchedulerState
 from tidewheel.scheduler.step_plan import InFlightStep, StepPlan
-from tidewheel.stats import EngineStats, WaitingRoom
+from tidewheel.stats import EngineStats
 
 
 class Scheduler:
@@ -34,7 +34,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._state = SchedulerState(kv, config)
         self._control = StepControl(self._state)
-        self._admission = AdmissionControl(self._state, self._control.estimate)
+        self.admission = AdmissionControl(self._state, self._control.estimate)
         self._in_flight: deque[InFlightStep] = deque()
         self._now = 0.0
         self.max_inflight_steps = config.max_inflight_steps
@@ -46,7 +46,7 @@ class Scheduler:
         before = self._state.config
         self._state.reconfigure(config)
         self._control.reconfigure(before)
-        self._admission.reconfigure(before)
+        self.admission.reconfigure(before)
         self._state.kv.sessions.reconfigure(session_limits)
 
     @property
@@ -68,14 +68,14 @@ class Scheduler:
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Queue the `n` sequences of a prompt, all or none; the first is the `leader` of the others."""
         self._now = now
-        return self._admission.admit(requests, now)
+        return self.admission.admit(requests, now)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
         """End a request in any state and return it; None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
             self._state.end(request, reason, self._now)
-            self._admission.observe_ends([request], self._now)
+            self.admission.observe_ends([request], self._now)
         return request
 
     def expire(self, now: float) -> list[Request]:
@@ -83,7 +83,7 @@ class Scheduler:
         self._now = now
         self._state.kv.sessions.expire(now)
         state, expired = self._state, []
-        for _, _, request in state.timers.deadlines.pop_due(now):
+        for _, _, request in state.deadlines.pop_due(now):
             reason = FinishReason.DEADLINE
             if request.first_scheduled_time is None:
                 reason = FinishReason.ERROR
@@ -95,7 +95,7 @@ class Scheduler:
             state.stats.num_expired += 1
             expired.append(request)
         if expired:
-            self._admission.observe_ends(expired, now)
+            self.admission.observe_ends(expired, now)
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
@@ -111,7 +111,7 @@ class Scheduler:
         for request in failed:
             request.error = error
             state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
-        self._admission.observe_ends(failed, self._now)
+        self.admission.observe_ends(failed, self._now)
         return failed
 
     def schedule(self, now: float) -> ScheduledBatch | None:
@@ -123,10 +123,10 @@ class Scheduler:
         state.reclassify_due(now)
         if state.leaders:
             state.release_followers(now)
-        plan = plan_step(state, self._control.limits(now), now)
+        plan = StepPlanner(state, self._control.limits(now), now).plan()
         if plan.started:
             self._control.strategy.joined(plan.num_joined)
-            self._admission.observe_starts(plan.started, now)
+            self.admission.observe_starts(plan.started, now)
         return None if plan.is_empty else self._reserve(plan, now)
 
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
@@ -153,19 +153,16 @@ class Scheduler:
         state.kv.transfers.done(batch.step_id)
         outputs = _commit_step(state, batch, step, sampled, now)
         if outputs.finished:
-            self._admission.observe_ends(outputs.finished, now)
+            self.admission.observe_ends(outputs.finished, now)
         self._control.observe_step(step, batch, now)
         return outputs
-
-    def observe_refused(self, refused: Mapping[str, int]) -> None:
-        self._admission.observe_refused(refused)
 
     def stats(self) -> EngineStats:
         state, control = self._state, self._control
         stats = state.kv.update_stats()
         state.columns.update_stats(stats)
         stats.num_waiting = state.num_waiting
-        stats.breaker_state = self._admission.breaker.state.value
+        stats.breaker_state = self.admission.breaker.state.value
         stats.token_budget = control.token_budget
         stats.max_num_seqs = control.max_num_seqs
         stats.num_predictions = state.predictor.num_observed
@@ -185,9 +182,6 @@ class Scheduler:
             else:
                 num_tokens, num_preemptions = columns.num_tokens[request.row], columns.num_preemptions[request.row]
                 yield Progress(request, int(num_tokens), int(num_preemptions))
-
-    def waiting_room(self, now: float) -> WaitingRoom:
-        return self._admission.limits.waiting_room(now)
 
     def check_invariants(self) -> None:
         """Check all tables against each other, in O(blocks + requests). Raise `InternalError`."""
@@ -227,7 +221,13 @@ def _commit_step(
         if live[index]:
             kept = columns.request(int(step.rows[index])).prompt_logprobs
             kept += entries[len(kept) - int(batch.start_positions[index]) :]
-    _commit_computed(state, batch, step.rows, live)
+    rows, starts, counts = step.rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
+    ends = starts + counts
+    columns.num_computed_tokens[rows] = ends
+    columns.num_inflight_tokens[rows] -= counts
+    for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
+        row = int(rows[index])
+        state.kv.commit(row, columns.request(row), int(ends[index]))  # blocks of output are published at the end
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     requests = columns.append_tokens(rows, tokens, now)
@@ -235,7 +235,7 @@ def _commit_step(
     if state.virtual_counters is not None:
         num_tokens = np.bincount(columns.tenant_ids.take(rows))
         for tenant_id in num_tokens.nonzero()[0].tolist():
-            state.virtual_counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
+            state.virtual_counters.charge(columns.tenant_names[tenant_id], 0, int(num_tokens[tenant_id]))
     for index, reason in _find_endings(columns, rows, tokens):
         request = requests[index]
         request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
@@ -271,18 +271,6 @@ def _no_token(request: Request) -> TidewheelError:
         f"no token could follow {request.num_output_tokens} tokens of output: its grammar has become too complex, or "
         "allows only tokens that allowed_token_ids or bad_words forbid, or the model's logits were not finite"
     )
-
-
-def _commit_computed(state: SchedulerState, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Count computed tokens, and share full blocks of prompts."""
-    columns = state.columns
-    rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
-    ends = starts + counts
-    columns.num_computed_tokens[rows] = ends
-    columns.num_inflight_tokens[rows] -= counts
-    for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
-        row = int(rows[index])
-        state.kv.commit(row, columns.request(row), int(ends[index]))
 
 
 def _find_endings(columns: RowColumns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import NamedTuple
 
 from tidewheel.errors import require
@@ -25,34 +24,6 @@ class BlockedRequest(NamedTuple):
     num_free: int  # after the plan
 
 
-class RequestTimers:
-    def __init__(self, requests: Sized) -> None:
-        self.deadlines = EventHeap[Request](_is_unfinished)
-        self.soft_deadlines = EventHeap[Request](_is_unfinished)
-        self._requests = requests
-
-    def set_ageing(self, ageing_s: float, *, ages_all: bool) -> None:
-        """Set the ageing time. No request ages yet. With `ages_all`, HIGH and CRITICAL may become overdue."""
-        self.lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
-        self._ageing_s = ageing_s
-        self._ages_all = ages_all
-
-    def add(self, request: Request) -> None:
-        if request.deadline is not None:
-            self.deadlines.push(request.deadline, request, len(self._requests))
-        if request.soft_deadline is not None:
-            self.soft_deadlines.push(request.soft_deadline, request, len(self._requests))
-
-    def start_ageing(self, request: Request, since: float) -> None:
-        request.lift_time = None
-        if self._ages_all or request.service_class > Priority.HIGH:
-            request.lift_time = since + self._ageing_s
-            self.lifts.push(request.lift_time, request, len(self._requests))
-
-    def ages_since(self, request: Request) -> float | None:
-        return None if request.lift_time is None else request.lift_time - self._ageing_s
-
-
 class SchedulerState:
     """Waiting set, rows and block tables, changed together and only here.
 
@@ -75,7 +46,8 @@ class SchedulerState:
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.columns = RowColumns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
-        self.timers = RequestTimers(self.requests)
+        self.deadlines = EventHeap[Request](_is_unfinished)
+        self._soft_deadlines = EventHeap[Request](_is_unfinished)
         self.virtual_counters: VirtualCounters | None = None
         self.blocked: BlockedRequest | None = None
         self.last_applied = -1
@@ -92,7 +64,7 @@ class SchedulerState:
         if self.policy.by_tenant != (self.virtual_counters is not None):
             self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
-        self.timers.set_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
+        self._lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
 
     def _weight(self, tenant: str) -> float:
         return limits_of(self.config.tenants, tenant).weight
@@ -103,7 +75,7 @@ class SchedulerState:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Re-rank all requests; the start of their ageing stays."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
-        since = [self.timers.ages_since(request) for request in (*queued, *running)]
+        since = [self._ages_since(request) for request in (*queued, *running)]
         self.predictor.prior = float(config.predictor_prior_tokens)
         self._configure(config)
         for request in queued:
@@ -114,7 +86,7 @@ class SchedulerState:
             self._rank_running(request)
         for request, moment in zip((*queued, *running), since, strict=True):
             if moment is not None or request.row < 0:
-                self.timers.start_ageing(request, request.arrival_time if moment is None else moment)
+                self._start_ageing(request, request.arrival_time if moment is None else moment)
 
     def wait(self, group: list[Request]) -> None:
         leader = group[0]
@@ -124,11 +96,23 @@ class SchedulerState:
             self._num_added += 1
             self.requests[request.request_id] = request
             self._count_waiting(request, 1)
-            self.timers.add(request)
+            if request.deadline is not None:
+                self.deadlines.push(request.deadline, request, len(self.requests))
+            if request.soft_deadline is not None:
+                self._soft_deadlines.push(request.soft_deadline, request, len(self.requests))
         if self.policy.by_cache:
             leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
         self.waiting.push(leader)
-        self.timers.start_ageing(leader, leader.arrival_time)
+        self._start_ageing(leader, leader.arrival_time)
+
+    def _start_ageing(self, request: Request, since: float) -> None:
+        request.lift_time = None
+        if not self.policy.by_arrival or request.service_class > Priority.HIGH:
+            request.lift_time = since + self.config.ageing_s
+            self._lifts.push(request.lift_time, request, len(self.requests))
+
+    def _ages_since(self, request: Request) -> float | None:
+        return None if request.lift_time is None else request.lift_time - self.config.ageing_s
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
         """Change a request's class; ageing starts at `since` (None: the request is overdue)."""
@@ -143,10 +127,10 @@ class SchedulerState:
         if since is None:
             request.lift_time = None
         else:
-            self.timers.start_ageing(request, since)
+            self._start_ageing(request, since)
 
     def reclassify_due(self, now: float) -> None:
-        for time, _, request in self.timers.lifts.pop_due(now):
+        for time, _, request in self._lifts.pop_due(now):
             if request.row >= 0 and not self.columns.is_prefilling(request.row):
                 request.lift_time = None
             elif request.service_class <= Priority.HIGH:
@@ -154,7 +138,7 @@ class SchedulerState:
             else:
                 self.reclassify(request, request.service_class.lifted(), since=time)
                 self.stats.num_aged += 1
-        for _, _, request in self.timers.soft_deadlines.pop_due(now):
+        for _, _, request in self._soft_deadlines.pop_due(now):
             follows = request.leader is not None and request in request.leader.followers
             if request.service_class < Priority.LOW and not follows:
                 self.reclassify(request, request.service_class.dropped(), since=now)
@@ -235,7 +219,7 @@ class SchedulerState:
         self._leave(row)
         self._count_waiting(request, 1)
         self.waiting.push(request)
-        self.timers.start_ageing(request, now)
+        self._start_ageing(request, now)
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
         if request.state is RequestState.RUNNING:
@@ -263,10 +247,10 @@ class SchedulerState:
     def _release_followers(self, leader: Request, now: float) -> None:
         self.leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
-        since = self.timers.ages_since(leader)
+        since = self._ages_since(leader)
         for follower in followers:
             self.waiting.push(follower)
-            self.timers.start_ageing(follower, now if since is None else since)
+            self._start_ageing(follower, now if since is None else since)
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader

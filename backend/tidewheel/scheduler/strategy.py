@@ -62,47 +62,37 @@ class StaticStrategy(Strategy):
         return min(size, view.num_waiting) if is_due and not view.num_running else 0
 
 
-class BatchWindow:
-    """Time for which dynamic batches collect requests.
+class DynamicStrategy(Strategy):
+    """Strategy that forms a batch when the oldest request has waited for the window, or all free rows are filled.
 
-    Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
-    grows, at first by 1.25. The factor's logarithm is halved at turns, down to 2 %, else grows by a fifth (as in
+    Every `BATCHES_PER_REVIEW` batches the window shrinks if smoothed latency exceeds `TOLERANCE` times the target,
+    else grows, at first by 1.25. The factor's logarithm is halved at turns, down to 2 %, else grows by a fifth (as in
     Rprop: Riedmiller and Braun, 1993).
     """
 
-    def __init__(self, target_latency_s: float) -> None:
-        self.seconds = FIRST_WINDOW_S
+    def __init__(self, settings: SchedulingSettings) -> None:
+        super().__init__(settings)
+        self.window_s = FIRST_WINDOW_S
         self.latency_s = 0.0  # smoothed
-        self._target_s = target_latency_s
         self._num_batches = 0
         self._step = math.log(_FIRST_STEP)
         self._direction = 0.0  # 1 longer, -1 shorter
 
-    def observe(self, latency_s: float) -> None:
+    def observe_batch(self, latency_s: float) -> None:
         self.latency_s += (_SMOOTHING if self._num_batches else 1.0) * (latency_s - self.latency_s)
         self._num_batches += 1
         if self._num_batches % BATCHES_PER_REVIEW:
             return
-        direction = -1.0 if self.latency_s > TOLERANCE * self._target_s else 1.0
+        target_s = 1e-3 * self._settings.batch_target_latency_ms
+        direction = -1.0 if self.latency_s > TOLERANCE * target_s else 1.0
         step = self._step * (0.5 if direction == -self._direction else _GROWTH)
         self._step = min(max(step, math.log(_MIN_STEP)), math.log(_FIRST_STEP))
         self._direction = direction
-        self.seconds = min(max(self.seconds * math.exp(direction * self._step), MIN_WINDOW_S), MAX_WINDOW_S)
-
-
-class DynamicStrategy(Strategy):
-    """Strategy that forms a batch when the oldest request has waited for the window, or all free rows are filled."""
-
-    def __init__(self, settings: SchedulingSettings) -> None:
-        super().__init__(settings)
-        self.window = BatchWindow(1e-3 * settings.batch_target_latency_ms)
-
-    def observe_batch(self, latency_s: float) -> None:
-        self.window.observe(latency_s)
+        self.window_s = min(max(self.window_s * math.exp(direction * self._step), MIN_WINDOW_S), MAX_WINDOW_S)
 
     def _form(self, now: float, view: JoinView) -> int:
         num_places = view.max_num_seqs - view.num_running
-        is_due = view.num_waiting >= num_places or now - view.oldest_arrival >= self.window.seconds
+        is_due = view.num_waiting >= num_places or now - view.oldest_arrival >= self.window_s
         return min(view.num_waiting, num_places) if is_due else 0
 
 

@@ -2,21 +2,16 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from tidewheel.errors import Busy
 from tidewheel.request import Request
-from tidewheel.stats import EngineStats, TenantFigures
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
 BURST_S = 1.0  # content of a full bucket, at least 1
 MAX_BUCKETS = 8192  # without an entry
-MAX_LABELS = 64
-OTHERS = "other"
-_LABEL_CHARS = 64
 _NAME_CHARS = 40
 _REQUESTS = "requests_per_s"
 
@@ -136,24 +131,6 @@ def _describe(tenant: str, account: str) -> str:
         return "tenants without an entry are over their"
     shown = tenant if len(tenant) <= _NAME_CHARS else tenant[:_NAME_CHARS] + "…"
     return f"tenant {shown!r} is over its"
-
-
-class TenantCounts:
-    """Counts by tenant: the first `MAX_LABELS` tenants, and `other`."""
-
-    def __init__(self, stats: EngineStats, names: Iterable[str]) -> None:
-        self._stats = stats
-        self.reconfigure(names)
-
-    def reconfigure(self, names: Iterable[str]) -> None:
-        named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
-        self._labels = {name: re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS] for name in named}
-        before = self._stats.tenants
-        labels = (*self._labels.values(), OTHERS)
-        self._stats.tenants = {label: before.get(label) or TenantFigures() for label in labels}
-
-    def of(self, tenant: str) -> TenantFigures:
-        return self._stats.tenants[self._labels.get(tenant, OTHERS)]
 
 
 INPUT_WEIGHT = 1.0

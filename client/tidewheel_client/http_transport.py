@@ -53,7 +53,7 @@ class AsyncHttpTransport:
 
     async def call(self, method: str, request: Any) -> Any:
         """Send a message of Triton's gRPC service over HTTP, and return the answer."""
-        verb, path, answer = _CALLS[method]
+        verb, path, answer, field = _CALLS[method]
         content = b'{"ready": true}' if verb == "POST" else None
         try:
             response = await self._http.request(
@@ -66,7 +66,8 @@ class AsyncHttpTransport:
         if not response.is_success:
             raise from_http(response.status_code, _message(response.text))
         try:
-            return _parsed(answer, response.json())
+            content = response.json()
+            return ParseDict({field: content} if field else content, answer(), ignore_unknown_fields=True)
         except (ValueError, ParseError) as error:
             raise _foreign(self._url, error) from None
 
@@ -193,21 +194,14 @@ def _result(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) 
         raise Cancelled("the client was closed") from None
 
 
-_CALLS: dict[str, tuple[str, str, Any]] = {
-    "ModelReady": ("GET", "/v2/models/{}/ready", service_pb2.ModelReadyResponse),
-    "ServerMetadata": ("GET", "/v2", service_pb2.ServerMetadataResponse),
-    "ModelMetadata": ("GET", "/v2/models/{}", service_pb2.ModelMetadataResponse),
-    "ModelConfig": ("GET", "/v2/models/{}/config", service_pb2.ModelConfigResponse),
-    "RepositoryIndex": ("POST", "/v2/repository/index", service_pb2.RepositoryIndexResponse),
+# Verb, path, answer, and its only field, whose name Triton's JSON omits.
+_CALLS: dict[str, tuple[str, str, Any, str]] = {
+    "ModelReady": ("GET", "/v2/models/{}/ready", service_pb2.ModelReadyResponse, ""),
+    "ServerMetadata": ("GET", "/v2", service_pb2.ServerMetadataResponse, ""),
+    "ModelMetadata": ("GET", "/v2/models/{}", service_pb2.ModelMetadataResponse, ""),
+    "ModelConfig": ("GET", "/v2/models/{}/config", service_pb2.ModelConfigResponse, "config"),
+    "RepositoryIndex": ("POST", "/v2/repository/index", service_pb2.RepositoryIndexResponse, "models"),
 }
-
-
-def _parsed(answer: Any, content: Any) -> Any:
-    if answer is service_pb2.ModelConfigResponse:
-        content = {"config": content}
-    if answer is service_pb2.RepositoryIndexResponse:
-        content = {"models": content}
-    return ParseDict(content, answer(), ignore_unknown_fields=True)
 
 
 def _foreign(url: str, error: Exception) -> ServerUnavailable:

@@ -117,7 +117,7 @@ class _HttpUser(LoadUser):
     def post(self, request: LoadRequest, timing: Timing) -> None:
         raise NotImplementedError
 
-    def post_json(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
+    def post_json(self, path: str, body: dict[str, Any], *, stream: bool = False) -> Any:
         """Return the response to a JSON body. Raise `RequestError` for a refusal."""
         url = f"{str(self.host).rstrip('/')}/{path}"
         response = self._connection.post(url, json=body, stream=stream, timeout=self.options.request_timeout)
@@ -125,25 +125,28 @@ class _HttpUser(LoadUser):
             raise _error(response.text, response.headers.get("retry-after-ms"))
         return response
 
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.post_json(path, {"stream": True, **body}, stream=True) as response:
+            for line in response.iter_lines(
+                chunk_size=None
+            ):  # a chunk_size of 1 is no sooner and takes 130 µs, not 3
+                if line.startswith(b"data:") and line != b"data: [DONE]":
+                    event = json.loads(line[5:])
+                    if "error" in event:
+                        raise _error(line[5:])
+                    yield event
+
 
 class HttpStreamUser(_HttpUser):
     kind = "SSE"
 
     def post(self, request: LoadRequest, timing: Timing) -> None:
-        body = {
-            "text_input": request.prompt,
-            "stream": True,
-            "return_num_output_tokens": True,
-            "return_finish_reason": True,
-            **request.parameters,
-        }
+        flags = {"return_num_output_tokens": True, "return_finish_reason": True}
+        body = {"text_input": request.prompt, **flags, **request.parameters}
         finish_reason = "None"
-        with self.post_json(f"v2/models/{self.target_model()}/generate_stream", body, stream=True) as response:
-            for event in _events(response):
-                if "error" in event:
-                    raise from_text(event["error"])
-                finish_reason = event["finish_reason"]
-                timing.arrived(event["num_output_tokens"], len(event["text_output"].encode()))
+        for event in self.events(f"v2/models/{self.target_model()}/generate_stream", body):
+            finish_reason = event["finish_reason"]
+            timing.arrived(event["num_output_tokens"], len(event["text_output"].encode()))
         if finish_reason == "None":
             raise ServerUnavailable(_INCOMPLETE)
 
@@ -154,17 +157,14 @@ class OpenAiUser(_HttpUser):
 
     def post(self, request: LoadRequest, timing: Timing) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}  # an event may hold several tokens
-        body = {"model": self.target_model(), "prompt": request.prompt, "stream": True, "stream_options": options}
+        body = {"model": self.target_model(), "prompt": request.prompt, "stream_options": options}
         num_tokens, is_over = 0, False
-        with self.post_json("v1/completions", {**body, **request.parameters}, stream=True) as response:
-            for event in _events(response):
-                if "error" in event:
-                    raise _error(json.dumps(event), None)
-                for choice in event["choices"]:
-                    is_over = choice["finish_reason"] is not None
-                    counted = event["usage"]["completion_tokens"]
-                    timing.arrived(counted - num_tokens, len(choice["text"].encode()))
-                    num_tokens = counted
+        for event in self.events("v1/completions", body | request.parameters):
+            for choice in event["choices"]:
+                is_over = choice["finish_reason"] is not None
+                counted = event["usage"]["completion_tokens"]
+                timing.arrived(counted - num_tokens, len(choice["text"].encode()))
+                num_tokens = counted
         if not is_over:
             raise ServerUnavailable(_INCOMPLETE)
 
@@ -184,7 +184,7 @@ class HttpInferUser(_HttpUser):
                 _tensor("return_num_output_tokens", "BOOL", True),
             ]
         }
-        answer = self.post_json(f"v2/models/{self.target_model()}/infer", body, stream=False).json()
+        answer = self.post_json(f"v2/models/{self.target_model()}/infer", body).json()
         outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
         timing.arrived(outputs["num_output_tokens"], len(outputs["text_output"].encode()))
 
@@ -193,13 +193,7 @@ def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
     return {"name": name, "datatype": datatype, "shape": [1], "data": [value]}
 
 
-def _events(response: Any) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines(chunk_size=None):  # a chunk_size of 1 is no sooner and takes 130 µs, not 3
-        if line.startswith(b"data:") and line != b"data: [DONE]":
-            yield json.loads(line[5:])
-
-
-def _error(body: str, retry_after_ms: str | None) -> RequestError:
+def _error(body: str | bytes, retry_after_ms: str | None = None) -> RequestError:
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

@@ -44,6 +44,17 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written ({reason}): make room, or set TIDEWHEEL_RUN_DIR to another folder")
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def check_room(folder: Path) -> None:
     """Raise `ConfigError` if no file can be written to the folder."""
     path = folder / f"room.{os.getpid()}"

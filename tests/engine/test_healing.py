@@ -113,6 +113,7 @@ def test_a_run_directory_that_is_full_when_the_engine_dies(
 
     with monkeypatch.context() as patch:
         patch.setattr(launcher.folder, broken, fail)
+        patch.setattr(launcher, broken, fail, raising=False)
         kill(client)
         next_error(client, 1, f"{folder} cannot be written (No space left on device): make room")
     wait_serves(client)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -14,7 +13,7 @@ import msgspec
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, run_dir
+from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, replace_file, run_dir
 from tidewheel_process.handle import start_ticks
 
 ENGINE_LOCK = "engine.lock"
@@ -142,17 +141,6 @@ def write_status(engine_dir: Path, status: Status) -> None:
 
 def settings_digest(settings: Mapping[str, object]) -> str:
     return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:IDENTITY_CHARS]
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:

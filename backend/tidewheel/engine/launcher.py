@@ -14,7 +14,7 @@ import msgspec
 
 from tidewheel.engine import folder
 from tidewheel.errors import ConfigError, Draining, PermanentError
-from tidewheel.private_dir import check_room, private_dir, unwritable
+from tidewheel.private_dir import check_room, private_dir, replace_file, unwritable
 from tidewheel_process.child import Child
 from tidewheel_process.handle import ProcessHandle
 from tidewheel_process.locked_folder import LockedFolder
@@ -196,7 +196,7 @@ def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> li
         deaths = [death for death in _deaths_decoder.decode(path.read_bytes()) if now - window_s <= death.at <= now]
     if not any((death.pid, death.start_ticks) == (status.pid, status.start_ticks) for death in deaths):
         deaths.append(Death(status.pid, status.start_ticks, now))
-        folder.replace_file(path, msgspec.json.encode(deaths))
+        replace_file(path, msgspec.json.encode(deaths))
     return deaths
 
 

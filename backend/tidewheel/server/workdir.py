@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidewheel.private_dir import RUN_DIR, run_dir, run_dir_path, unwritable
+from tidewheel.private_dir import RUN_DIR, replace_file, run_dir, run_dir_path, unwritable
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel_process import process_tree
@@ -66,15 +66,11 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
         with contextlib.suppress(OSError):  # no room: Triton will say so
             if (lock := try_lock(shared_memory / f"{folder.shm_prefix}{_OWNER}", LOOK_S)) is not None:
                 held.callback(unlock, lock)
+        if named is not None:
+            held.callback(os.environ.update, {RUN_DIR: named})
+        held.callback(os.environ.pop, RUN_DIR, None)
         os.environ[RUN_DIR] = str(folder.run)
-        held.callback(_restore, named)
         yield folder
-
-
-def _restore(run_dir: str | None) -> None:
-    os.environ.pop(RUN_DIR, None)
-    if run_dir is not None:
-        os.environ[RUN_DIR] = run_dir
 
 
 def guarded(root: Path) -> Guard:
@@ -190,12 +186,7 @@ def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
 
 def write_endpoints(path: Path, endpoints: Endpoints) -> None:
     """Write the ports to a file atomically. Raise OSError."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(msgspec.json.encode(endpoints))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace_file(path, msgspec.json.encode(endpoints))
 
 
 def read_endpoints(path: Path) -> Endpoints | None:

@@ -35,8 +35,8 @@ def test_requests_of_all_front_ends_are_listed(connect: Connect, folder: Path) -
     wait_for(lambda: all(row.state == "running" for row in listed(folder).rows), 60, "rows")
     assert listed(folder).num_sequences == 4
     first, second = listed(folder).rows
-    assert (first.request_id, first.tenant, first.priority, first.num_sequences) == ("first", "acme", 1, 1)
-    assert (second.request_id, second.tenant, second.priority, second.num_sequences) == ("second", "", 3, 3)
+    assert (first.request_id, first.tenant, first.priority, first.num_sequences) == ("first", "acme", "critical", 1)
+    assert (second.request_id, second.tenant, second.priority, second.num_sequences) == ("second", "", "normal", 3)
     assert (first.num_prompt_tokens, second.num_prompt_tokens) == (3, 3)
     assert first.num_output_tokens >= 1 and second.num_output_tokens >= 3
     assert first.first_token_s is not None

@@ -231,7 +231,7 @@ def _row(group: Sequence[Progress], client_id: str, now: float) -> messages.Requ
         number=int(first.request_id),
         request_id=client_id,
         tenant=first.tenant,
-        priority=int(first.priority),
+        priority=first.priority.name.lower(),
         state=first.state.name.lower(),
         age_s=now - first.arrival_time,
         waited_s=(now if first.first_scheduled_time is None else first.first_scheduled_time) - first.arrival_time,

@@ -287,7 +287,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     number: int
     request_id: str  # the client's
     tenant: str
-    priority: int  # granted class, 1 to 4
+    priority: str  # granted class
     state: str  # waiting, running or preempted: the first sequence's
     age_s: float
     waited_s: float  # until the first step or now

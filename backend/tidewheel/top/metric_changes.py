@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tidewheel.metrics import Metric
@@ -12,8 +10,7 @@ from tidewheel_client.server_pages import Figures
 _MODEL_LABELS = ("model", "model_name")
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsPage:
+class MetricsPage(NamedTuple):
     """Metrics of a server, read at `seconds` of a clock."""
 
     figures: Figures
@@ -21,9 +18,9 @@ class MetricsPage:
 
     def of_model(self, model: str) -> MetricsPage:
         """Return the metrics of a model, and metrics without a model."""
-        names = self.figures.names
-        kept = (one for name in names for one in self.figures.samples(name) if _is_of(one.labels, model))
-        return MetricsPage(Figures(kept), self.seconds)
+        series = (one for name in self.figures.names for one in self.figures.samples(name))
+        models = ((one, [one.labels[label] for label in _MODEL_LABELS if label in one.labels]) for one in series)
+        return MetricsPage(Figures(one for one, named in models if not named or model in named), self.seconds)
 
     def labels(self, metric: Metric, label: str) -> list[str]:
         return sorted({one.labels[label] for one in self.figures.samples(metric.name) if label in one.labels})
@@ -51,10 +48,6 @@ class PageChange(NamedTuple):
     before: MetricsPage
     after: MetricsPage
 
-    @property
-    def seconds(self) -> float:
-        return self.after.seconds - self.before.seconds
-
     def total(self, metric: Metric, **labels: str) -> float | None:
         return self.after.total(metric, **labels)
 
@@ -65,16 +58,13 @@ class PageChange(NamedTuple):
         return max(self.after.values(metric, **labels), default=None)
 
     def growth(self, metric: Metric, **labels: str) -> float | None:
-        now = self.after.total(metric, **labels)
-        if now is None:
-            return None
-        then = self.before.total(metric, **labels) or 0.0
-        return now - then if now >= then else now  # it has begun anew
+        now, then = self.after.total(metric, **labels), self.before.total(metric, **labels) or 0.0
+        return now - then if now is not None and now >= then else now  # it has begun anew
 
     def rate(self, metric: Metric, **labels: str) -> float | None:
         """Return a counter's growth per second; None without the counter or a second page."""
-        growth = self.growth(metric, **labels)
-        return None if growth is None or self.seconds <= 0 else growth / self.seconds
+        growth, seconds = self.growth(metric, **labels), self.after.seconds - self.before.seconds
+        return None if growth is None or seconds <= 0 else growth / seconds
 
     def ratio(self, part: Metric, whole: Metric, **labels: str) -> float | None:
         """Return the growth of `part` over that of `whole`; None if either is unknown or 0."""
@@ -95,8 +85,3 @@ class PageChange(NamedTuple):
             if count >= wanted and count > below:
                 return low if math.isinf(high) else low + (high - low) * (wanted - below) / (count - below)
         return None
-
-
-def _is_of(labels: Mapping[str, str], model: str) -> bool:
-    named = [labels[label] for label in _MODEL_LABELS if label in labels]
-    return not named or model in named

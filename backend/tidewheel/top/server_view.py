@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 
 from tidewheel import metrics
+from tidewheel.engine.messages import RequestRow
 from tidewheel.request import Priority
 from tidewheel.top.metric_changes import MetricsPage, PageChange
 
@@ -151,25 +152,12 @@ class GatewayLine(msgspec.Struct, kw_only=True):
     moved: Annotated[Figure, PageChange.total, metrics.GATEWAY_MOVED]
 
 
-class RequestLine(msgspec.Struct, kw_only=True):
+class RequestLine(RequestRow, frozen=True, array_like=False, kw_only=True):
     """Unfinished request, identified by `engine` and `number`."""
 
     engine: str  # folder of its engine
     engine_pid: int
-    number: int
-    request_id: str
-    priority: str
-    tenant: str
-    state: str
-    age_s: float
-    waited_s: float
-    first_token_s: float | None
     tokens_rate: float | None  # since the first token
-    num_prompt_tokens: int
-    num_output_tokens: int
-    max_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
 
 
 def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[ClassLine]:

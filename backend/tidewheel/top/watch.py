@@ -13,7 +13,6 @@ from tidewheel.engine.connection import cancel_request, list_requests
 from tidewheel.engine.folder import label_of, model_label
 from tidewheel.engine.messages import MAX_LISTED, RequestRow
 from tidewheel.metrics import RECEIVED
-from tidewheel.request import Priority
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError, server_view
@@ -172,11 +171,5 @@ def _change(pages: deque[MetricsPage], page: MetricsPage) -> PageChange:
 
 def _line(engine: str, pid: int, row: RequestRow) -> RequestLine:
     since_first = 0.0 if row.first_token_s is None else row.age_s - row.first_token_s
-    has_rate = row.num_output_tokens > 1 and since_first
-    others = {
-        "engine": engine,
-        "engine_pid": pid,
-        "priority": Priority(row.priority).name.lower(),
-        "tokens_rate": (row.num_output_tokens - 1) / since_first if has_rate else None,
-    }
-    return msgspec.convert({**msgspec.structs.asdict(row), **others}, RequestLine)
+    rate = (row.num_output_tokens - 1) / since_first if row.num_output_tokens > 1 and since_first else None
+    return RequestLine(**msgspec.structs.asdict(row), engine=engine, engine_pid=pid, tokens_rate=rate)

@@ -41,7 +41,7 @@ def request_line(number: int, **fields: object) -> RequestLine:
         "engine": "/run/demo-1/a", "engine_pid": 7, "number": number, "request_id": f"id-{number}",
         "priority": "normal", "tenant": "acme", "state": "running", "age_s": float(number), "waited_s": 0.1,
         "first_token_s": 0.2, "tokens_rate": 10.0, "num_prompt_tokens": 3, "num_output_tokens": 5, "max_tokens": 9,
-        "num_cached_tokens": 0, "num_preemptions": 0,
+        "num_cached_tokens": 0, "num_preemptions": 0, "num_sequences": 1,
     }  # fmt: skip
     return RequestLine(**{**values, **fields})  # type: ignore[arg-type]
 

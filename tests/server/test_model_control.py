@@ -93,8 +93,8 @@ def polling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     def answered(name: str) -> None:
         change = getattr(repository, name)
 
-        def changed(*arguments: Any) -> None:
-            change(*arguments)
+        def changed(*arguments: Any, **options: Any) -> None:
+            change(*arguments, **options)
             triton.control.note_load("another", "not this one")
             triton.control.note_load(arguments[1] if name == "add_entry" else arguments[0].name, triton.failure)
 

@@ -39,7 +39,12 @@ def run(args: argparse.Namespace) -> int:
                 print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
         for finding in report.findings if args.fix else ():
             _print_finding(finding)
-        _print_summary(report)
+        for name, implementation in report.models.items():
+            print(printable(f"{name}: {implementation}"))
+        for name, text in report.kv_cache.items():
+            print(printable(f"{name}: KV cache {text}"))
+        errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
+        print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
 
 
@@ -74,15 +79,6 @@ def _row(finding: Finding) -> dict[str, object]:
 
 def _print_finding(finding: Finding) -> None:
     print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"), flush=True)
-
-
-def _print_summary(report: CheckReport) -> None:
-    for name, implementation in report.models.items():
-        print(printable(f"{name}: {implementation}"))
-    for name, text in report.kv_cache.items():
-        print(printable(f"{name}: KV cache {text}"))
-    errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
-    print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
 
 
 def where(finding: Finding) -> str:

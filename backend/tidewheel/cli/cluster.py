@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,16 +77,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace) -> int:
     from tidewheel.cluster import control
-    from tidewheel.server.console import waiting
+    from tidewheel.server.console import Console, waiting
 
-    stage = "starting the cluster"
+    stages, console = ["starting the cluster"], Console(verbose=False)
 
     def note(text: str) -> None:
-        nonlocal stage
-        stage = text
-        _note(text)
+        stages.append(text)
+        console.note(text)
 
-    with waiting(lambda: stage):
+    with waiting(lambda: stages[-1]):
         return control.up(_settings(args), note)
 
 
@@ -146,19 +144,12 @@ def _show(status: ClusterStatus) -> None:
 
 
 def _condition(figures: dict[str, float]) -> str:
-    state = "ready" if figures["is_ready"] else "not ready"
-    age = timedelta(seconds=int(figures["age_s"]))
-    return f"{state}, up {age}, restarts {figures['restarts']:.0f}; {_load(figures)}"
-
-
-def _load(figures: dict[str, float]) -> str:
     from tidewheel.cluster.ray_scaling import queue_s
 
+    state = "ready" if figures["is_ready"] else "not ready"
+    age = timedelta(seconds=int(figures["age_s"]))
+    life = f"{state}, up {age}, restarts {figures['restarts']:.0f}"
     waits = [f"{priority.name} for {age:.1f} s" for priority, age in queue_s(figures).items() if age]
     oldest = f" (the oldest {', '.join(waits)})" if waits else ""
     cache = f"{figures['kv_use']:.0%} of its cache in use"
-    return f"{figures['running']:.0f} running, {figures['waiting']:.0f} waiting{oldest}, {cache}"
-
-
-def _note(text: str) -> None:
-    print(f"tidewheel: {text}", file=sys.stderr, flush=True)
+    return f"{life}; {figures['running']:.0f} running, {figures['waiting']:.0f} waiting{oldest}, {cache}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -31,7 +32,6 @@ from tidewheel_process.current_process import raise_descriptor_limit
 DEFAULT_PORTS = (8000, 8001, 8002, 8003)
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-_DISTRIBUTION = "tidewheel"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 LEAST_SHM_BYTES = 2 * SHM_DEFAULT_BYTES  # a front end at its start, with room to grow once
 GOOD_SHM_BYTES = 256 * MIB
@@ -76,19 +76,19 @@ class Package(NamedTuple):
 
 
 def read_driver(path: Path = DRIVER_VERSION) -> str:
-    try:
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _text_of(path))
     return found[1] if found else ""
 
 
 def read_core_limit(path: Path = CPU_LIMIT) -> float | None:
-    try:
-        quota, period = path.read_text(encoding="utf-8", errors="replace").split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):  # "max": no limit
-        return None
+    found = re.match(r"(\d+) (\d+)", _text_of(path))  # "max": no limit
+    return int(found[1]) / int(found[2]) if found else None
+
+
+def _text_of(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def read_space(folder: Path = SHARED_MEMORY) -> DiskSpace | None:
@@ -135,7 +135,7 @@ def _try_run_dir() -> TriedPart:
 
 def _read_packages() -> tuple[Package, ...]:
     try:
-        texts = metadata.requires(_DISTRIBUTION) or []
+        texts = metadata.requires("tidewheel") or []
     except metadata.PackageNotFoundError:
         return ()
     wanted = (Requirement(text) for text in texts)
@@ -166,10 +166,6 @@ def _read_torch() -> TorchBuild | None:
     return TorchBuild(str(torch.__version__), torch.version.cuda or "", obstacle, gpus)
 
 
-def _has_python_headers() -> bool:
-    return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
-
-
 def _is_used(port: int) -> bool:
     try:
         Endpoints(http=port).chosen()
@@ -188,7 +184,7 @@ class Machine:
     torch: TorchBuild | None = field(default_factory=_read_torch)  # None: torch cannot be imported
     driver: str = field(default_factory=read_driver)  # version of NVIDIA's, or empty
     compiler: TriedPart = field(default_factory=_find_compiler)
-    has_python_headers: bool = field(default_factory=_has_python_headers)
+    has_python_headers: bool = field(default_factory=(Path(sysconfig.get_path("include")) / "Python.h").is_file)
     shared_memory: DiskSpace | None = field(default_factory=read_space)  # None: there is no /dev/shm
     memory_bytes: int | None = field(default_factory=available_host_bytes)  # available to this process
     num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -243,8 +239,11 @@ def _check_gpu(machine: Machine) -> CheckResult:
     torch, driver = machine.torch, machine.driver
     if torch is None:
         return "error", "torch cannot be imported", "install torch again"
-    if torch.gpus:
-        return _check_gpus(torch.gpus)
+    if gpus := torch.gpus:
+        seen = "; ".join(f"{one.name}, {_dotted(one.capability)}, {one.total_bytes / GIB:.0f} GiB" for one in gpus)
+        least = f"compute capability {_dotted(LEAST_CAPABILITY)}"
+        advice = f"use a GPU of at least {least}, or set device to cpu"
+        return "ok" if gpus[0].capability >= LEAST_CAPABILITY else "error", seen, advice
     if torch.cuda and not driver:
         seen = f"torch {torch.version} is built for CUDA {torch.cuda}, and there is no NVIDIA driver"
         advice = "install NVIDIA's driver, or start the container with --gpus all; for a machine without a GPU, "
@@ -256,14 +255,6 @@ def _check_gpu(machine: Machine) -> CheckResult:
         seen = f"driver {driver}, and torch {torch.version} is built without CUDA; {_ON_CPU}"
         return "warning", seen, "install the build of torch with CUDA (docs/install.md)"
     return "ok", f"none, and torch {torch.version} for CPUs"
-
-
-def _check_gpus(gpus: tuple[Gpu, ...]) -> CheckResult:
-    seen = "; ".join(f"{one.name}, {_dotted(one.capability)}, {one.total_bytes / GIB:.0f} GiB" for one in gpus)
-    if gpus[0].capability < LEAST_CAPABILITY:
-        least = f"compute capability {_dotted(LEAST_CAPABILITY)}"
-        return "error", seen, f"use a GPU of at least {least}, or set device to cpu"
-    return "ok", seen
 
 
 def _check_compiler(machine: Machine) -> CheckResult:
@@ -300,9 +291,8 @@ def _check_bytes(found: int, least: int, good: int) -> Verdict:
 def _check_cores(machine: Machine) -> CheckResult:
     limit = machine.core_limit
     seen = f"{machine.num_cores}" + (f", of which the container may use {limit:g}" if limit is not None else "")
-    if min(machine.num_cores, limit or machine.num_cores) < GOOD_NUM_CORES:
-        return "warning", seen, "allow two: the engine and the server take turns on one"
-    return "ok", seen
+    has_enough = min(machine.num_cores, limit or machine.num_cores) >= GOOD_NUM_CORES
+    return "ok" if has_enough else "warning", seen, "allow two: the engine and the server take turns on one"
 
 
 def _check_descriptors(machine: Machine) -> CheckResult:

@@ -39,6 +39,14 @@ COMMANDS = {
 }
 # Modules of another name.
 _MODULES = dict.fromkeys(("load", "unload", "reload"), "model_commands")
+_EXIT_CODES = {
+    "tidewheel.server.ServeError": 1,
+    "tidewheel_process.restarts.CrashLoop": 1,
+    "tidewheel.errors.ConfigError": 1,
+    "tidewheel.cluster.ClusterError": 2,
+    "tidewheel.cli.usage.UsageError": 2,
+    "tidewheel_client.errors.RequestError": 2,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
-        code = _exit_code(error)
+        classes = (f"{cls.__module__}.{cls.__name__}" for cls in type(error).__mro__)
+        code = next((_EXIT_CODES[name] for name in classes if name in _EXIT_CODES), None)
         if code is None:
             raise
         print(f"tidewheel: error: {error}", file=sys.stderr)
@@ -77,21 +86,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
             module.add_arguments(command)
             command.set_defaults(run=module.run, command=name)
     return parser
-
-
-def _exit_code(error: Exception) -> int | None:
-    for module, name, code in (
-        ("tidewheel.server", "ServeError", 1),
-        ("tidewheel_process.restarts", "CrashLoop", 1),
-        ("tidewheel.errors", "ConfigError", 1),
-        ("tidewheel.cluster", "ClusterError", 2),
-        ("tidewheel.cli.usage", "UsageError", 2),
-        ("tidewheel_client.errors", "RequestError", 2),
-    ):
-        cls = getattr(sys.modules.get(module), name, None)
-        if cls is not None and isinstance(error, cls):
-            return code
-    return None
 
 
 if __name__ == "__main__":

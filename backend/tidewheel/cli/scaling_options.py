@@ -7,8 +7,10 @@ import argparse
 import msgspec
 
 from tidewheel.cli.usage import UsageError
+from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_policies import check_scaling
+from tidewheel.server.repository import parse_settings
 from tidewheel.settings import unknown_setting
 from tidewheel.workload.trace_files import read_trace
 
@@ -59,15 +61,10 @@ def _replicas(text: str) -> tuple[int, int]:
 
 
 def _settings(pairs: list[str]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals:
-            raise UsageError(f"--scale {pair!r}: write key=value")
-        if key not in SETTINGS:
-            raise UsageError(f"--scale: {unknown_setting(key, SETTINGS)}")
-        if key in values:
-            raise UsageError(f"--scale has {key} twice: {values[key]!r} and {value!r}")
-        values[key] = value.strip()
+    try:
+        values = parse_settings(pairs, "--scale")
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    for key in values.keys() - set(SETTINGS):
+        raise UsageError(f"--scale: {unknown_setting(key, SETTINGS)}")
     return values

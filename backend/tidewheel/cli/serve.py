@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, workers
-from tidewheel.cli.usage import UsageError, fields_of, printable, whole_number
+from tidewheel.cli.usage import UsageError, fields_of, printable, seconds, whole_number
 from tidewheel.gateway import MAX_BODY_MB
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 def _add_manner(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     text = "seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)"
-    add("--drain-s", type=_seconds, default=30.0, metavar="S", help=text)
+    add("--drain-s", type=seconds("time in seconds", 0, 86_400), default=30.0, metavar="S", help=text)
     text = "stop, as after SIGTERM, when standard input ends: give it a pipe, and the server ends with its parent"
     add("--end-with-stdin", action="store_true", help=text)
     text = "end, with an exit code that is not 0, when tritonserver or a front end dies (default: start again)"
@@ -175,13 +175,3 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write NAME,NAME")
     return names
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds: 0 to 86400")
-    return seconds

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import DEFAULT_URL, UsageError
+from tidewheel.cli.usage import DEFAULT_URL, UsageError, seconds
 
 if TYPE_CHECKING:
     from tidewheel.top.watch import ServerWatch
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model", default="", metavar="NAME", help="figures of one model (default: sums over all)")
     how = parser.add_argument_group("how")
     text = "time between two looks (default: %(default)g)"
-    how.add_argument("--interval-s", type=_interval, default=1.0, metavar="S", help=text)
+    interval = seconds("time between looks", 0.2, 60, " seconds")
+    how.add_argument("--interval-s", type=interval, default=1.0, metavar="S", help=text)
     once = how.add_mutually_exclusive_group()
     once.add_argument("--once", action="store_true", help="look twice, print as text and end; needs no terminal")
     once.add_argument("--json", action="store_true", help="the same as JSON")
@@ -90,13 +91,3 @@ def _show(watch: ServerWatch, interval_s: float) -> int:
     app = TerminalApp(watch, interval_s, watch.look())
     app.run()
     return int(app.return_code or 0)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.2 <= seconds <= 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time between looks: 0.2 to 60 seconds")
-    return seconds

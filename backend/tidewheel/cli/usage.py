@@ -88,6 +88,16 @@ def whole_number(what: str, least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def seconds(what: str, least: float, most: float, unit: str = "") -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (value := float(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}: {least:g} to {most:g}{unit}")
+
+    return parse
+
+
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 

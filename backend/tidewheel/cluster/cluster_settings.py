@@ -106,7 +106,9 @@ class ClusterSettings(GatewayOptions, frozen=True, kw_only=True, forbid_unknown_
         """
         if self.replica_gpus is not None:
             return self.replica_gpus
-        devices = {_device_of(self.serve_arguments)} if self.model else set(self._entry_devices())
+        given = [text.removeprefix("--set=") for text in self.serve_arguments]
+        named = (text.partition("=")[2] for text in given if text.startswith("device="))
+        devices = {next(named, "auto")} if self.model else set(self._entry_devices())
         return float("cuda" in devices or ("auto" in devices and has_gpus))
 
     def _entry_devices(self) -> Iterator[str]:
@@ -139,8 +141,3 @@ def read_settings(arguments: Mapping[str, object]) -> ClusterSettings:
         raise ClusterError(f"arguments of the cluster: {error}") from None
     settings.check()
     return settings
-
-
-def _device_of(serve_arguments: list[str]) -> str:
-    texts = [text.removeprefix("--set=") for text in serve_arguments]
-    return next((text.partition("=")[2] for text in texts if text.startswith("device=")), "auto")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import msgspec
 import psutil
 
 from tidewheel.cluster import ClusterError
@@ -32,11 +31,6 @@ _DRAIN_LOOK_S = 0.5
 _END_S = 15.0
 _FOLDER = "replicas"
 _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
-
-
-class _HealthReply(msgspec.Struct):
-    state: str
-    reason: str
 
 
 class Replica:
@@ -113,10 +107,10 @@ class Replica:
             return Readiness("starting", "it chooses its ports")
         try:
             async with self._http.get(endpoints.ready_url) as answer:
-                reply = msgspec.json.decode(await answer.read(), type=_HealthReply)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+                reply = await answer.json()
+                return Readiness(reply["state"], reply["reason"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             return Readiness("starting", f"its health endpoint does not answer: {error}")
-        return Readiness(reply.state, reply.reason)  # type: ignore[arg-type]
 
     def _check_patience(self) -> None:
         if time.monotonic() - self._ready_at > START_LIMIT_S:

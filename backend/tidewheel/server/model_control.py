@@ -96,7 +96,7 @@ class ModelControl:
     def _reload(self, model: str) -> None:
         entry = self._loaded(model)
         repository.refresh_entry(entry)
-        self._wait(model, lambda: repository.load_again(entry), lambda: repository.give_up_loading(entry))
+        self._wait(model, lambda: repository.load_again(entry), lambda: repository.load_again(entry, undo=True))
 
     def _unload(self, model: str) -> None:
         self._loaded(model)

@@ -53,18 +53,18 @@ def check_name(name: str) -> str:
     return name
 
 
-def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
-    """Parse `key=value` texts. Raise `ConfigError` for a repeated key."""
+def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str]:
+    """Parse an option's `key=value` texts. Raise `ConfigError` for a repeated key."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key:
-            raise ConfigError(f"--set {pair!r}: write key=value")
-        if key == "model":
+            raise ConfigError(f"{option} {pair!r}: write key=value")
+        if key == "model" and option == "--set":
             raise ConfigError(f"--set {pair!r}: --model names the model")
         if key in settings:
-            raise ConfigError(f"--set has {key} twice: {settings[key]!r} and {value!r}")
+            raise ConfigError(f"{option} has {key} twice: {settings[key]!r} and {value!r}")
         settings[key] = value.strip()
     return settings
 
@@ -130,19 +130,10 @@ def refresh_entry(entry: Path) -> None:
     _link(entry, real_entry(entry))
 
 
-def load_again(entry: Path) -> None:
-    """Touch the model, so that a polling Triton reloads it, and retries every second until the load succeeds."""
-    _shift(entry, 1)
-
-
-def give_up_loading(entry: Path) -> None:
-    """Undo `load_again` after a failed load: Triton keeps the loaded model."""
-    _shift(entry, -1)
-
-
-def _shift(entry: Path, seconds: int) -> None:
+def load_again(entry: Path, *, undo: bool = False) -> None:
+    """Touch the model: a polling Triton reloads it, every second until it succeeds. `undo`: keep the loaded model."""
     path = entry / ORIGIN
-    os.utime(path, (path.stat().st_mtime + seconds,) * 2)
+    os.utime(path, (path.stat().st_mtime + (-1 if undo else 1),) * 2)
 
 
 def _link(folder: Path, source: Path) -> None:

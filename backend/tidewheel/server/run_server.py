@@ -336,7 +336,7 @@ class _Server:
             raise ServeError(f"the gateway {error}") from None
 
     def _describe(self, *, with_endpoints: bool) -> None:
-        console, plan, version = self.console, self.plan, self.supervisor.version
+        console, plan, version = self.console, self.plan, self.supervisor.log.version
         try:
             models = plan.endpoints.triton.models()
         except OSError as error:

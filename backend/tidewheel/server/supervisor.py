@@ -65,7 +65,7 @@ class Supervisor:
         self.spared: Callable[[], set[int]] = set  # process ids that outlive a restart
         self.on_restart: Callable[[str], None] | None = None  # takes the reason of a restart
         self._parts = parts
-        self._log = parts.log
+        self.log = parts.log
         self._deaths = DeathCount()
         self._served_since = 0.0
         self._reloads = PendingReloads(parts.console.note)
@@ -82,10 +82,6 @@ class Supervisor:
         return self._parts.signals.count > 0
 
     @property
-    def version(self) -> str:
-        return self._log.version
-
-    @property
     def was_forced(self) -> bool:
         return self._parts.signals.count > 1
 
@@ -99,10 +95,10 @@ class Supervisor:
             has_ended = self._server.has_ended
             if has_ended:
                 self._read_output()
-            if self._log.failure is not None:
-                raise LoadError(self._log.failure.model, self._log.failure.reason)
+            if self.log.failure is not None:
+                raise LoadError(self.log.failure.model, self.log.failure.reason)
             if has_ended:
-                raise ServeError(f"tritonserver ended at its start ({self._server.exit}): {self._log.last_words()}")
+                raise ServeError(f"tritonserver ended at its start ({self._server.exit}): {self.log.last_words()}")
             # Triton waits for ever for a stub that dies early.
             if self._must_look() and (dead := self._stubs.look(self._server.pid)) is not None:
                 raise ServeError(f"a front end died while the server started (stub process {dead[0].pid})")
@@ -122,7 +118,7 @@ class Supervisor:
             self._pump(POLL_S)
             if self._server.has_ended:
                 self._read_output()
-                raise ServeError(f"tritonserver died ({self._server.exit})\nIt printed last:\n{self._log.quote()}")
+                raise ServeError(f"tritonserver died ({self._server.exit})\nIt printed last:\n{self.log.quote()}")
             if not self._must_look():
                 continue
             self._parts.guard.keep()
@@ -157,7 +153,7 @@ class Supervisor:
         while time.monotonic() < start and not self.stop_requested:
             self._pump(POLL_S)
         if not self.stop_requested:
-            self._log.failure = None
+            self.log.failure = None
             self._stubs, self._missed = StubWatch(), ("", 0.0)
             self._server = self._start()
 
@@ -217,7 +213,7 @@ class Supervisor:
         output = self._server.stdout
         with contextlib.suppress(BlockingIOError):
             while not output.closed and (data := os.read(output.fileno(), _READ_BYTES)):
-                for line in self._log.feed(data):
+                for line in self.log.feed(data):
                     self._parts.console.server_line(line, self.readiness.state)
             output.close()
 

@@ -16,14 +16,9 @@ from tidewheel_client.load.users import GrpcStreamUser, HttpInferUser, HttpStrea
 
 __all__ = ["GrpcStreamUser", "HttpInferUser", "HttpStreamUser"]
 
-
 CONNECT_TIMEOUT_S = 5.0
 logger = logging.getLogger("tidewheel_client.load")
-
-
-@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
-def _add_options(parser: Any) -> None:
-    add_arguments(parser)
+events.init_command_line_parser.add_listener(add_arguments)  # type: ignore[no-untyped-call]
 
 
 @events.init.add_listener  # type: ignore[untyped-decorator]

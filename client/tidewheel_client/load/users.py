@@ -127,9 +127,8 @@ class _HttpUser(LoadUser):
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self.post_json(path, {"stream": True, **body}, stream=True) as response:
-            for line in response.iter_lines(
-                chunk_size=None
-            ):  # a chunk_size of 1 is no sooner and takes 130 µs, not 3
+            # A chunk_size of 1 is no sooner and takes 130 µs, not 3.
+            for line in response.iter_lines(chunk_size=None):
                 if line.startswith(b"data:") and line != b"data: [DONE]":
                     event = json.loads(line[5:])
                     if "error" in event:

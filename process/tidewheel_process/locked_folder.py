@@ -72,7 +72,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _open_real(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a pipe would wait for its reader
 
 
 def _flock(file: IO[bytes], kind: int) -> bool:

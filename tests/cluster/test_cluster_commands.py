@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,12 @@ def test_one_process_holds_a_folder(run_dir: Path) -> None:
         with pytest.raises(ClusterError, match="a cluster of yours is up"), ClusterFolder(folder.root).made():
             pass
     assert not folder.is_up
+
+
+def test_a_start_ends_processes_of_a_folder_that_is_gone(run_dir: Path) -> None:
+    folder = ClusterFolder.here()
+    with subprocess.Popen(["/bin/sleep", "9"], env={"TIDEWHEEL_RUN_DIR": str(folder.run)}) as left, folder.made():
+        assert left.poll() is not None
 
 
 def test_a_start_beside_another_leaves_that_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
 from tidewheel.cluster import ClusterError
 from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.cluster.ray_scaling import RayScaling, figures_of, queue_s
+from tidewheel.cluster.replica import Replica
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import Decision, FleetState
+from tidewheel.health_endpoint import READY
 from tidewheel.request import Priority
+from tidewheel.server.endpoints import Endpoints
 
 
 class Name(NamedTuple):
@@ -132,6 +137,16 @@ def test_figures_of_all_models_are_added() -> None:
     figures = figures_of(page)
     assert {name: value for name, value in figures.items() if value} == {"running": 5, "waiting": 1}
     assert queue_s(figures) == dict.fromkeys(Priority, 0.0)
+
+
+def test_an_answer_without_metrics_leaves_the_last_figures() -> None:
+    http = MagicMock()
+    http.get.return_value.__aenter__.return_value.text = AsyncMock(return_value="<html> not found")
+    server = Mock(endpoints=Endpoints(), num_restarts=2)
+    readiness = AsyncMock(return_value=READY)
+    one: Any = SimpleNamespace(_born=0.0, _figures={"running": 5.0}, _http=http, _server=server, _readiness=readiness)
+    figures = asyncio.run(Replica.record_routing_stats(one))
+    assert (figures["running"], figures["restarts"], figures["is_ready"]) == (5.0, 2.0, 1.0)
 
 
 def test_the_oldest_wait_of_a_class_is_of_any_model() -> None:

@@ -126,6 +126,14 @@ def test_a_lock_of_another_user_and_a_link_are_left_alone(tmp_path: Path, monkey
     assert not is_free(tmp_path / "theirs") and not is_left_over(tmp_path)
 
 
+def test_a_pipe_in_place_of_a_lock_delays_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    look = threading.Thread(target=is_free, args=[tmp_path / LOCK], daemon=True)
+    look.start()
+    look.join(10.0)
+    assert not look.is_alive()
+
+
 def test_a_new_folder_is_held_and_removed(tmp_path: Path) -> None:
     with new_folder(tmp_path, "x-") as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

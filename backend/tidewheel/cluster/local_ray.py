@@ -131,8 +131,7 @@ class ClusterFolder:
         """Make the folder and yield its lock; remove it after an error. Raise `ClusterError` if a cluster is up."""
         private_dir(self.root.parent)
         self.check_free()
-        if self.root.exists():
-            self.remove()
+        self.remove()  # also the processes of a folder that is gone
         try:
             self.root.mkdir(mode=0o700)
         except FileExistsError:

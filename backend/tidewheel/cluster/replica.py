@@ -79,7 +79,7 @@ class Replica:
         """Return current metrics of the server, else the last ones, for gateway and status."""
         endpoints = self._server.endpoints
         assert endpoints is not None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
             async with self._http.get(endpoints.metrics_url) as answer:
                 self._figures = figures_of(await answer.text())
         await asyncio.to_thread(self._server.count_restarts)

@@ -140,7 +140,7 @@ def is_left_over(folder: Path) -> bool:
 
 
 def remove_left_over(base: Path, prefix: str) -> None:
-    """Remove killed processes' folders."""
+    """Remove the folders in `base` whose processes were killed."""
     for folder in filter(is_left_over, base.glob(f"{prefix}*")):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -77,7 +77,7 @@ class NumberSeries:
             self._last[value] = number
 
     def follow(self, numbers: Mapping[str, float]) -> None:
-        """Take totals that another front end has published, without sending them. A gauge is sent next time."""
+        """Count totals as published: another front end publishes them. A gauge's next value is sent anyway."""
         for value, number in numbers.items():
             self._open(value)
             if self._is_gauge:
@@ -118,7 +118,7 @@ class HistogramSeries:
         return share < 1.0 or bool(self._resting[0].sum() >= 1.0 - _ROUNDING)
 
     def follow(self, now: Histogram) -> None:
-        """Take values that another front end has published, without sending them."""
+        """Count values as published, because another front end publishes them."""
         self._seen = now.copy()
 
     def _take(self, now: Histogram) -> None:
@@ -154,7 +154,7 @@ class HistogramSeries:
 
 
 class SeriesTable:
-    """Published series of all metrics that have a `source`."""
+    """Triton's series of all metrics whose figures this process has (`source`)."""
 
     def __init__(self, table: Iterable[Metric], labels: Labels, figures: Any) -> None:
         self._numbers: list[tuple[Metric, NumberSeries]] = []

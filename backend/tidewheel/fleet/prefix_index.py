@@ -19,9 +19,9 @@ class CachedDepths(NamedTuple):
 
 
 class PrefixIndex:
-    """Cached chunks of each replica's slot, least recently used first, and slots of each chunk.
+    """Prompt chunks that each replica (slot) has cached, least recently used first, and the slots of each chunk.
 
-    A set of slots is an integer's bits: fast with a thousand replicas.
+    A set of slots is the bits of an integer: fast with a thousand replicas.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
@@ -93,7 +93,7 @@ class PrefixIndex:
         return self._now
 
     def forget(self, slot: int, chunks: Sequence[int], stamp: int) -> None:
-        """Remove those of the chunks that the slot last used at `stamp`."""
+        """Remove given chunks of a slot, unless they were used after the time `stamp`."""
         stamps = self._stamps[slot]
         for chunk in chunks:
             if stamps.get(chunk) == stamp:

@@ -178,7 +178,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
-        """Return cached prompt tokens by slot; the last token is always computed."""
+        """Return the prompt tokens that each slot has cached, at most all but the last."""
         depths = self.prefixes.depths(request.chunks, len(self.names))
         if depths is None:
             return 0.0

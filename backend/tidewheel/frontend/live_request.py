@@ -110,13 +110,13 @@ class LiveRequest:
             return self._ending is None
 
     def receive_first(self) -> bool:
-        """Record the first output. Return whether to queue a turn."""
+        """Record the first output. Return whether to queue the request for a sender."""
         with self._lock:
             self.has_output = self.was_accepted = True
             return self.wants_chunks and self._ending is None and self.claim_turn()
 
     def receive(self, delta: Delta) -> bool:
-        """Take new output of the engine. Return whether to queue a turn."""
+        """Take new output of the engine. Return whether to queue the request for a sender."""
         with self._lock:
             is_first = bool(delta.token_ids) and not self.has_output
             self.has_output = self.has_output or is_first
@@ -159,7 +159,7 @@ class LiveRequest:
             return self.end(Ending())
 
     def end_turn(self) -> bool:
-        """End the sender's turn. Return whether to queue another."""
+        """End the sender's turn. Return whether to queue the request again."""
         with self._lock:
             self._has_turn = not self._is_answered and self._ending is not None
             return self._has_turn
@@ -284,7 +284,7 @@ class TokenColumns:
             return since_ns
 
     def take(self, key: int, now_ns: int) -> list[int]:
-        """Remove and return a key's tokens; `now_ns` becomes the time of its last turn."""
+        """Remove and return a request's new tokens, sent at `now_ns`."""
         slot = key & _SLOTS
         with self._lock:
             if self._keys.item(slot) != key:
@@ -298,7 +298,7 @@ class TokenColumns:
             return taken
 
     def due(self, before_ns: int) -> list[int]:
-        """Return awaited keys that have output and whose last turn was before `before_ns`, oldest turn first."""
+        """Return awaited keys that have output and were last sent before `before_ns`, oldest first."""
         with self._lock:
             slots = (self._is_awaited & self._has_output).nonzero()[0]
             if not len(slots):
@@ -314,7 +314,7 @@ class TokenColumns:
         return int(np.count_nonzero(self._is_awaited))
 
     def next_taken_ns(self) -> int | None:
-        """Return the oldest last turn of the awaited keys with output, or None."""
+        """Return when the longest unsent of the awaited keys with output was last sent, or None."""
         with self._lock:
             taken_ns = self._taken_ns[self._is_awaited & self._has_output]
         return int(taken_ns.min()) if len(taken_ns) else None

@@ -265,7 +265,7 @@ class Decoder:
         return self.logits_of(chosen), pooled
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the first layer's `x` [T, hidden_size]; its residual is None."""
+        """Return token embeddings [T, hidden_size], the first layer's `x`; its residual is None."""
         return embedding(token_ids, self.embedding)
 
     def logits(self, x: torch.Tensor, residual: torch.Tensor, logit_indices: torch.Tensor) -> torch.Tensor:

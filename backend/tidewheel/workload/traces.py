@@ -65,7 +65,7 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def at_rate(self, rate: float) -> Trace:
-        """Return the same requests at another rate. Raise `ConfigError` if the trace has no rate."""
+        """Return the requests with arrivals stretched to another rate. Raise `ConfigError` if all arrive at once."""
         if not self.rate:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))

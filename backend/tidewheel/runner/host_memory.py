@@ -175,6 +175,7 @@ def _claims(mine: ClaimRecord) -> dict[int, list[ClaimRecord]]:
 
 
 def _read_claim(link: Path) -> ClaimRecord | None:
+    """Return the claim of a process of this user; others could forge claims."""
     try:
         if not str(link.readlink()).startswith(f"/memfd:{_NAME}") or link.lstat().st_uid != os.getuid():
             return None

@@ -116,6 +116,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
+    """Return the folder if only this user can write to it, since its files are executed."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

@@ -83,8 +83,25 @@ def test_a_kept_block_is_neither_free_nor_evicted() -> None:
     assert pool.lookup(HASHES[0]) == kept
 
 
+def test_a_content_dropped_while_it_is_copied_leaves_when_the_copy_is_done() -> None:
+    pool = BlockPool(1)
+    slot = pool.insert(HASHES[0])
+    assert slot is not None and pool.insert(HASHES[1]) is None
+    pool.drop(HASHES[0])
+    assert pool.lookup(HASHES[0]) is None and pool.insert(HASHES[1]) is None
+    pool.free([slot])
+    assert pool.insert(HASHES[1]) == slot
+
+
+def test_without_blocks_nothing_fits() -> None:
+    pool = BlockPool(0)
+    assert pool.insert(HASHES[0]) is None
+    pool.drop(HASHES[0])
+    pool.check_invariants()
+
+
 @pytest.mark.parametrize(
-    "misuse", ["double free", "release", "hash of a free block", "second hash", "drop of a free block"]
+    "misuse", ["double free", "release", "hash of a free block", "second hash", "second block", "negative size"]
 )
 def test_misuse_is_told(misuse: str) -> None:
     pool = BlockPool(2)
@@ -96,7 +113,8 @@ def test_misuse_is_told(misuse: str) -> None:
         "release": lambda: pool.release([used]),
         "hash of a free block": lambda: pool.register_hashes([freed], [HASHES[1]]),
         "second hash": lambda: pool.register_hashes([used], [HASHES[1]]),
-        "drop of a free block": lambda: pool.drop_hash(freed),
+        "second block": lambda: pool.insert(HASHES[0]),
+        "negative size": lambda: BlockPool(-1),
     }
     with pytest.raises(InternalError, match="block"):
         calls[misuse]()
@@ -175,7 +193,7 @@ class NaivePool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(1, 12))
+    @initialize(num_blocks=st.integers(0, 12))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.naive = NaivePool(num_blocks)
@@ -231,12 +249,23 @@ class PoolMachine(RuleBasedStateMachine):
         if self.naive.lookup(block_hash) is None:
             self.naive.hashes[block_id] = block_hash
 
-    @precondition(lambda self: self.used())
-    @rule(data=st.data())
-    def drop_hash(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from(self.used()))
-        self.pool.drop_hash(block_id)
-        self.naive.hashes.pop(block_id, None)
+    @rule(block_hash=st.sampled_from(HASHES))
+    def insert(self, block_hash: bytes) -> None:
+        if self.naive.lookup(block_hash) is None:
+            block_id = self.pool.insert(block_hash)
+            assert [block_id] == (self.naive.allocate(1) or [None])
+            if block_id is not None:
+                self.naive.hashes[block_id] = block_hash
+
+    @rule(block_hash=st.sampled_from(HASHES))
+    def drop(self, block_hash: bytes) -> None:
+        self.pool.drop(block_hash)
+        block_id = self.naive.lookup(block_hash)
+        if block_id is not None:
+            del self.naive.hashes[block_id]
+            if block_id in self.naive.order:
+                self.naive.order.remove(block_id)
+                self.naive.set_aside(block_id)
 
     @invariant()
     def same_state(self) -> None:

@@ -25,7 +25,6 @@ from support.kvcache.kv_machine import KVMachine
 from tidewheel.errors import InternalError
 from tidewheel.kvcache import prefix
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
@@ -53,7 +52,7 @@ def tail_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_sources: self._host.pin(slots))
+    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_sources: self._host.touch(slots))
     real = TransferQueue.take
 
     def take(self: TransferQueue, step_id: int) -> Any:
@@ -67,21 +66,20 @@ def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def slot_given_away(patch: pytest.MonkeyPatch) -> None:
-    real = HostTier.insert
+    real = BlockPool.insert
 
-    def insert(self: HostTier, key: bytes) -> int | None:
-        slot = real(self, key)
+    def insert(self: BlockPool, block_hash: bytes) -> int | None:
+        slot = real(self, block_hash)
         if slot is None:
-            for pinned in range(self.num_slots):
-                if self._keys[pinned] is not None:
-                    self._forget(pinned)
-                    self._slots[key] = pinned
-                    self._keys[pinned] = key
-                    self._pins[pinned] += 1
+            for pinned in range(self.num_blocks):
+                if self.hash_of(pinned) is not None:
+                    self.drop(self.hash_of(pinned))
+                    self.register_hashes([pinned], [block_hash])
+                    self.touch([pinned])
                     return pinned
         return slot
 
-    patch.setattr(HostTier, "insert", insert)
+    patch.setattr(BlockPool, "insert", insert)
 
 
 def tenant_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +124,7 @@ def quota_forgotten(patch: pytest.MonkeyPatch) -> None:
 def wrong_content_kept(patch: pytest.MonkeyPatch) -> None:
     def forget(self: KVCacheManager, row: int) -> None:
         for block_id in self._tables[row]:
-            self._pool.drop_hash(block_id)
+            self._pool.drop(self._pool.hash_of(block_id))
 
     patch.setattr(KVCacheManager, "forget", forget)
 

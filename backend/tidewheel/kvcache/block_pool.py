@@ -14,12 +14,13 @@ class BlockPool:
         cached    ``ref_count == 0`` with a hash: `lookup` finds it, `allocate` may evict it
         empty     ``ref_count == 0`` without a hash
 
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first.
+    The host tier's slots are blocks, in use until copied. The free list is the order of eviction: empty blocks, then
+    cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise InternalError(f"a block pool needs at least one block, not {num_blocks}")
+        if num_blocks < 0:
+            raise InternalError(f"a block pool cannot have {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.num_free = num_blocks  # empty and cached
         self.num_cached = 0
@@ -52,6 +53,18 @@ class BlockPool:
         self._previous[block_id] = sentinel
         self.num_free -= count
         return taken
+
+    def insert(self, block_hash: bytes) -> int | None:
+        """Take a block for new content; None if all are in use."""
+        if block_hash in self._blocks:
+            raise InternalError("a content would be in two blocks")
+        taken = self.allocate(1)
+        if taken is None:
+            return None
+        (block_id,) = taken
+        self._blocks[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return block_id
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; the first freed is evicted first."""
@@ -124,13 +137,17 @@ class BlockPool:
                 blocks[block_hash] = block_id
                 hashes[block_id] = block_hash
 
-    def drop_hash(self, block_id: int) -> None:
-        if self.ref_count[block_id] == 0:
-            raise InternalError(f"block {block_id} is free: its hash goes when it is evicted")
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            del self._blocks[block_hash]
-            self._hashes[block_id] = None
+    def drop(self, block_hash: bytes | None) -> None:
+        """Forget a content; its block, if free, is evicted first."""
+        if block_hash is None or block_hash not in self._blocks:
+            return
+        block_id = self._blocks.pop(block_hash)
+        is_free = self.ref_count[block_id] == 0 and block_id not in self._keepers
+        if is_free:
+            self._unlink(block_id)
+        self._hashes[block_id] = None
+        if is_free:
+            self._append(block_id)
 
     def free_blocks(self) -> Iterator[int]:
         block_id = self._next[self.num_blocks]

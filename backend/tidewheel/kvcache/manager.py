@@ -6,7 +6,6 @@ from itertools import chain
 
 from tidewheel.errors import InternalError, require
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.prefix import NO_HIT, PrefixCache, PrefixHit, extend_block_hashes
 from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits
@@ -52,14 +51,14 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         session_limits: SessionLimits | None = None,
     ) -> None:
-        if block_size < 1:
-            raise InternalError(f"block_size is {block_size}: it must be at least 1")
+        if min(num_blocks, block_size) < 1:
+            raise InternalError(f"num_blocks is {num_blocks}, block_size {block_size}: both must be at least 1")
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.stats = EngineStats(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         self._pool = BlockPool(num_blocks)
-        self._host = HostTier(num_host_blocks)
+        self._host = BlockPool(num_host_blocks)
         self.transfers = TransferQueue(self._pool, self._host, self.stats)
         limits = session_limits or SessionLimits()
         self.sessions = SessionStore(self._pool, self._host, self.transfers, limits, block_size)
@@ -77,7 +76,7 @@ class KVCacheManager:
         stats = self.stats
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached
-        stats.num_free_host_blocks = self._host.num_free_slots
+        stats.num_free_host_blocks = self._host.num_free
         stats.num_sessions = len(self.sessions.table)
         stats.num_session_blocks = self._pool.num_kept
         return stats
@@ -197,8 +196,9 @@ class KVCacheManager:
 
     def forget(self, row: int) -> None:
         for block_id in self._tables[row]:
-            self._host.drop(self._pool.hash_of(block_id))
-            self._pool.drop_hash(block_id)
+            block_hash = self._pool.hash_of(block_id)
+            self._host.drop(block_hash)
+            self._pool.drop(block_hash)
 
     def departures(self, kept: Collection[int] = ()) -> FreedBlockCounter:
         return FreedBlockCounter(self._pool.ref_count, self._tables, kept)

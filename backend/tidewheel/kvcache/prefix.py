@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.sessions import KVSession, SessionTable
 from tidewheel.request import Request
 
@@ -99,7 +98,7 @@ class PrefixCache:
     """Index of cached prefixes in pool, host tier and sessions, and of prefixes being computed; empty if disabled."""
 
     def __init__(
-        self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int, *, is_enabled: bool
+        self, pool: BlockPool, host: BlockPool, sessions: SessionTable, block_size: int, *, is_enabled: bool
     ) -> None:
         self.is_enabled = is_enabled
         self._pool = pool
@@ -116,10 +115,10 @@ class PrefixCache:
         limit = self._extend(request)
         hashes = request.block_hashes
         block_ids = self._pool.lookup_prefix(islice(hashes, limit))
-        host_keys: tuple[bytes, ...] = ()
-        if self._host.num_slots:
-            host_keys = self._host.lookup_prefix(islice(hashes, len(block_ids), limit))
-        hit = PrefixHit(block_ids, (len(block_ids) + len(host_keys)) * self._block_size, host_keys)
+        num_blocks = len(block_ids)
+        if self._host.num_blocks:
+            num_blocks += len(self._host.lookup_prefix(islice(hashes, num_blocks, limit)))
+        hit = PrefixHit(block_ids, num_blocks * self._block_size, tuple(hashes[len(block_ids) : num_blocks]))
         session = self._sessions.get(request.tenant, request.session_id) if request.session_id else None
         return hit if session is None else self._with_session(hit, session, request)
 

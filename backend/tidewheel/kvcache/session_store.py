@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.prefix import extend_block_hashes, parent_hash, tail_hash, tokens_between
 from tidewheel.kvcache.sessions import KVSession, SessionLimits, SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
@@ -17,7 +16,7 @@ class SessionStore:
     """
 
     def __init__(
-        self, pool: BlockPool, host: HostTier, transfers: TransferQueue, limits: SessionLimits, block_size: int
+        self, pool: BlockPool, host: BlockPool, transfers: TransferQueue, limits: SessionLimits, block_size: int
     ) -> None:
         self.table = SessionTable(limits)
         self._pool = pool

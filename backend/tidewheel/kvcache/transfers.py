@@ -9,7 +9,6 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.errors import require
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.stats import EngineStats
 
 
@@ -49,7 +48,7 @@ class TransferQueue:
     slots pinned until the step is done, lest a later batch overwrites them.
     """
 
-    def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:
+    def __init__(self, pool: BlockPool, host: BlockPool, stats: EngineStats) -> None:
         self._stats = stats
         self._pool = pool
         self._host = host
@@ -71,13 +70,13 @@ class TransferQueue:
         return len(keys)
 
     def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
-        self._host.pin(slots)
+        self._host.touch(slots)
         self._pool.touch(copy_sources)
 
     def cancel(self, row: int) -> None:
         arrival = self.arrivals.pop(row, None)
         if arrival is not None:
-            self._host.unpin(arrival.slots[::-1])
+            self._host.free(arrival.slots[::-1])
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[TransferArrays, dict[int, IncomingBlocks]]:
@@ -116,12 +115,12 @@ class TransferQueue:
         self._out_blocks, self._out_slots = [], []
         for step in steps:
             for slot in step.out_slots:
-                self._host.drop(self._host.key_of(slot))
+                self._host.drop(self._host.hash_of(slot))
             self._unpin(step)
         tables = [table for step in steps for table in step.tables]
         for table in tables:
             for block_id in table:
-                self._pool.drop_hash(block_id)
+                self._pool.drop(self._pool.hash_of(block_id))
         for table in tables:
             self._pool.free(table)
 
@@ -146,6 +145,6 @@ class TransferQueue:
 
     def _unpin(self, step: _StepHolds) -> None:
         # Evict the last block first: content is useless without its predecessors.
-        self._host.unpin(step.out_slots[::-1])
-        self._host.unpin(step.in_slots[::-1])
+        self._host.free(step.out_slots[::-1])
+        self._host.free(step.in_slots[::-1])
         self._pool.free(step.sources)

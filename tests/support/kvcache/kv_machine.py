@@ -163,7 +163,7 @@ class KVMachine(RuleBasedStateMachine):
         """Count the blocks behind them that the host tier has."""
         pending = dict(zip(self.kv.transfers._out_slots, self.kv.transfers._out_blocks, strict=True))
         tails = {session.tail_key for session in self.kv.sessions.table._sessions.values()}
-        slots = [slot for key, slot in self.kv._host._slots.items() if key not in tails]
+        slots = [slot for key, slot in self.kv._host._blocks.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
         limit = (request.num_tokens - 1) // self.kv.block_size
         return sum(1 for _ in takewhile(known.__contains__, self.block_contents(request)[num_pool_hits:limit]))
@@ -291,7 +291,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         kv = self.kv
-        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), len(kv.sessions.table)
+        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._blocks), len(kv.sessions.table)
 
     def take(self, block_ids: list[int]) -> None:
         """Note blocks that are new to their row: no other row may hold them, and their content is given up."""

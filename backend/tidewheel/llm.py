@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,9 +37,6 @@ from tidewheel.request_options import RequestOptions
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.sampling import SamplingParams, TopLogprobs
 from tidewheel.stats import EngineStats
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 T = TypeVar("T", SamplingParams, RequestOptions)
 _NO_OPTIONS = RequestOptions()
@@ -122,9 +118,13 @@ class LLM:
         Give `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines count
         from this call. Raise `InvalidRequest` before anything runs.
         """
+        from tqdm import tqdm
+
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        sampling = self._params(params, len(prompts))
+        if params is None:
+            params = SamplingParams(**self._maker.defaults.sampling)
+        sampling = _each("params", params, len(prompts))
         served = _each("options", options or _NO_OPTIONS, len(prompts))
         given = zip(prompts, sampling, served, strict=True)
         prepared = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
@@ -135,8 +135,11 @@ class LLM:
             for index, request in enumerate(prompt.requests)
         }
         try:
-            with _progress(len(self._open), use_tqdm) as bar:
-                self._run(core, bar)
+            with tqdm(total=len(self._open), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
+                while self._open or core.has_unfinished:
+                    num_open = len(self._open)
+                    core.step()
+                    bar.update(num_open - len(self._open))
         finally:
             self._waiting.clear()
             core.fail_all(Cancelled("generate was interrupted"))
@@ -161,9 +164,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open_core(self) -> EngineCore:
@@ -177,13 +178,6 @@ class LLM:
     def _load_defaults(self) -> GenerationDefaults:
         source = self.config.generation_config or "auto"
         return GenerationDefaults.load(Path(self.info.model), source, self.config.override_generation_config)
-
-    def _params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> Sequence[SamplingParams]:
-        if params is None:
-            params = SamplingParams(**self._maker.defaults.sampling)
-        return _each("params", params, num_prompts)
 
     def _prepare(
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
@@ -219,13 +213,6 @@ class LLM:
             assert not isinstance(prompt, str)
             return _input_ids(prompt)
         return tokenizer.encode(prompt)
-
-    def _run(self, core: EngineCore, bar: tqdm) -> None:
-        num_left = len(self._open)
-        while self._open or core.has_unfinished:
-            core.step()
-            bar.update(num_left - len(self._open))
-            num_left = len(self._open)
 
     def _add_waiting(self) -> None:
         core = self._core
@@ -284,9 +271,3 @@ def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
         raise InvalidRequest(f"{names[0]} has token ids from {ids.min()} to {ids.max()}: they are 0 to 2147483647")
     return ids.astype(np.int32)
-
-
-def _progress(total: int, is_shown: bool) -> tqdm:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="generate", unit="prompt", disable=not is_shown)

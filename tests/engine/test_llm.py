@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -210,8 +211,10 @@ def test_default_sampling(tmp_path: Path, settings: dict[str, object], temperatu
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.0}))
     overrides = {"max_new_tokens": 3, "top_k": 9}
     with load(tmp_path, override_generation_config=overrides, **settings) as llm:
-        (given,) = llm._params(None, 1)
-        (result,) = llm.generate({"input_ids": [1, 2, 3]}, use_tqdm=False)
+        assert llm._core is not None
+        with mock.patch.object(llm._core, "add_group", wraps=llm._core.add_group) as added:
+            (result,) = llm.generate({"input_ids": [1, 2, 3]}, use_tqdm=False)
+    given = added.call_args.args[0][0].sampling
     assert (given.temperature, given.top_k) == (temperature, 9)
     assert len(result.token_ids) == 3
 

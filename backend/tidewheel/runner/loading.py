@@ -14,7 +14,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.loader import LoadedModel, load_model
+from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.device import (
     check_deterministic,
@@ -92,11 +92,25 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         keep_freed_memory()
         if config.num_threads is None:
             limit_threads(loaded.model.weights_bytes)
-    info = _draft_info(config, folder, loaded, dtype, device)
-    layout = CacheLayout(loaded.model.shape, info.block_size, of_cache)
+    layout = CacheLayout(loaded.model.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
     if of_cache == FP8:
         layout = with_scales(layout, loaded.model, dtype, device, loaded.max_model_len)
-        info = msgspec.structs.replace(info, kv_cache_dtype=str(of_cache).removeprefix("torch."))
+    info = RunnerInfo(
+        model=str(folder),
+        architecture=loaded.architecture,
+        is_native=loaded.is_native,
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        kv_cache_dtype=str(of_cache).removeprefix("torch.") if of_cache == FP8 else "",
+        vocab_size=layout.shape.vocab_size,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=layout.block_size,
+        weights_bytes=loaded.model.weights_bytes,
+        can_embed=isinstance(loaded.model, EmbeddingLM),
+        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
+    )
     return RunnerParts(loaded.model, layout, info, device, stages, compile_log, claim)
 
 
@@ -104,26 +118,6 @@ def _claim_host_memory(config: EngineConfig, folder: Path, fields: ConfigFields,
     as_stored = DTYPES.get(checkpoint_dtype(fields) or "", dtype)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * dtype.itemsize // as_stored.itemsize
     return MemoryClaim(takes_share=config.has_automatic_cache, others=weights)
-
-
-def _draft_info(
-    config: EngineConfig, folder: Path, loaded: LoadedModel, dtype: torch.dtype, device: torch.device
-) -> RunnerInfo:
-    return RunnerInfo(
-        model=str(folder),
-        architecture=loaded.architecture,
-        is_native=loaded.is_native,
-        device=device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=loaded.model.shape.vocab_size,
-        max_model_len=loaded.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size or BLOCK_SIZES[device.type],
-        weights_bytes=loaded.model.weights_bytes,
-        can_embed=isinstance(loaded.model, EmbeddingLM),
-        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
-    )
 
 
 class RunnerCache(NamedTuple):

@@ -218,8 +218,7 @@ class ModelRunner:
             logits = self._forward(inputs, bounds)
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
-        samples = host.store_indices.size > 0
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if samples else SamplerOutput()
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices)
         return sampled, "eager" if graph is None else "graphs of pieces"
 
     def _computed_with_prompts(
@@ -232,8 +231,7 @@ class ModelRunner:
         sent = self._send(batch, host, plan.groups(), changes)
         inputs = StepInputs(*sent["inputs"])
         logits, of_prompts, pooled = compute(inputs, ForwardBounds.exact(batch, host), sent, plan)
-        samples = host.store_indices.size > 0
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices) if samples else SamplerOutput()
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices)
         return sampled._replace(prompt_logprobs=of_prompts, pooled=pooled)
 
     def _from_states(
@@ -286,6 +284,8 @@ class ModelRunner:
     def _sampled(
         self, logits: torch.Tensor, plan: SamplingPlan, sent: DeviceArrays, store_indices: torch.Tensor
     ) -> SamplerOutput:
+        if not len(store_indices):
+            return SamplerOutput()
         sampled = sample_tokens(logits, plan, sent, partial(self._rows.history, store_indices))
         assert sampled.token_ids is not None
         self._rows.store(store_indices, sampled.token_ids)

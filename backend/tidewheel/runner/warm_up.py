@@ -102,7 +102,7 @@ def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
 
 def _decodes(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
     num_tokens = info.num_blocks * info.block_size
-    for num_rows in _sizes(_most_rows(info)):
+    for num_rows in _sizes(largest_step(info).num_rows):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
             yield [WarmUpRow(length - 1, 1, GREEDY)] * num_rows
 
@@ -113,7 +113,7 @@ def _prefills(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
 
 
 def _mixed(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
-    if _most_rows(info) < 2 or info.max_model_len < 2:
+    if largest_step(info).num_rows < 2 or info.max_model_len < 2:
         return
     for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
         yield [WarmUpRow(1, 1, GREEDY), WarmUpRow(info.max_model_len - count, count, GREEDY)]
@@ -141,10 +141,6 @@ def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
     if info.num_host_blocks:
         yield _batch(step_id + 1, rows, info.block_size, swap_out_blocks=last, swap_out_slots=first)
         yield _batch(step_id + 2, rows, info.block_size, swap_in_slots=first, swap_in_blocks=last)
-
-
-def _most_rows(info: RunnerInfo) -> int:
-    return min(info.max_num_seqs, info.max_num_batched_tokens)
 
 
 def _longest_chunk(info: RunnerInfo) -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, no_progress
+from tidewheel.models.causal_lm import CausalLM, ModelSource, no_progress
 from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import read_config
 from tidewheel.models.transformers_model import IMPLEMENTATION, AttentionCall, install, probe
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def load(folder: Path, **settings: object) -> CausalLM:
     config = EngineConfig(model=str(folder), **settings)
-    return load_model(folder, read_config(folder), config, torch.float32, CPU, no_progress).model
+    return load_model(ModelSource(folder, read_config(folder), config, torch.float32, CPU, no_progress)).model
 
 
 def refusal(folder: Path, **settings: object) -> str:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,9 +8,9 @@ import torch
 from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NativeTraits, native_traits, parse_config
-from tidewheel.models.causal_lm import CausalLM, Progress
+from tidewheel.models.causal_lm import CausalLM, ModelSource
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.model_folder import ConfigFields, architecture
+from tidewheel.models.model_folder import architecture
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
@@ -24,20 +23,14 @@ class LoadedModel(NamedTuple):
     is_native: bool = True
 
 
-def load_model(
-    folder: Path,
-    fields: ConfigFields,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> LoadedModel:
+def load_model(source: ModelSource) -> LoadedModel:
+    fields, config = source.fields, source.config
     name = architecture(fields)
     traits = native_traits(fields)
-    progress(STAGE, 0.0)
+    source.progress(STAGE, 0.0)
     logger.info("%s runs %s", name, "through transformers" if traits is None else "on the native decoder")
     if traits is not None:
-        return _load_native(folder, fields, traits, config, dtype, device, progress)
+        return _load_native(source, traits)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
@@ -47,22 +40,11 @@ def load_model(
     if context == "auto":
         raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
     max_model_len = resolve_max_model_len(config.max_model_len, context)
-    seed = config.seed if config.load_format == "dummy" else None
-    model = load_transformers_model(
-        folder, cls, hf_config, dtype=dtype, device=device, progress=progress, dummy_seed=seed
-    )
-    return LoadedModel(model, name, max_model_len, is_native=False)
+    return LoadedModel(load_transformers_model(source, cls, hf_config), name, max_model_len, is_native=False)
 
 
-def _load_native(
-    folder: Path,
-    fields: ConfigFields,
-    traits: NativeTraits,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> LoadedModel:
+def _load_native(source: ModelSource, traits: NativeTraits) -> LoadedModel:
+    folder, fields, config, dtype, device, progress = source
     shape = parse_config(fields, traits)
     max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
     files = [] if config.load_format == "dummy" else checkpoint_files(folder)

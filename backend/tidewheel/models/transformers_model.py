@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, check_class, check_config
-from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape, Progress
+from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape, ModelSource
 from tidewheel.models.model_folder import ConfigFields, architecture, one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, named
@@ -243,26 +243,19 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def load_transformers_model(
-    folder: Path,
-    cls: Any,
-    config: Any,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-    dummy_seed: int | None = None,
-) -> TransformersModel:
-    if dummy_seed is None:
+def load_transformers_model(source: ModelSource, cls: Any, config: Any) -> TransformersModel:
+    folder, _, settings, dtype, device, progress = source
+    is_dummy = settings.load_format == "dummy"
+    if not is_dummy:
         files = checkpoint_files(folder)  # validates files before the library reads them
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)
     try:
-        if dummy_seed is None:
-            model = _from_files(folder, cls, config, dtype)
-        else:
-            torch.manual_seed(dummy_seed)
+        if is_dummy:
+            torch.manual_seed(settings.seed)
             with device:
                 model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        else:
+            model = _from_files(folder, cls, config, dtype)
     except ConfigError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, Progress
+from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, ModelSource, Progress
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
@@ -87,7 +87,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
     claim = _claim_host_memory(config, folder, fields, dtype) if device.type == "cpu" else None
-    loaded = load_model(folder, fields, config, dtype, device, stages)
+    loaded = load_model(ModelSource(folder, fields, config, dtype, device, stages))
     if device.type == "cpu":
         keep_freed_memory()
         if config.num_threads is None:

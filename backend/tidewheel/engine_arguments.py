@@ -37,7 +37,7 @@ _VALUES: Mapping[str, Mapping[str, object]] = _file["values"]
 
 
 def plain(value: object) -> object:
-    """Return the value of a text in `config.pbtxt`; None if it stands for nothing."""
+    """Return the number, truth value or text that a text means; None for an empty value, `none` and `null`."""
     if isinstance(value, str):
         text = value.strip()
         if text.lower() in ("none", "null"):

@@ -78,7 +78,7 @@ class Client(Facade[AsyncClient]):
         return_errors: bool = False,
         **params: Any,
     ) -> Iterator[Any]:
-        """Run `AsyncClient.map` in threads."""
+        """Do as `AsyncClient.map`, with a thread in place of each task."""
         return iterate(
             self._core.map(items, concurrency=concurrency, progress=progress, return_errors=return_errors, **params)
         )

@@ -28,7 +28,10 @@ _QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}
 
 
 def figures_of(page: str) -> dict[str, float]:
-    """Return a replica's metrics summed over models, and each class's longest wait in seconds. Raise `ValueError`."""
+    """Return a replica's metrics summed over models, and each class's longest wait in seconds.
+
+    Raise `ValueError` for a malformed page.
+    """
     from tidewheel_client.server_pages import Figures  # slow, and only replicas need it
 
     shown = Figures.parse(page)

@@ -189,7 +189,7 @@ class FrontEnds:
         route.front_end.unsent.append(messages.Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     def flush(self) -> None:
-        """Send each front end its output as one message, unless its queue is full."""
+        """Send each front end its output as one message. A full queue keeps the output for the next flush."""
         for front_end in self._by_identity.values():
             if not front_end.unsent and not front_end.unsent_tokens:
                 continue

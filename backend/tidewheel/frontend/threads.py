@@ -219,7 +219,7 @@ class ResponseSenders:
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the threads. Return whether all turns ended in time."""
+        """Stop the threads. Return whether each has finished its request's turn within `timeout_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -13,7 +13,10 @@ from tidewheel.scheduler.step_plan import StepPlan
 
 
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows so that the `needy` get a block each, none for a lower class. Return rows that must wait."""
+    """Preempt rows until each `needy` row can have one more block. Return the needy rows that must wait for theirs.
+
+    No row is preempted for rows of a lower class alone.
+    """
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
@@ -108,9 +111,9 @@ def choose_victims(
     growing: Iterable[int] = (),
     min_victims: int = 0,
 ) -> list[int] | None:
-    """Return the rows, in order, whose preemption frees `num_missing` blocks; None if impossible.
+    """Return the first of `rows` whose preemption frees `num_missing` blocks; None if all free too few.
 
-    A `growing` victim saves a block; `kept` blocks do not count.
+    A victim in `growing` frees one block more, the one it no longer needs; blocks in `kept` stay and do not count.
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)

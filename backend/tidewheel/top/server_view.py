@@ -24,7 +24,7 @@ _BREAKER = ("closed", "half open", "open")
 
 
 def read(cls: type[Line], change: PageChange, *, labels: dict[str, str] | None = None, **others: object) -> Line:
-    """Return a line of the view: its annotated figures read from series with `labels`, and `others`."""
+    """Make a line of the view: annotated fields are read from series with `labels`; `others` are the other fields."""
     figures = {name: method(change, *given, **(labels or {})) for name, (method, *given) in _readings(cls).items()}
     return cls(**figures, **others)
 

@@ -93,7 +93,7 @@ class ServerWatch:
         self._gateway_pages: deque[MetricsPage] = deque()
 
     def look(self) -> ServerView:
-        """Return the current view. Raise `TopError` or `RequestError`."""
+        """Read the server's pages into a view. Raise `TopError` or `RequestError` without page or model."""
         target = self._target
         health = self._health()
         page = _of_model(MetricsPage(self._metrics(health), self._clock()), target)

@@ -37,7 +37,10 @@ def gather(
     row_ptr, values_ptr, ids_ptr, chunks_ptr, vocabulary, maxima, bound,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Store logits >= bound with their ids, in order of ids, and return their number; stop above CAPACITY."""
+    """Store logits >= bound with their ids, in order of ids, and return their number.
+
+    A number above CAPACITY says that there are more, and the stored ones are incomplete.
+    """
     wanted = maxima >= bound
     rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
     tl.store(chunks_ptr + rank, tl.arange(0, CHUNKS), mask=wanted)

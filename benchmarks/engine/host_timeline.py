@@ -174,7 +174,7 @@ class Engine:
         core.step = parts.wrapped(core.step, "loop")
         parts.wrap(self.scheduler, "expire schedule", "schedule")
         parts.wrap(self.scheduler, "apply", "apply")
-        parts.wrap(self.scheduler, "waiting_room", "schedule")
+        parts.wrap(self.scheduler.admission, "waiting_room", "schedule")
         parts.wrap(runner._rows, "update host_inputs padded", "inputs")
         parts.wrap(runner._sampling, "update plan", "plan")
         parts.wrap(runner, "_send", "stage")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
@@ -232,6 +233,13 @@ class InterruptedStream:
         self.is_cancelled = True
 
 
+class ShortStream:
+    finish_reason = "stop"
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield Chunk(text="partial", finish_reason="stop")
+
+
 def test_ctrl_c_interrupts_no_code_of_the_client(capsys: pytest.CaptureFixture[str]) -> None:
     """gRPC may keep a lock if an exception comes between two of its lines; later calls then wait forever."""
     stream = InterruptedStream()
@@ -239,6 +247,12 @@ def test_ctrl_c_interrupts_no_code_of_the_client(capsys: pytest.CaptureFixture[s
     assert stream.is_cancelled and stream.num_whole_reads == 1
     assert answer.text == "partial" and capsys.readouterr().out == "partial\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_thread_shows_an_answer_too() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(show, cast(Stream, ShortStream())).result()
+    assert answer.text == "partial"
 
 
 def read_until(descriptor: int, *texts: bytes) -> None:

@@ -8,6 +8,7 @@ import inspect
 import json
 import signal
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
@@ -167,7 +168,13 @@ def show(stream: Stream) -> PrintedAnswer:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(stream: Stream) -> Iterator[None]:
-    """Let Ctrl-C cancel the stream. A KeyboardInterrupt within gRPC can leave a lock held, and its channel dead."""
+    """Let Ctrl-C cancel the stream. A KeyboardInterrupt within gRPC can leave a lock held, and its channel dead.
+
+    Ctrl-C interrupts the main thread alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGINT, lambda *_: stream.cancel())
     try:
         yield

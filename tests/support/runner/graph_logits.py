@@ -40,7 +40,8 @@ def sampled_logits() -> Iterator[list[torch.Tensor]]:
     sampled = ModelRunner._sampled
 
     def noted(self: ModelRunner, logits: torch.Tensor, *arguments: Any) -> Any:
-        found.append(logits.float().to("cpu", copy=True))
+        if len(logits):
+            found.append(logits.float().to("cpu", copy=True))
         return sampled(self, logits, *arguments)
 
     with mock.patch.object(ModelRunner, "_sampled", noted):

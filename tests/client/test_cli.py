@@ -10,16 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
+from tidewheel.cli import demo
 from tidewheel.cli.main import main
 from tidewheel.cli.usage import printable, show
+from tidewheel.server import run_server
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.run_server import ServeOptions
 from tidewheel_client import Chunk, Stream
 
 
@@ -127,6 +133,20 @@ def test_no_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model-repository", "/no/such/folder"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'/no/such/folder'" in line and "--model-repository" in line
+
+
+def test_a_fault_in_the_thread_of_the_demo_ends_it(
+    triton: FakeTriton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(options: ServeOptions, when_ready: Callable[[Endpoints], None]) -> int:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(when_ready, Endpoints(grpc=triton.port))
+        return 0
+
+    monkeypatch.setattr(run_server, "serve", serve)
+    monkeypatch.setattr(demo, "show", Mock(side_effect=ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        main(["demo", "--model-repository", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class _Session:
         self.error: Exception | None = None
 
     def run(self, endpoints: Endpoints) -> None:
-        from tidewheel_client import Client, RequestError
+        from tidewheel_client import Client
 
         try:
             with Client(endpoints.authority(endpoints.grpc), MODEL) as client:
@@ -69,7 +69,7 @@ class _Session:
                     print(f"\n> {prompt}", end="", flush=True)
                     with client.stream(prompt, max_tokens=self._max_tokens, temperature=0.7, seed=seed) as stream:
                         print(f"  ({show(stream).stats})", flush=True)
-        except RequestError as error:
+        except Exception as error:  # of this thread: `run` raises it in its own
             self.error = error
 
     def _talk(self, client: Client, endpoints: Endpoints) -> None:

@@ -74,9 +74,9 @@ def test_an_upgrade_drops_no_request(shell: Shell) -> None:
             wait_for(lambda: len(answers) > after + 6, 120, "answers of the new server")
         finally:
             is_over.set()
-            subprocess.run(["kill", "-TERM", "--", f"-{upgrade.pid}"], check=False)
-            for client in clients:
+            for client in filter(threading.Thread.is_alive, clients):
                 client.join()
+            subprocess.run(["kill", "-TERM", "--", f"-{upgrade.pid}"], check=False)
             upgrade.wait(120)
             wait_for(
                 lambda: has_no_member(upgrade.pid), 120, "the end of the new server, which the shell does not await"

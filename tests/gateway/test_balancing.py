@@ -114,6 +114,23 @@ def test_a_server_that_is_not_ready_is_left_out(
     assert gateway.complete().ok
 
 
+def test_a_server_that_became_ready_since_its_last_poll_gets_what_another_refuses(
+    tritons: tuple[FakeTriton, FakeTriton], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drain(asked: Asked) -> Answer:
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "[TW-DRAINING] the server is shutting down")
+        yield
+
+    old, new = tritons
+    old.answer, new.ready = drain, False
+    monkeypatch.setattr(upstream, "LOOK_S", 1000.0)
+    with gateway_to(old.port, new.port) as gateway:
+        wait_for(lambda: gateway.upstreams.each[1].not_ready == "Triton is not ready", 60, "look")
+        new.ready = True
+        assert gateway.complete().ok
+    assert counts(tritons) == [1, 1]
+
+
 def test_readiness_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton is ready, and its engine hangs. Each request for `/health` looks by itself."""
     monkeypatch.setattr(upstream, "LOOK_S", 1000.0)

@@ -138,9 +138,6 @@ class ReplicaUpstreams(Upstreams):
             finally:
                 count.change(-1, time.monotonic())
 
-    def _has_fit(self, attempt: Attempt[Any]) -> bool:
-        return len(self._unfit(attempt)) < len(self._members)
-
     async def _wait(self, attempt: Attempt[Any]) -> None:
         """Wait for a replica. If none exists, a call waits in Ray's queue, where the scaling policy sees it."""
         if self._num_held >= MAX_HELD:
@@ -162,9 +159,9 @@ class ReplicaUpstreams(Upstreams):
             if call is not None:
                 call.cancel()
 
-    def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
+    async def _may_retry(self, attempt: Attempt[Any], error: RequestError) -> bool:
         """Allow a retry after a lost or restarting replica, not after `Busy`."""
-        if super()._may_retry(attempt, error):
+        if await super()._may_retry(attempt, error):
             return True
         if isinstance(error, Busy):
             return False

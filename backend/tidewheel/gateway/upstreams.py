@@ -16,10 +16,10 @@ from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, chunk_ha
 from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
-from tidewheel.gateway.upstream import Upstream
+from tidewheel.gateway.upstream import PROBE_S, Upstream
 from tidewheel.request import Priority
 from tidewheel_client import Chunk, codec
-from tidewheel_client.errors import EngineDead, NotFound, RequestError, ServerUnavailable
+from tidewheel_client.errors import Busy, EngineDead, NotFound, RequestError, ServerUnavailable
 from tidewheel_client.stream import Arrivals
 
 RESOLVE_S = 2.0  # between resolutions of a name
@@ -237,7 +237,7 @@ class Upstreams:
                     raise EngineDead(f"the server was lost while it answered: {error.message}") from None
                 if attempt.has_delivered or isinstance(error, NoServer) or not error.retryable:
                     raise
-                if not self._may_retry(attempt, error):
+                if not await self._may_retry(attempt, error):
                     raise
             self.num_moved += 1
             attempt.encode(attempt.request.params_left())
@@ -265,7 +265,14 @@ class Upstreams:
             upstream.num_open -= 1
             self._router.ended(routed, attempt.num_cached)
 
-    def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:  # noqa: ARG002
+    async def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:
+        if not self._has_fit(attempt) and not isinstance(error, Busy):
+            with contextlib.suppress(TimeoutError):  # a server may have become ready since its last poll
+                async with asyncio.timeout(PROBE_S):
+                    await asyncio.gather(*(one.look() for one in self.each if one not in attempt.refused))
+        return self._has_fit(attempt)
+
+    def _has_fit(self, attempt: Attempt[R]) -> bool:
         return len(self._unfit(attempt)) < len(self._members)
 
     def _unfit(self, attempt: Attempt[R]) -> set[str]:

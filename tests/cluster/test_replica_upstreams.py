@@ -15,14 +15,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.cluster import replica_upstreams
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.cluster.replica_upstreams import (
-    REPORT_AGE_S,
-    KnownReplica,
-    ReplicaFeed,
-    ReplicaUpstreams,
-    RequestCount,
-    feed_of,
-)
+from tidewheel.cluster.replica_upstreams import KnownReplica, ReplicaFeed, ReplicaUpstreams, feed_of
 from tidewheel.gateway.gateway_options import Address
 
 PATIENCE_S = 60.0
@@ -152,36 +145,6 @@ def test_a_request_waits_while_the_only_replica_has_no_models(
             answer.result(1)
         tritons[0].models = ("demo",)
         assert answer.result().ok, answer.result().text
-
-
-def test_loads_that_replicas_report_count(
-    fleet: Fleet, gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
-) -> None:
-    """A replica that others send requests to gets none, as long as another one has fewer."""
-    busy, idle = tritons
-    fleet.set(a=busy, b=idle)
-    wait_for(lambda: fleet.num_ready == 2, 30, "both replicas")
-    address = Address(f"127.0.0.1:{busy.port}")
-    fleet.feed.publish({**fleet.feed.replicas, "a": KnownReplica(address, {"running": 5.0, "waiting": 4.0})})
-    router = fleet.upstreams._router
-    wait_for(lambda: router.open_of(address.grpc) == 9, 30, "the report")
-    for _ in range(3):
-        assert gateway.complete().ok
-    assert (len(busy.asked), len(idle.asked)) == (0, 3)
-    fleet.feed.drop("b")
-    wait_for(lambda: len(fleet.upstreams.each) == 1, 30, "the end of the idle one")
-    assert gateway.complete().ok
-    assert len(busy.asked) == 1
-
-
-def test_own_requests_are_not_those_of_others_once_they_end() -> None:
-    """A report is some seconds old: it counts requests that have ended meanwhile."""
-    count = RequestCount(0.0)
-    count.change(4, 0.0)
-    count.change(-4, 1.0)
-    assert count.most(REPORT_AGE_S - 1) == 4
-    assert count.most(REPORT_AGE_S + 1) == 4
-    assert count.most(3 * REPORT_AGE_S) == 0
 
 
 def test_a_feed_is_found_by_its_name() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidewheel.fleet import prefix_index
 from tidewheel.fleet.prefix_index import PrefixIndex
-from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, RouteRequest, chunk_hashes, load_bound
+from tidewheel.fleet.router import RoutedRequest, RouteRequest, chunk_hashes, load_bound
 from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.request import Priority
 
@@ -192,16 +192,6 @@ def test_a_request_that_never_started_cached_nothing() -> None:
     router = router_of(2)
     router.ended(router.chosen(prompt(1, 2, 3), 0))
     assert len(router.prefixes) == 0
-
-
-def test_reported_load_of_others_moves_requests() -> None:
-    router = router_of(2)
-    router.report(0, ReplicaLoad(num_requests=3, waiting_tokens=500))
-    assert router.choose(prompt()) == 1
-    router.report(1, ReplicaLoad(num_requests=3, waiting_tokens=600, running_tokens=10))
-    assert router.choose(prompt()) == 0
-    router.report(0, ReplicaLoad(num_requests=3, waiting_tokens=500, running_tokens=10_000))
-    assert router.choose(prompt()) == 1
 
 
 def depths_of(knowledge: PrefixIndex, chunks: Sequence[int], num_slots: int) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.router import ReplicaLoad, RoutedRequest, Router, RouteRequest, load_bound
+from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, load_bound
 from tidewheel.fleet.routers import ROUTERS, HashRing, make_router
 
 NOTHING = RouteRequest(num_tokens=10)
@@ -90,17 +90,6 @@ def test_bounded_load_is_bounded_after_every_request(sessions: list[str], num_re
         chosen = send(router, RouteRequest(session=session)).replica
         loads[chosen] += 1
         assert loads[chosen] <= bound
-
-
-def test_reported_load_counts_until_the_next_report() -> None:
-    router = fleet("least-loaded", 2, {0: 1})
-    router.report(1, ReplicaLoad(num_requests=5))
-    assert router.choose(NOTHING) == 0
-    router.report(0, ReplicaLoad(num_requests=1))  # the own one
-    assert router.choose(NOTHING) == 0
-    router.report(1, ReplicaLoad())
-    assert router.choose(NOTHING) == 1
-    router.report(7, ReplicaLoad(num_requests=5))  # unknown
 
 
 def ring_of(num_replicas: int) -> HashRing:

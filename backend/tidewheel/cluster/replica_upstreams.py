@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.fleet.router import ReplicaLoad
 from tidewheel.fleet.routers import make_router
 from tidewheel.gateway.gateway_options import Address
-from tidewheel.gateway.upstreams import Attempt, UpstreamLease, Upstreams
+from tidewheel.gateway.upstreams import Attempt, Upstreams
 from tidewheel_client.errors import Busy, RequestError
 
 MAX_HELD = 1024  # waiting for a replica
-REPORT_AGE_S = 5.0
 _LOOK_S = 0.1
 
 
@@ -46,29 +42,6 @@ def feed_of(deployment: str) -> ReplicaFeed:
     return _feeds.setdefault(deployment, ReplicaFeed())
 
 
-class RequestCount:
-    """Number of this gateway's open requests at a replica, and its recent maximum."""
-
-    def __init__(self, now: float) -> None:
-        self.num_open = 0
-        self._since, self._most, self._most_before = now, 0, 0
-
-    def change(self, by: int, now: float) -> None:
-        self._turn(now)
-        self.num_open += by
-        self._most = max(self._most, self.num_open)
-
-    def most(self, now: float) -> int:
-        """Return the most requests open at once in the last one to two `REPORT_AGE_S`."""
-        self._turn(now)
-        return max(self._most, self._most_before)
-
-    def _turn(self, now: float) -> None:
-        if (passed := now - self._since) >= REPORT_AGE_S:
-            self._most_before = self._most if passed < 2 * REPORT_AGE_S else self.num_open
-            self._since, self._most = now, self.num_open
-
-
 class ReplicaUpstreams(Upstreams):
     """Gateway upstreams from Ray's replicas. A removed replica drains and refuses late requests."""
 
@@ -79,7 +52,6 @@ class ReplicaUpstreams(Upstreams):
         self._patience_s = settings.patience_s
         self._handle = handle
         self._feed = feed
-        self._counts: dict[str, RequestCount] = {}  # by authority
         self._known_models: list[str] = []
         self._num_held = 0
 
@@ -109,34 +81,8 @@ class ReplicaUpstreams(Upstreams):
         while True:
             await changed.wait()
             changed.clear()
-            replicas = {one.address.grpc: one for one in self._feed.replicas.values()}
-            for authority in replicas.keys() - self._members.keys():
-                self._counts[authority] = RequestCount(time.monotonic())
-                self._add(replicas[authority].address, "replica")
             self._known_models = self.models
-            for authority in self._members.keys() - replicas.keys():
-                self._remove(authority)
-                del self._counts[authority]
-            for authority, replica in replicas.items():
-                self._report(authority, replica)
-
-    def _report(self, authority: str, replica: KnownReplica) -> None:
-        if figures := replica.figures:
-            count = self._counts[authority]
-            num_others = max(int(figures["running"] + figures["waiting"]) - count.most(time.monotonic()), 0)
-            self._router.report(authority, ReplicaLoad(num_requests=count.num_open + num_others))
-
-    @contextlib.asynccontextmanager
-    async def _lease(self, attempt: Attempt[Any]) -> AsyncIterator[UpstreamLease]:
-        if not self._has_fit(attempt):
-            await self._wait(attempt)
-        async with super()._lease(attempt) as lease:
-            count = self._counts[lease.upstream.address.grpc]
-            count.change(1, time.monotonic())
-            try:
-                yield lease
-            finally:
-                count.change(-1, time.monotonic())
+            self._set_members("replica", (one.address for one in self._feed.replicas.values()))
 
     async def _wait(self, attempt: Attempt[Any]) -> None:
         """Wait for a replica. If none exists, a call waits in Ray's queue, where the scaling policy sees it."""
@@ -153,7 +99,7 @@ class ReplicaUpstreams(Upstreams):
                         call = self._handle.wait_for_start.remote()
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            raise self._no_server(attempt) from None
+            await super()._wait(attempt)
         finally:
             self._num_held -= 1
             if call is not None:

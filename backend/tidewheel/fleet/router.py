@@ -27,14 +27,6 @@ class RouteRequest(NamedTuple):
     chunk_tokens: int = 1
 
 
-class ReplicaLoad(NamedTuple):
-    """Requests of all clients at a replica."""
-
-    num_requests: int = 0  # unanswered
-    waiting_tokens: int = 0  # of uncomputed prompts
-    running_tokens: int = 0  # in the KV cache
-
-
 @dataclass(slots=True, eq=False)
 class RoutedRequest(Generic[T]):
     replica: T
@@ -72,7 +64,6 @@ class Router(ABC, Generic[T]):
         self.usual_open = 0.0  # mean of `total_open` over about as many requests
         self.total_waiting: Float64Array = np.zeros(len(Priority))
         self._epochs: list[int] = []
-        self._reported: dict[int, ReplicaLoad] = {}  # by slot, from other clients
         self._num_joined = 0
 
     def join(self, replica: T) -> None:
@@ -94,7 +85,6 @@ class Router(ABC, Generic[T]):
         self.names[slot] = None
         self.num_open[slot] = self.waiting[:, slot] = math.inf
         self.running[slot] = 0.0
-        self._reported.pop(slot, None)
         self._remove(slot)
 
     def _add(self, replica: T, slot: int) -> None:
@@ -132,20 +122,6 @@ class Router(ABC, Generic[T]):
             self.running[slot] -= routed.request.num_tokens
         else:
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
-
-    def report(self, replica: T, load: ReplicaLoad) -> None:
-        """Set a replica's load by other clients; ignore unknown replicas."""
-        if (slot := self.slots.get(replica)) is None:
-            return
-        before = self._reported.get(slot, ReplicaLoad())
-        counted = (self.num_open[slot], self.waiting[-1, slot], self.running[slot])
-        local = [total - others for total, others in zip(counted, before, strict=True)]
-        others = ReplicaLoad(*(max(total - int(own), 0) for total, own in zip(load, local, strict=True)))
-        self._reported[slot] = others
-        self.num_open[slot] = local[0] + others.num_requests
-        self.total_open += others.num_requests - before.num_requests
-        self._wait(slot, Priority.NORMAL, others.waiting_tokens - before.waiting_tokens)
-        self.running[slot] = local[2] + others.running_tokens
 
     def open_of(self, replica: T) -> float:
         return float(self.num_open[self.slots[replica]])

@@ -7,12 +7,12 @@ import contextlib
 import socket
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, chunk_hashes
+from tidewheel.fleet.router import Router, RouteRequest, chunk_hashes
 from tidewheel.fleet.routers import PrefixAwareRouter
 from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
@@ -36,13 +36,6 @@ class NoServer(ServerUnavailable):
     """No server can take the request."""
 
 
-class UpstreamLease(NamedTuple):
-    """Use of a server by a request, until the end of the answer."""
-
-    upstream: Upstream
-    routed: RoutedRequest[str]
-
-
 class Attempt(ABC, Generic[R]):
     """Sending of a prompt to a server, and to others until a response is delivered."""
 
@@ -51,7 +44,6 @@ class Attempt(ABC, Generic[R]):
         self.index = index  # of the prompt
         self.route = route_request(request, index)
         self.refused: list[Upstream] = []
-        self.has_delivered = False
         self.num_cached: int | None = None  # tokens of the route, if the server has reported them
         self.encode(request.params)
 
@@ -134,12 +126,11 @@ class Upstreams:
         self.num_moved = 0  # requests retried on another server
 
     async def __aenter__(self) -> Upstreams:
+        self._set_members("", (address for address in self._addresses if not address.is_name_of_many))
         for address in self._addresses:
             if address.is_name_of_many:
                 await self._resolve(address)
                 self._run(self._follow(address))
-            else:
-                self._add(address, name="")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -219,51 +210,46 @@ class Upstreams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def deliver(self, attempt: Attempt[R]) -> AsyncGenerator[R]:
-        """Yield responses, with retries on other servers until the first. Raise `RequestError`."""
+        """Yield responses, with retries on other servers until the first. Raise `RequestError`.
+
+        An error excludes its server from this attempt; a lost server gets no requests until its next poll.
+        """
         while True:
+            if not self._has_fit(attempt):
+                await self._wait(attempt)
+            authority = self._router.choose(attempt.route, self._unfit(attempt))
+            assert authority is not None
+            upstream, routed = self._members[authority], self._router.chosen(attempt.route, authority)
+            upstream.num_open += 1
             try:
-                async with (
-                    self._lease(attempt) as lease,
-                    contextlib.aclosing(attempt.send(lease.upstream)) as responses,
-                ):
+                async with contextlib.aclosing(attempt.send(upstream)) as responses:
                     async for response in responses:
-                        if not attempt.has_delivered:
-                            self._router.started(lease.routed)
-                            attempt.has_delivered = True
+                        if not routed.has_started:
+                            self._router.started(routed)
                         yield response
                 return
             except RequestError as error:
-                if attempt.has_delivered and isinstance(error, ServerUnavailable):
+                is_lost = isinstance(error, ServerUnavailable)
+                if is_lost:
+                    upstream.not_ready = str(error)
+                if routed.has_started and is_lost:
                     raise EngineDead(f"the server was lost while it answered: {error.message}") from None
-                if attempt.has_delivered or isinstance(error, NoServer) or not error.retryable:
+                if routed.has_started or not error.retryable:
                     raise
-                if not await self._may_retry(attempt, error):
-                    raise
+                attempt.refused.append(upstream)
+                refusal = error
+            finally:
+                upstream.num_open -= 1
+                self._router.ended(routed, attempt.num_cached)
+            if not await self._may_retry(attempt, refusal):
+                raise refusal
             self.num_moved += 1
             attempt.encode(attempt.request.params_left())
 
-    @contextlib.asynccontextmanager
-    async def _lease(self, attempt: Attempt[R]) -> AsyncIterator[UpstreamLease]:
-        """Yield the server chosen for an attempt. Raise `NoServer`.
-
-        A `RequestError` excludes the server from this attempt; a lost one gets no requests until its next poll.
-        """
-        authority = self._router.choose(attempt.route, self._unfit(attempt))
-        if authority is None:
-            raise self._no_server(attempt)
-        upstream = self._members[authority]
-        routed = self._router.chosen(attempt.route, authority)
-        upstream.num_open += 1
-        try:
-            yield UpstreamLease(upstream, routed)
-        except RequestError as error:
-            if isinstance(error, ServerUnavailable):
-                upstream.not_ready = str(error)
-            attempt.refused.append(upstream)
-            raise
-        finally:
-            upstream.num_open -= 1
-            self._router.ended(routed, attempt.num_cached)
+    async def _wait(self, attempt: Attempt[R]) -> None:
+        """Wait for a server that fits. Raise `NoServer`."""
+        model = attempt.request.model
+        raise NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
     async def _may_retry(self, attempt: Attempt[R], error: RequestError) -> bool:
         if not self._has_fit(attempt) and not isinstance(error, Busy):
@@ -283,10 +269,6 @@ class Upstreams:
             if one.not_ready or model not in one.models or one in attempt.refused
         }
 
-    def _no_server(self, attempt: Attempt[R]) -> NoServer:
-        model = attempt.request.model
-        return NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
-
     # --- members ----------------------------------------------------------------------------------------------
 
     async def _follow(self, name: Address) -> None:
@@ -300,20 +282,19 @@ class Upstreams:
             found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         except OSError:
             return
-        addresses = {address.grpc: address for address in (name.at(str(info[4][0])) for info in found)}
-        for authority in addresses.keys() - self._members.keys():
-            self._add(addresses[authority], name.grpc)
+        self._set_members(name.grpc, (name.at(str(info[4][0])) for info in found))
+
+    def _set_members(self, name: str, addresses: Iterable[Address]) -> None:
+        """Add and remove servers, so that `name` has these."""
+        found = {address.grpc: address for address in addresses}
+        for authority, address in found.items():
+            if authority not in self._members:
+                self._members[authority] = Upstream(address, name)
+                self._router.join(authority)
         for authority, one in list(self._members.items()):
-            if one.name == name.grpc and authority not in addresses:
-                self._remove(authority)
-
-    def _add(self, address: Address, name: str) -> None:
-        self._members[address.grpc] = Upstream(address, name)
-        self._router.join(address.grpc)
-
-    def _remove(self, authority: str) -> None:
-        self._router.leave(authority)
-        self._run(self._members.pop(authority).close_when_idle())
+            if one.name == name and authority not in found:
+                self._router.leave(authority)
+                self._run(self._members.pop(authority).close_when_idle())
 
     def _run(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)

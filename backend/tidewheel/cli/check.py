@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import JSON_VERSION, UsageError, add_report_options, counted, printable
+from tidewheel.cli.usage import JSON_VERSION, add_report_options, counted, printable
 
 if TYPE_CHECKING:
-    from tidewheel.entries.checking import CheckReport, FindingListener
+    from tidewheel.entries.checking import CheckReport
     from tidewheel.entries.findings import Finding
 
 
@@ -25,12 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    # Protobuf, and torch for the models, take seconds.
+    from tidewheel.entries.checking import check
     from tidewheel.entries.findings import mend
 
-    report = _check(args, None if args.fix or args.json else _print_finding)
+    is_here = not args.other_machine
+    report = check(args.path, is_this_machine=is_here, tell=None if args.fix or args.json else _print_finding)
     mended = mend(report.findings) if args.fix else []
     if mended:
-        report = _check(args, None)
+        report = check(args.path, is_this_machine=is_here)
     if args.json:
         print(json.dumps(_as_json(report, mended), indent=1))
     else:
@@ -46,17 +49,6 @@ def run(args: argparse.Namespace) -> int:
         errors, warnings = counted(report.count("error"), "error"), counted(report.count("warning"), "warning")
         print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
     return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
-
-
-def _check(args: argparse.Namespace, tell: FindingListener | None) -> CheckReport:
-    # Protobuf, and torch for the models, take seconds.
-    from tidewheel.entries.checking import check
-    from tidewheel.errors import ConfigError
-
-    try:
-        return check(args.path, is_this_machine=not args.other_machine, tell=tell)
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
 
 
 def _as_json(report: CheckReport, mended: list[Finding]) -> dict[str, object]:

@@ -53,25 +53,20 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.cluster import ClusterError, control
+    from tidewheel.cluster import control
     from tidewheel.cluster.local_ray import ClusterFolder
-    from tidewheel.errors import ConfigError
-    from tidewheel.server import ServeError
 
     folder = ClusterFolder.here()
-    try:
-        match args.action:
-            case "up":
-                print(_where(args, _up(args), folder))
-            case "status":
-                _show(control.status(folder))
-            case "scale":
-                _show(control.scale(folder, args.replicas))
-            case "down":
-                control.down(folder)
-                print("the cluster is down")
-    except (ConfigError, ServeError) as error:  # of settings
-        raise ClusterError(str(error)) from None
+    match args.action:
+        case "up":
+            print(_where(args, _up(args), folder))
+        case "status":
+            _show(control.status(folder))
+        case "scale":
+            _show(control.scale(folder, args.replicas))
+        case "down":
+            control.down(folder)
+            print("the cluster is down")
     return 0
 
 

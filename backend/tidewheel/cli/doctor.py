@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.cli.machine_checks import Machine, describe_device, find_server, judge
+    from tidewheel.cli.machine_checks import judge, usable_gpus
 
-    machine = Machine(server=find_server(args.tritonserver))
-    findings = judge(machine)
-    device = describe_device(machine.torch)
+    gpus = usable_gpus()
+    findings = judge(args.tritonserver, gpus)
+    device = gpus[0].name if gpus else "the CPU"
     can_serve = all(one.verdict != "error" for one in findings)
     if args.json:
         rows = [one._asdict() for one in findings]

@@ -44,9 +44,11 @@ _EXIT_CODES = {
     "tidewheel_process.restarts.CrashLoop": 1,
     "tidewheel.errors.ConfigError": 1,
     "tidewheel.cluster.ClusterError": 2,
+    "tidewheel.top.TopError": 2,
     "tidewheel.cli.usage.UsageError": 2,
     "tidewheel_client.errors.RequestError": 2,
 }
+_READERS = ("check", "migrate", "cluster")  # commands whose settings and entries are part of their usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code is None:
             raise
         print(f"tidewheel: error: {error}", file=sys.stderr)
-        return code
+        return 2 if args.command in _READERS else code
 
 
 def _parser(only: str | None = None) -> argparse.ArgumentParser:

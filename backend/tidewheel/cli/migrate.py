@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from tidewheel.cli.check import where
-from tidewheel.cli.usage import UsageError, printable
+from tidewheel.cli.usage import printable
 
 SUFFIX = "_tidewheel"
 
@@ -29,15 +29,11 @@ def run(args: argparse.Namespace) -> int:
     # Protobuf takes a second.
     from tidewheel.entries.checking import find_target
     from tidewheel.entries.migration import migrate, write, write_in_place
-    from tidewheel.errors import ConfigError
 
-    try:
-        migration = migrate(args.path, args.model)
-        source = find_target(args.path).repository.resolve()
-        out = args.out or source.with_name(source.name + SUFFIX)
-        written = write_in_place(migration.entries) if args.in_place else write(migration.entries, out)
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
+    migration = migrate(args.path, args.model)
+    source = find_target(args.path).repository.resolve()
+    out = args.out or source.with_name(source.name + SUFFIX)
+    written = write_in_place(migration.entries) if args.in_place else write(migration.entries, out)
     for lost in migration.lost:
         print(printable(f"{where(lost)}: changed: {lost.message}"))
     for finding in migration.unknown:

@@ -38,18 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.top import TopError
     from tidewheel.top.watch import ServerWatch, WatchTarget
-    from tidewheel_client.errors import RequestError
 
-    try:
-        key = os.environ.get(KEY_VARIABLE, "")
-        watch = ServerWatch(WatchTarget(_pages(args), args.model, args.gateway_url, key))
-        if args.once or args.json:
-            return _print_once(watch, args.interval_s, as_json=args.json)
-        return _show(watch, args.interval_s)
-    except (TopError, RequestError) as error:
-        raise UsageError(str(error)) from None
+    key = os.environ.get(KEY_VARIABLE, "")
+    watch = ServerWatch(WatchTarget(_pages(args), args.model, args.gateway_url, key))
+    if args.once or args.json:
+        return _print_once(watch, args.interval_s, as_json=args.json)
+    return _show(watch, args.interval_s)
 
 
 def _pages(args: argparse.Namespace) -> ServerPages:

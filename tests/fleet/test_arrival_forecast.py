@@ -101,7 +101,7 @@ def run(policy: PredictiveScaling | ReactiveScaling, counts: list[float], begin:
             rate = count / SETTINGS.bucket_s * TOKENS / number
             ready = tuple(ReplicaReport(name=str(name), running=1, tokens_per_s=rate) for name in range(number))
             now = (begin + index + part / 20) * SETTINGS.bucket_s
-            number = policy.decide(FleetState(now=now, ready=ready, num_arrivals=arrivals)).num_replicas
+            number = policy.decide(FleetState(now=now, ready=ready, num_arrivals=arrivals))
         numbers.append(number)
     return numbers
 

@@ -44,7 +44,7 @@ class Fleet:
         self.waited_s = self.backlog / room if room else 0.0
         self.now += STEP_S
         self.num_arrivals += round(requests_per_s * STEP_S)
-        self.num_replicas = self.policy.decide(self.state(done)).num_replicas
+        self.num_replicas = self.policy.decide(self.state(done))
         return self.num_replicas
 
     def state(self, tokens_per_s: float) -> FleetState:
@@ -102,7 +102,7 @@ def test_never_outside_the_bounds(name: str, steps: list[tuple], least: int, spa
         state = FleetState(
             now=now, ready=tuple(ready), num_starting=starting, num_arrivals=int(arrivals), num_held=held
         )
-        assert least <= scaling.decide(state).num_replicas <= least + span
+        assert least <= scaling.decide(state) <= least + span
 
 
 @pytest.mark.parametrize("name", ["reactive", "predictive"])
@@ -148,7 +148,7 @@ def decision(values: dict[str, float], num_ready: int) -> int:
         quiet[0], **{name: values[name] for name in names}, queue_s={Priority.HIGH: values["age"]}
     )
     arrivals = num_ready * 15 + int(values["arrivals"])
-    return scaling.decide(FleetState(now=30.0, ready=(busy, *quiet[1:]), num_arrivals=arrivals)).num_replicas
+    return scaling.decide(FleetState(now=30.0, ready=(busy, *quiet[1:]), num_arrivals=arrivals))
 
 
 @given(load, load, st.integers(1, 5))
@@ -171,35 +171,33 @@ def test_arrivals_count_before_they_are_computed() -> None:
     calm = (ReplicaReport(name="a", running=1, tokens_per_s=500.0),)
     for step in range(20):
         state = FleetState(now=step * STEP_S, ready=calm, num_arrivals=step * 75)
-        assert scaling.decide(state).num_replicas == 1
+        assert scaling.decide(state) == 1
     decided = scaling.decide(FleetState(now=20 * STEP_S, ready=calm, num_arrivals=19 * 75 + 900))
-    assert decided.num_replicas == 3
-    assert "tokens/s are asked for" in decided.reason
+    assert decided == 3
 
 
 def test_an_old_request_of_a_class_calls_for_a_replica_though_few_wait() -> None:
     scaling = policy(**KNOWN)
     calm = ReplicaReport(name="a", waiting=1, running=1, queue_s={Priority.LOW: 50.0, Priority.CRITICAL: 0.1})
     late = dataclasses.replace(calm, queue_s={Priority.LOW: 50.0, Priority.CRITICAL: 0.6})
-    assert scaling.decide(FleetState(now=0.0, ready=(calm,))).num_replicas == 1
+    assert scaling.decide(FleetState(now=0.0, ready=(calm,))) == 1
     decided = scaling.decide(FleetState(now=1.0, ready=(late,)))
-    assert decided.num_replicas == 2
-    assert decided.reason.startswith("CRITICAL waits beyond its limit")
+    assert decided == 2
 
 
 def test_starting_replicas_count() -> None:
     """A queue that two starting replicas will serve does not call for more, however often it is asked."""
     scaling = policy(**KNOWN)
     full = ReplicaReport(name="a", waiting=20, running=10, tokens_per_s=700.0)
-    assert scaling.decide(FleetState(now=0.0, ready=(full,))).num_replicas == 2
+    assert scaling.decide(FleetState(now=0.0, ready=(full,))) == 2
     for second in range(1, 60):
-        assert scaling.decide(FleetState(now=float(second), ready=(full,), num_starting=1)).num_replicas == 2
+        assert scaling.decide(FleetState(now=float(second), ready=(full,), num_starting=1)) == 2
 
 
 def test_the_cache_calls_for_replicas() -> None:
     scaling = policy()
     ready = tuple(ReplicaReport(name=str(index), running=3, cache_usage=0.9) for index in range(2))
-    assert scaling.decide(FleetState(now=0.0, ready=ready)).num_replicas == 3
+    assert scaling.decide(FleetState(now=0.0, ready=ready)) == 3
 
 
 @pytest.mark.parametrize("name", ["reactive", "predictive", "queue-depth", "ongoing"])
@@ -218,9 +216,9 @@ def test_on_wish_none_stays_once_nothing_was_asked_for_a_while() -> None:
 
 def test_a_fleet_of_none_stays_none_and_starts_with_the_first_request() -> None:
     scaling = policy(min_replicas=0)
-    assert scaling.decide(FleetState(now=0.0)).num_replicas == 0
-    assert scaling.decide(FleetState(now=5000.0)).num_replicas == 0
-    assert scaling.decide(FleetState(now=5001.0, num_arrivals=1, num_held=1)).num_replicas == 1
+    assert scaling.decide(FleetState(now=0.0)) == 0
+    assert scaling.decide(FleetState(now=5000.0)) == 0
+    assert scaling.decide(FleetState(now=5001.0, num_arrivals=1, num_held=1)) == 1
 
 
 def test_fewer_only_after_they_were_enough_for_the_whole_time() -> None:
@@ -291,7 +289,6 @@ def test_the_clock_may_not_go_back() -> None:
         ({"startup_s": -1}, "startup_s is -1: it must be 0 or more"),
         ({"cool_down_s": math.inf}, "cool_down_s is inf"),
         ({"waiting_per_replica": 0}, "waiting_per_replica is 0: it must be at least 1"),
-        ({"queue_limit_s": {Priority.LOW: 0}}, "queue_limit_s of LOW is 0: it must be above 0"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(values: dict[str, object], says: str) -> None:

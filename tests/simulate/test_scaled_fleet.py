@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.long_runs import examples
 from support.simulate.simulation import make_trace, simulator
 from tidewheel.errors import InternalError
-from tidewheel.fleet.scaling import Decision, FleetState, ScalingSettings
+from tidewheel.fleet.scaling import FleetState, ScalingSettings
 from tidewheel.fleet.scaling_policies import make_scaling
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
@@ -33,10 +33,9 @@ class Script:
         self.numbers = list(numbers)
         self.states: list[FleetState] = []
 
-    def decide(self, state: FleetState) -> Decision:
+    def decide(self, state: FleetState) -> int:
         self.states.append(state)
-        number = self.numbers.pop(0) if len(self.numbers) > 1 else self.numbers[0]
-        return Decision(number, "as written")
+        return self.numbers.pop(0) if len(self.numbers) > 1 else self.numbers[0]
 
 
 def scripted(numbers: Sequence[int], *, startup_s: float = 0.3, **others: object) -> tuple[Simulator, Script]:

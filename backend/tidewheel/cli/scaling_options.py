@@ -14,7 +14,7 @@ from tidewheel.server.repository import parse_settings
 from tidewheel.settings import unknown_setting
 from tidewheel.workload.trace_files import read_trace
 
-_GIVEN = ("min_replicas", "max_replicas", "startup_s", "queue_limit_s")  # by options of their own, or not at all
+_GIVEN = ("min_replicas", "max_replicas", "startup_s")  # by options of their own
 SETTINGS = tuple(name for name in ScalingSettings.__dataclass_fields__ if name not in _GIVEN)
 
 

@@ -18,11 +18,9 @@ from tidewheel.server import repository
 APPLICATION, REPLICA, GATEWAY = "tidewheel", "replica", "gateway"  # names in Ray Serve
 MAX_REPLICAS = 1024
 DAY_S = 86_400
-# The cluster gives the bounds; limits by class are no numbers.
+# The cluster gives the bounds.
 _POLICY_SETTINGS = [
-    field.name
-    for field in fields(ScalingSettings)
-    if field.name not in ("min_replicas", "max_replicas", "queue_limit_s")
+    field.name for field in fields(ScalingSettings) if field.name not in ("min_replicas", "max_replicas")
 ]
 _RANGES = (
     ("replicas", 0, MAX_REPLICAS),

@@ -76,7 +76,7 @@ class RayScaling:
             num_arrivals=int(self._num_arrivals),
             num_held=int(context.total_queued_requests or 0),
         )
-        return self._policy.decide(state).num_replicas, {}
+        return self._policy.decide(state), {}
 
     def _report(self, replica: Any, figures: Mapping[str, Mapping[Any, Any]]) -> ReplicaReport:
         latest = {name: series[replica][-1] for name, series in figures.items() if series.get(replica)}

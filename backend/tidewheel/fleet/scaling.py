@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
@@ -17,7 +17,7 @@ MAX_REPLICAS = 10_000
 FAST_S, SLOW_S = 60.0, 1800.0  # time constants of the work's averages
 FIRM_REPORTS = 5  # of full replicas, until the capacity is trusted
 RISE_S, FALL_S = 60.0, 3600.0  # time constants of the capacity: a reached rate stays possible
-_QUEUE_LIMITS = {Priority.CRITICAL: 0.5, Priority.HIGH: 1.0, Priority.NORMAL: 2.0, Priority.LOW: 60.0}
+QUEUE_LIMITS_S = {Priority.CRITICAL: 0.5, Priority.HIGH: 1.0, Priority.NORMAL: 2.0, Priority.LOW: 60.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +57,9 @@ class FleetState:
         return self.num_waiting + self.num_running
 
 
-class Decision(NamedTuple):
-    num_replicas: int  # ready and starting
-    reason: str
-
-
 class ScalingPolicy(Protocol):
-    def decide(self, state: FleetState) -> Decision:
-        """Return the wanted number of replicas. Called repeatedly, with a rising clock."""
+    def decide(self, state: FleetState) -> int:
+        """Return the wanted number of ready and starting replicas. Called repeatedly, with a rising clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +79,11 @@ class ScalingSettings:
     cache_usage: float = 0.8
     max_num_seqs: int = 256
     replica_tokens_per_s: float = 0.0  # capacity; 0: learned from full replicas
-    queue_limit_s: Mapping[Priority, float] = field(default_factory=lambda: dict(_QUEUE_LIMITS))
 
     def __post_init__(self) -> None:
         for name, holds, rule in self._rules():
             if not holds:
                 raise ConfigError(f"{name} is {getattr(self, name):g}: it must be {rule}")
-        for service_class, limit in self.queue_limit_s.items():
-            if not limit > 0:
-                raise ConfigError(f"queue_limit_s of {service_class.name} is {limit:g}: it must be above 0")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         least = max(self.min_replicas, 1)
@@ -199,9 +190,8 @@ class WorkMeter:
 
 
 def is_full(settings: ScalingSettings, replica: ReplicaReport) -> bool:
-    return replica.waiting >= settings.waiting_per_replica or late_class(settings, replica) is not None
+    return replica.waiting >= settings.waiting_per_replica or is_late(replica)
 
 
-def late_class(settings: ScalingSettings, replica: ReplicaReport) -> Priority | None:
-    limits = settings.queue_limit_s
-    return min((name for name, age in replica.queue_s.items() if age > limits.get(name, math.inf)), default=None)
+def is_late(replica: ReplicaReport) -> bool:
+    return any(age > QUEUE_LIMITS_S[service_class] for service_class, age in replica.queue_s.items())

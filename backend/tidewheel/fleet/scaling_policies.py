@@ -8,15 +8,7 @@ from typing import NamedTuple
 
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
-from tidewheel.fleet.scaling import (
-    Decision,
-    FleetState,
-    FleetWork,
-    ScalingPolicy,
-    ScalingSettings,
-    WorkMeter,
-    late_class,
-)
+from tidewheel.fleet.scaling import FleetState, FleetWork, ScalingPolicy, ScalingSettings, WorkMeter, is_late
 
 _SLACK = 1e-9  # so that rounding asks for no replica
 _KEPT_QUEUE = 0.25  # share of `waiting_per_replica` that keeps all replicas
@@ -27,7 +19,6 @@ class ReplicaNeed(NamedTuple):
 
     least: int
     most: int
-    reason: str  # of `least`
 
 
 class ReactiveScaling:
@@ -38,7 +29,7 @@ class ReactiveScaling:
         self._meter = WorkMeter(settings)
         self._hysteresis = Hysteresis(settings)
 
-    def decide(self, state: FleetState) -> Decision:
+    def decide(self, state: FleetState) -> int:
         need = current_need(self._settings, state, self._meter.observe(state))
         return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
 
@@ -46,28 +37,21 @@ class ReactiveScaling:
 def current_need(settings: ScalingSettings, state: FleetState, work: FleetWork) -> ReplicaNeed:
     usage = sum(replica.cache_usage for replica in state.ready)
     kept_usage = settings.cache_usage * settings.release_utilisation / settings.utilisation
-    by_rows = f"{state.num_unfinished} unfinished requests, a replica runs {settings.max_num_seqs}"
     needs = [
         _queue_need(settings, state),
-        _need_of(settings, state.num_unfinished / settings.max_num_seqs, by_rows),
-        ReplicaNeed(_ceil(usage / settings.cache_usage), _ceil(usage / kept_usage), f"{usage:.2f} caches are in use"),
+        _need_of(settings, state.num_unfinished / settings.max_num_seqs),
+        ReplicaNeed(_ceil(usage / settings.cache_usage), _ceil(usage / kept_usage)),
     ]
     if work.replica_tokens_per_s:
-        by_work = work_need(settings, work.tokens_per_s, work.replica_tokens_per_s)
+        by_work = _need_of(settings, work.tokens_per_s / work.replica_tokens_per_s)
         if not work.is_firm:  # a rough capacity keeps replicas that a queue called for, and asks for no more
-            by_work = by_work._replace(least=0, most=min(by_work.most, state.num_replicas))
+            by_work = ReplicaNeed(0, min(by_work.most, state.num_replicas))
         needs.append(by_work)
-    least = max(needs, key=lambda need: need.least)
-    return ReplicaNeed(least.least, max(need.most for need in needs), least.reason)
+    return ReplicaNeed(max(need.least for need in needs), max(need.most for need in needs))
 
 
-def work_need(settings: ScalingSettings, tokens_per_s: float, replica_tokens_per_s: float) -> ReplicaNeed:
-    reason = f"{tokens_per_s:.0f} tokens/s are asked for, a replica computes {replica_tokens_per_s:.0f}"
-    return _need_of(settings, tokens_per_s / replica_tokens_per_s, reason)
-
-
-def _need_of(settings: ScalingSettings, num_full: float, reason: str) -> ReplicaNeed:
-    return ReplicaNeed(_ceil(num_full / settings.utilisation), _ceil(num_full / settings.release_utilisation), reason)
+def _need_of(settings: ScalingSettings, num_full: float) -> ReplicaNeed:
+    return ReplicaNeed(_ceil(num_full / settings.utilisation), _ceil(num_full / settings.release_utilisation))
 
 
 def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
@@ -75,15 +59,12 @@ def _queue_need(settings: ScalingSettings, state: FleetState) -> ReplicaNeed:
 
     All replicas stay while a quarter of that many requests wait.
     """
-    ready, waiting = len(state.ready), state.num_waiting
-    queues = waiting / settings.waiting_per_replica
-    wanted, reason = _ceil(queues), f"{waiting} requests wait"
-    late = min(filter(None, (late_class(settings, replica) for replica in state.ready)), default=None)
-    if late is not None:
-        wanted, reason = max(wanted, ready + 1), f"{late.name} waits beyond its limit, {waiting} requests in all"
+    ready = len(state.ready)
+    queues = state.num_waiting / settings.waiting_per_replica
+    wanted = max(_ceil(queues), ready + 1 if any(map(is_late, state.ready)) else 0)
     if wanted > ready:
-        return ReplicaNeed(min(wanted, max(2 * ready, 1)), state.num_replicas, reason)
-    return ReplicaNeed(0, state.num_replicas if queues > _KEPT_QUEUE * ready else 0, "no queue")
+        return ReplicaNeed(min(wanted, max(2 * ready, 1)), state.num_replicas)
+    return ReplicaNeed(0, state.num_replicas if queues > _KEPT_QUEUE * ready else 0)
 
 
 class Hysteresis:
@@ -96,7 +77,7 @@ class Hysteresis:
         self._num_arrivals = 0
         self._most = SlidingMaximum(settings.scale_down_after_s)
 
-    def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> Decision:
+    def settle(self, state: FleetState, need: ReplicaNeed, hold_s: float) -> int:
         """Return the decision: fewer replicas once they were enough for `hold_s`, at most `scale_down_after_s`."""
         settings, now = self._settings, state.now
         if self._target is None:
@@ -112,13 +93,10 @@ class Hysteresis:
         most = settings.clamp(max(self._most.add(now, max(need.least, need.most), hold_s), floor))
         is_calm = now - self._changed >= settings.cool_down_s and now - self._since >= hold_s
         if least > self._target:
-            target, reason = least, need.reason if need.least >= floor else "a request came"
+            self._target, self._changed = least, now
         elif most < self._target and is_calm:
-            target, reason = most, f"{most} were enough for {hold_s:g} s" if most else "no request came"
-        else:
-            return Decision(self._target, "enough")
-        self._target, self._changed = target, now
-        return Decision(target, reason)
+            self._target, self._changed = most, now
+        return self._target
 
 
 class SlidingMaximum:
@@ -158,27 +136,17 @@ class PredictiveScaling(ReactiveScaling):
         self.forecast = ArrivalForecast(forecast, lead=self._lead)
         self.forecast.learn(history)
 
-    def decide(self, state: FleetState) -> Decision:
+    def decide(self, state: FleetState) -> int:
         work = self._meter.observe(state)
         self.forecast.learn(self._buckets.add(state.now, state.num_arrivals))
         need = current_need(self._settings, state, work)
         if not (self.forecast.is_reliable and work.is_firm and work.tokens_per_request):
             return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
         arrivals = max(self.forecast.ahead(buckets) for buckets in range(1, self._lead + 1)) / self._bucket_s
-        ahead = work_need(self._settings, arrivals * work.tokens_per_request, work.replica_tokens_per_s)
-        ahead = ahead._replace(reason=f"{arrivals:.3g} requests/s are forecast")
-        least = max(ahead, need, key=lambda part: part.least)
-        both = ReplicaNeed(least.least, max(ahead.least, need.most), least.reason)
+        ahead = _need_of(self._settings, arrivals * work.tokens_per_request / work.replica_tokens_per_s).least
+        both = ReplicaNeed(max(ahead, need.least), max(ahead, need.most))
         hold_s = min(max(self._settings.startup_s, self._bucket_s), self._settings.scale_down_after_s)
         return self._hysteresis.settle(state, both, hold_s)
-
-
-class ConstantScaling:
-    def __init__(self, settings: ScalingSettings) -> None:
-        self._num_replicas = settings.max_replicas
-
-    def decide(self, state: FleetState) -> Decision:  # noqa: ARG002
-        return Decision(self._num_replicas, "constant")
 
 
 class QueueDepthScaling:
@@ -195,7 +163,7 @@ class QueueDepthScaling:
         self._target: int | None = None
         self._raised = self._lowered = -math.inf
 
-    def decide(self, state: FleetState) -> Decision:
+    def decide(self, state: FleetState) -> int:
         settings = self._settings
         usage = sum(replica.cache_usage for replica in state.ready)
         wanted = math.ceil(max(state.num_waiting / settings.waiting_per_replica, usage / settings.cache_usage))
@@ -206,7 +174,7 @@ class QueueDepthScaling:
         elif most < target and state.now - max(self._raised, self._lowered) >= self.DOWN_EVERY_S:
             target, self._lowered = target - 1, state.now
         self._target = target
-        return Decision(target, f"{state.num_waiting} requests wait, {usage:.2f} caches are in use")
+        return target
 
 
 class OngoingRequestScaling:
@@ -216,10 +184,9 @@ class OngoingRequestScaling:
         self._settings = settings
         self._hysteresis = Hysteresis(settings)
 
-    def decide(self, state: FleetState) -> Decision:
+    def decide(self, state: FleetState) -> int:
         wanted = math.ceil(state.num_unfinished / self._settings.ongoing_per_replica)
-        need = ReplicaNeed(wanted, wanted, f"{state.num_unfinished} unfinished requests")
-        return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
+        return self._hysteresis.settle(state, ReplicaNeed(wanted, wanted), self._settings.scale_down_after_s)
 
 
 SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = MappingProxyType(
@@ -228,7 +195,6 @@ SCALING_POLICIES: Mapping[str, Callable[[ScalingSettings], ScalingPolicy]] = Map
         "predictive": PredictiveScaling,
         "queue-depth": QueueDepthScaling,
         "ongoing": OngoingRequestScaling,
-        "constant": ConstantScaling,
     }
 )
 

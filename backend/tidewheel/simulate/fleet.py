@@ -101,7 +101,7 @@ class SimulatedFleet:
         )
 
     def _scale(self, plan: ScalingPlan, now: float, state: FleetState) -> None:
-        wanted = plan.policy.decide(state).num_replicas
+        wanted = plan.policy.decide(state)
         for _ in range(wanted - state.num_replicas):
             self._starting.append((now + plan.startup_s, self._add(now)))
         for _ in range(state.num_replicas - wanted):

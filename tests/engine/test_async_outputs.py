@@ -20,7 +20,17 @@ from support.scheduler.scheduling import make_request
 from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
-from tidewheel.engine.messages import PROTOCOL, AddRequest, Cancel, Deltas, Hello, Ping, encoder, from_engine_decoder
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    WHOLE_REQUEST,
+    AddRequest,
+    Cancel,
+    Deltas,
+    Hello,
+    Ping,
+    encoder,
+    from_engine_decoder,
+)
 from tidewheel.engine.server import EngineServer
 from tidewheel.llm import GenerationResult
 from tidewheel.simulate.replay import Recording, replay, scheduler_of
@@ -151,14 +161,14 @@ def any_script(seed: int, num_requests: int = 24) -> list[AddRequest | Cancel]:
         stop_ids = tuple(chance.sample(range(VOCAB_SIZE), 4))
         script.append(request(key, *prompt, max_tokens=chance.randint(1, 40), stop_token_ids=stop_ids))
         if chance.random() < 0.3:
-            script.append(Cancel([chance.randint(0, key)]))
+            script.append(Cancel([(chance.randint(0, key), WHOLE_REQUEST)]))
     return script
 
 
 def check(recorder: Recorder, script: list[AddRequest | Cancel]) -> None:
     """One end each, with the tokens of a request that is alone; a prefix of them for those that were cancelled."""
     requests = [message for message in script if isinstance(message, AddRequest)]
-    cancelled = {key for message in script if isinstance(message, Cancel) for key in message.keys}
+    cancelled = {key for message in script if isinstance(message, Cancel) for key, _ in message.sequences}
     assert set(recorder.num_endings.values()) == {1}
     for message in requests:
         prompt = memoryview(message.prompt).cast("i").tolist()
@@ -212,8 +222,9 @@ def test_what_a_process_answers_is_the_same(connect: Callable[..., Client], is_o
     script = any_script(7)
     for message in script:
         if isinstance(message, Cancel):
-            client.recorder.wait_started(*message.keys)
-            client.cancel(message.keys)
+            ((key, _),) = message.sequences
+            client.recorder.wait_started(key)
+            client.cancel(key)
         else:
             client.add(message)
     client.recorder.wait_ended(*(message.key for message in script if isinstance(message, AddRequest)))

@@ -18,6 +18,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.messages import (
     PROTOCOL,
+    WHOLE_REQUEST,
     Cancel,
     Deltas,
     Drain,
@@ -172,7 +173,7 @@ def test_requests_that_wait_for_a_grammar(loop: Callable[..., Loop]) -> None:
     it.peer.send(encoder.encode(request(2, 5, grammar="a", **ends)))
     it.peer.send(encoder.encode(request(3, 5, grammar="a", deadline_ns=1, **ends)))
     it.peer.send(encoder.encode(request(4, 5, grammar="wrong", **ends)))
-    it.peer.send(encoder.encode(Cancel([2])))
+    it.peer.send(encoder.encode(Cancel([(2, WHOLE_REQUEST)])))
     it.peer.send(encoder.encode(Drain()))
     it.peer.send(encoder.encode(request(5, 5, grammar="a", **ends)))
     it.turns(2)

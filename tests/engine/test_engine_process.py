@@ -117,9 +117,10 @@ def test_a_cancelled_request_ends_once(connect: Connect) -> None:
     client = connect()
     client.add(endless(1))
     client.recorder.wait_started(1)
-    client.cancel([1])
+    client.cancel(1)
     client.recorder.wait_ended(1)
-    client.cancel([1, 99])
+    client.cancel(1)
+    client.cancel(99)
     client.add(request(2, 1))
     client.recorder.wait_ended(2)
     assert client.recorder.endings == {1: "cancelled", 2: "length"}
@@ -461,7 +462,7 @@ def test_held_requests_are_bounded_in_number_and_time(folder: Path) -> None:
         client.add(request(key, 1))
     with pytest.raises(Busy, match="3 requests wait"):
         client.add(request(3, 1))
-    client.cancel([0])
+    client.cancel(0)
     client.close()
     assert client.recorder.endings == {0: "TW-DRAINING", 1: "TW-DRAINING", 2: "TW-DRAINING"}
 

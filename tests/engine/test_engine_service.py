@@ -17,7 +17,7 @@ from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
 from tidewheel.engine.folder import new_target
-from tidewheel.engine.messages import CloseSession, Delta
+from tidewheel.engine.messages import Delta
 from tidewheel.grammar import Grammar
 from tidewheel.runner.grammar_compiler import to_source
 
@@ -45,12 +45,12 @@ def test_one_sequence_is_cancelled(connect: Connect) -> None:
     client = connect()
     client.add(endless(1, n=3))
     client.recorder.wait_started(1, (1, 1), (1, 2))
-    client.cancel_sequence(1, 1)
+    client.cancel(1, 1)
     client.recorder.wait_ended((1, 1))
     assert client.recorder.endings == {(1, 1): "cancelled"}
-    client.cancel_sequence(1, 1)  # once more, and one that never was
-    client.cancel_sequence(1, 9)
-    client.cancel([1])
+    client.cancel(1, 1)  # once more, and one that never was
+    client.cancel(1, 9)
+    client.cancel(1)
     client.recorder.wait_ended(1, (1, 2))
     assert set(client.recorder.endings.values()) == {"cancelled"}
     assert set(client.recorder.num_endings.values()) == {1}
@@ -60,7 +60,7 @@ def test_cancelled_before_all_sequences_started(connect: Connect) -> None:
     client = connect(config=EngineConfig(model="ok", max_num_seqs=1))
     client.add(endless(1, n=4))
     client.recorder.wait_started(1)
-    client.cancel([1])
+    client.cancel(1)
     client.recorder.wait_ended(1, (1, 1), (1, 2), (1, 3))
     client.add(request(2, 5))
     client.recorder.wait_ended(2)
@@ -86,7 +86,7 @@ def test_all_sequences_wait_or_none(connect: Connect) -> None:
     client.recorder.wait_ended(3)
     assert client.recorder.errors[3].startswith("waiting set is full")
     client.add(request(4, 5))
-    client.cancel([1])
+    client.cancel(1)
     client.recorder.wait_ended(2, (2, 1), 4)
 
 
@@ -120,7 +120,7 @@ def test_a_full_waiting_set_is_told_from_other_refusals(connect: Connect) -> Non
     client.add(request(5, 5))
     client.recorder.wait_ended(5)
     assert [delta.key for delta in full] == [5]
-    client.cancel([3])
+    client.cancel(3)
     client.recorder.wait_ended(4)
 
 
@@ -179,7 +179,7 @@ def test_a_better_class_takes_the_place_of_a_lower_one(connect: Connect) -> None
     client.recorder.wait_ended(3)  # the newest of the lowest class
     assert client.recorder.endings[3] == "TW-BUSY"
     assert "took the place" in client.recorder.errors[3]
-    client.cancel([1])
+    client.cancel(1)
     client.recorder.wait_ended(4, 2)
     assert client.recorder.num_endings[3] == 1
 
@@ -203,7 +203,7 @@ def test_a_deadline_in_the_queue(connect: Connect) -> None:
     for key in (2, 3):
         assert client.recorder.endings[key] == "TW-DEADLINE"
         assert client.recorder.tokens[key] == []
-    client.cancel([1])
+    client.cancel(1)
     client.recorder.wait_ended(1)
 
 
@@ -213,9 +213,8 @@ def test_a_session_is_closed_once(connect: Connect) -> None:
     client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 1, "the session")
     client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "length"
-    client.add(CloseSession(2, "other", "s"))
-    client.add(CloseSession(3, "acme", "s"))
-    client.add(CloseSession(4, "acme", "s"))
+    for key, tenant in ((2, "other"), (3, "acme"), (4, "acme")):
+        client.add(request(key, session_id="s", tenant=tenant, close_session=True))
     client.recorder.wait_ended(2, 3, 4)
     assert [client.recorder.endings[key] for key in (2, 3, 4)] == ["TW-NOT-FOUND", "stop", "TW-NOT-FOUND"]
     client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 0, "no session")
@@ -233,7 +232,7 @@ def test_requests_with_grammars_wait_for_them_alone(connect: Connect, tmp_path: 
     client.add(request(3, 5, grammar=to_source(Grammar.regex("a+")), grammar_name="guided_regex", n=2, **ends))
     client.add(request(4, 5, grammar="wrong", grammar_name="guided_regex", **ends))
     client.add(request(5, 5, 6, 7))
-    client.cancel([2])
+    client.cancel(2)
     client.recorder.wait_ended(1, 2, 3, (3, 1), 4, 5)
     endings = client.recorder.endings
     assert (endings[1], endings[2], endings[3], endings[4], endings[5]) == (

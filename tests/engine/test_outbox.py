@@ -65,7 +65,8 @@ def test_what_is_not_taken_stays(outbox: Outbox) -> None:
 
 def test_cancelled_before_it_was_sent(outbox: Outbox) -> None:
     outbox.put(1, b"one")
-    outbox.put_cancel([1, 7])
+    for key in (1, 7):
+        outbox.put_cancel(key)
     assert outbox.take_cancelled() == [1]
     wire = Wire()
     outbox.flush(wire.send)
@@ -78,12 +79,13 @@ def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
     outbox.take_cancelled()
     outbox.flush(Wire().send)
     outbox.ended([Delta(2, [], "stop")])
-    outbox.put_cancel([1, 2])
+    for key in (1, 2):
+        outbox.put_cancel(key)
     assert outbox.take_cancelled() == []
     outbox.flush(Wire(room=0).send)
     wire = Wire()
     outbox.flush(wire.send)
-    assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([1])]
+    assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([(1, WHOLE_REQUEST)])]
 
 
 def test_a_request_is_in_flight_until_its_last_sequence_has_ended(outbox: Outbox) -> None:
@@ -100,11 +102,12 @@ def test_one_sequence_is_cancelled(outbox: Outbox) -> None:
     outbox.put(1, b"one", 2)
     outbox.take_cancelled()
     outbox.flush(Wire().send)
-    outbox.put_cancel([], [(1, 1), (7, 0)])
+    outbox.put_cancel(1, 1)
+    outbox.put_cancel(7, 0)
     assert outbox.take_cancelled() == []
     wire = Wire()
     outbox.flush(wire.send)
-    assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([], [(1, 1)])]
+    assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([(1, 1)])]
 
 
 def test_a_key_that_was_refused_can_be_sent_again(outbox: Outbox) -> None:
@@ -159,7 +162,7 @@ def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
     with pytest.raises(Draining) as second:
         outbox.put(4, b"")
     assert first.value is not second.value
-    outbox.put_cancel([1])
+    outbox.put_cancel(1)
     assert outbox.take_cancelled() == []
 
 

@@ -124,7 +124,7 @@ def test_a_change_takes_effect_while_requests_run(load: Load) -> None:
         first.add(request(key, 5, tenant="poor"))
     first.recorder.wait_ended(2, 3)
     assert [first.recorder.endings[key] for key in (2, 3)] == ["length", "TW-BUSY"]
-    first.cancel([1])
+    first.cancel(1)
     first.recorder.wait_ended(1)
     assert first.recorder.endings[1] == "cancelled"
 
@@ -168,7 +168,7 @@ def test_another_engine_stands_beside_the_first_while_that_has_front_ends(load: 
     assert second.info.pid != first.info.pid and first.status.is_alive
     target = find_engine(model_dir)
     assert target is not None and target.config.block_size == 32
-    first.cancel([1])
+    first.cancel(1)
     first.recorder.wait_ended(1)
     assert first.recorder.endings[1] == "cancelled"
 

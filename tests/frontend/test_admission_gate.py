@@ -214,8 +214,8 @@ def test_cancelled_while_the_engine_takes_it_leaves_its_place(tmp_path: Path) ->
         sink.wait_end()
         add(message)
 
-    def note(keys: Any) -> None:
-        cancel(keys)
+    def note(key: int) -> None:
+        cancel(key)
         cancelled.set()
 
     harness.engine.add, harness.engine.cancel = slow, note  # type: ignore[method-assign]

@@ -11,9 +11,10 @@ import pytest
 
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, stats
-from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
+from tidewheel.engine.messages import WHOLE_REQUEST, ErrorInfo, Room
 from tidewheel.errors import EngineDead
 from tidewheel.frontend import output
+from tidewheel.request_options import RequestOptions
 
 EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the request could start")
 
@@ -230,7 +231,7 @@ def close_session(harness: FrontendHarness, **asked: object) -> RecordingSink:
 def test_a_session_is_closed_without_a_prompt(harness: FrontendHarness, text: str | bytes | None) -> None:
     sink = close_session(harness, text=text)
     (message,) = harness.engine.closed
-    assert message == CloseSession(message.key, "acme", "s")
+    assert message.options == RequestOptions(tenant="acme", session_id="s", close_session=True)
     harness.deliver(message.key, [], "stop", index=WHOLE_REQUEST)
     sink.wait_end()
     assert [(chunk.text, chunk.finish_reason) for chunk in sink.chunks] == [("", "stop")]

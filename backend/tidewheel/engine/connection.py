@@ -50,7 +50,7 @@ class Outbox:
         self._is_signalled = False  # `wake_fd` is to be read
         self._held: dict[int, _HeldRequest] = {}
         self._in_flight: dict[int, int] = {}  # unfinished sequences by key
-        self._cancelled = messages.Cancel([])  # in flight, not yet sent
+        self._cancelled: list[tuple[int, int]] = []  # (key, index) in flight, not yet sent
         self._cancelled_held: list[int] = []
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
@@ -65,14 +65,12 @@ class Outbox:
             self._held[key] = _HeldRequest(payload, num_sequences, time.monotonic() + self._hold_s)
             self.wake()
 
-    def put_cancel(self, keys: list[int], sequences: Sequence[tuple[int, int]] = ()) -> None:
+    def put_cancel(self, key: int, index: int = messages.WHOLE_REQUEST) -> None:
         with self._lock:
-            for key in keys:
-                if self._held.pop(key, None) is not None:
-                    self._cancelled_held.append(key)
-                elif key in self._in_flight:
-                    self._cancelled.keys.append(key)
-            self._cancelled.sequences.extend(pair for pair in sequences if pair[0] in self._in_flight)
+            if index == messages.WHOLE_REQUEST and self._held.pop(key, None) is not None:
+                self._cancelled_held.append(key)
+            elif key in self._in_flight:
+                self._cancelled.append((key, index))
             self.wake()
 
     def wake(self) -> None:
@@ -103,8 +101,8 @@ class Outbox:
                 del self._held[key]
                 self._in_flight[key] = held.num_sequences
         with self._lock:
-            if (self._cancelled.keys or self._cancelled.sequences) and send(messages.encoder.encode(self._cancelled)):
-                self._cancelled = messages.Cancel([])
+            if self._cancelled and send(messages.encoder.encode(messages.Cancel(self._cancelled))):
+                self._cancelled = []
 
     def ended(self, deltas: Iterable[messages.Delta]) -> None:
         for delta in deltas:
@@ -118,7 +116,7 @@ class Outbox:
         with self._lock:
             lost = list(self._in_flight)
             self._in_flight.clear()
-            self._cancelled = messages.Cancel([])
+            self._cancelled = []
             return lost
 
     def lose_expired(self) -> list[int]:

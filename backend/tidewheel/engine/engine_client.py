@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -136,21 +136,17 @@ class EngineClient:
             return DRAINING
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
-    def add(self, message: messages.AddRequest | messages.CloseSession) -> None:
+    def add(self, message: messages.AddRequest) -> None:
         """Send a request. Raise `Busy`, `EngineDead`, `Draining` or `InternalError`."""
-        num_sequences = message.options.n if isinstance(message, messages.AddRequest) else 1
-        self._outbox.put(message.key, messages.encoder.encode(message), num_sequences)
+        self._outbox.put(message.key, messages.encoder.encode(message), message.options.n)
 
     def count_refused(self, tenant: str, count: int) -> None:
         with self._refused_lock:
             known = tenant in self._refused or len(self._refused) < MAX_REFUSED_TENANTS
             self._refused[tenant if known else ""] += count
 
-    def cancel(self, keys: Iterable[int]) -> None:
-        self._outbox.put_cancel(list(keys))
-
-    def cancel_sequence(self, key: int, index: int) -> None:
-        self._outbox.put_cancel([], [(key, index)])
+    def cancel(self, key: int, index: int = messages.WHOLE_REQUEST) -> None:
+        self._outbox.put_cancel(key, index)
 
     def close(self) -> None:
         """End requests in flight with `on_lost`. Repeatable."""

@@ -22,10 +22,10 @@ from tidewheel.settings import MIB
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 10
+PROTOCOL = 11
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
-WHOLE_REQUEST = -1  # index of a delta that ends all sequences
+WHOLE_REQUEST = -1  # index of all sequences
 MAX_LISTED = 1000
 MAX_REQUEST_ID_CHARS = 128  # longer ones are cut
 
@@ -53,7 +53,9 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams  # without `stop`, `bad_words`, `logit_bias` and `grammar`
     stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    options: RequestOptions = RequestOptions()
+    options: RequestOptions = (
+        RequestOptions()
+    )  # `close_session`: a delta of finish_reason "stop", or an error, answers
     arrival_ns: int = 0  # monotonic clock
     deadline_ns: int = 0  # 0: none
     soft_deadline_ns: int = 0
@@ -67,16 +69,7 @@ class AddRequest(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    keys: list[int]
-    sequences: list[tuple[int, int]] = []  # (key, index): siblings continue
-
-
-class CloseSession(Message, frozen=True):
-    """Order to end a session, answered by one delta with finish_reason "stop" or an error."""
-
-    key: Key
-    tenant: str
-    session_id: str
+    sequences: list[tuple[int, int]]  # (key, index or `WHOLE_REQUEST`)
 
 
 class Ping(Message, frozen=True):
@@ -106,7 +99,7 @@ class CancelRequest(Message, frozen=True):
     number: Key
 
 
-ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye | ListRequests | CancelRequest
+ToEngine = Hello | AddRequest | Cancel | Ping | Drain | Goodbye | ListRequests | CancelRequest
 
 
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):

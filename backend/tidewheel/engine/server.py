@@ -187,8 +187,6 @@ class EngineServer:
         match message:
             case messages.AddRequest():
                 self._add(front_end, message)
-            case messages.CloseSession():
-                self._close_session(front_end, message)
             case messages.Cancel():
                 self._cancel(front_end, message)
             case messages.Ping():
@@ -258,9 +256,13 @@ class EngineServer:
     def _add(self, front_end: FrontEnd, message: messages.AddRequest) -> None:
         front_end.received.append(message.key)
         with self._refusing(front_end, message.key):
-            self._check_draining()
+            if self._is_draining:
+                raise Draining("the server is shutting down")
             grammar = self._grammars.find(message.grammar) if message.grammar else None
-            if message.grammar and grammar is None:
+            if message.options.close_session:
+                self._scheduler.close_session(message.options.tenant, message.options.session_id)
+                self._front_ends.end(front_end, message.key, FinishReason.STOP)
+            elif message.grammar and grammar is None:
                 self._grammars.add(front_end, message)
             else:
                 self._add_compiled(front_end, message, grammar)
@@ -294,24 +296,13 @@ class EngineServer:
             self._front_ends.end(front_end, key, FinishReason.ERROR, error)
 
     def _cancel(self, front_end: FrontEnd, message: messages.Cancel) -> None:
-        ids = front_end.request_ids
-        for key in message.keys:
-            if self._grammars.cancel(front_end, key):
+        for key, index in message.sequences:
+            is_whole = index == messages.WHOLE_REQUEST
+            if is_whole and self._grammars.cancel(front_end, key):
                 self._front_ends.end(front_end, key, FinishReason.CANCELLED)
-        leaving = [request_id for key in message.keys for request_id in reversed(ids.get(key, {}).values())]
-        leaving += [ids[key][index] for key, index in message.sequences if index in ids.get(key, {})]
-        for request_id in leaving:
-            self._core.cancel(request_id)
-
-    def _close_session(self, front_end: FrontEnd, message: messages.CloseSession) -> None:
-        with self._refusing(front_end, message.key):
-            self._check_draining()
-            self._scheduler.close_session(message.tenant, message.session_id)
-            self._front_ends.end(front_end, message.key, FinishReason.STOP)
-
-    def _check_draining(self) -> None:
-        if self._is_draining:
-            raise Draining("the server is shutting down")
+            for number, request_id in reversed(list(front_end.request_ids.get(key, {}).items())):
+                if is_whole or number == index:
+                    self._core.cancel(request_id)
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
         log.warning("malformed message of %d bytes: %s", len(payload), error)
@@ -324,7 +315,7 @@ class EngineServer:
 def _readable_key(payload: bytes) -> int | None:
     try:
         match msgspec.msgpack.decode(payload):
-            case ["AddRequest" | "CloseSession", int(key), *_] if not isinstance(key, bool):
+            case ["AddRequest", int(key), *_] if not isinstance(key, bool):
                 return key
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass

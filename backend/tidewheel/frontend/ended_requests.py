@@ -14,7 +14,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from tidewheel.engine.messages import AddRequest
 from tidewheel.errors import Cancelled, ConfigError, TidewheelError
 from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.output import Response
@@ -99,7 +98,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
             prompt_tokens=0 if outputs is None else outputs.num_input_tokens,
             cached_tokens=stats[0].num_cached_tokens if stats else None,
             output_tokens=0 if outputs is None else sum(outputs.num_output_tokens),
-            sequences=message.options.n if isinstance(message, AddRequest) else 1,
+            sequences=1 if message is None else message.options.n,
             responses=request.num_responses,
             preemptions=sum(one.num_preemptions for one in stats) if stats else None,
             deadline_ms=milliseconds(request.arrival_ns, urgency.deadline_ns),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
-from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
+from tidewheel.engine.messages import Delta, EngineInfo, Room
 from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.ended_requests import EndedRequest, Stages
@@ -147,17 +147,17 @@ class Frontend:
         if message is None or request.is_over:
             return
         try:
-            if isinstance(message, AddRequest):
+            if not message.options.close_session:
                 self._gate.claim(message)
             self._engine.add(message)
         except TidewheelError as error:
-            if isinstance(error, WaitingSetFull) and isinstance(message, AddRequest):
+            if isinstance(error, WaitingSetFull):
                 self._engine.count_refused(message.options.tenant, message.options.n)
             self._end(request, Ending(error=error))
         else:
             if request.mark_sent():
                 return
-            self._engine.cancel([request.key])
+            self._engine.cancel(request.key)
         self._gate.forget(request.key)
 
     def _send_held(self) -> None:
@@ -235,7 +235,7 @@ class Frontend:
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
         message = request.prepared.message
-        if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
+        if delta.error is None or not delta.error.is_waiting_set_full or message is None:
             return False
         if not self._gate.hold(message):
             return False
@@ -259,7 +259,7 @@ class Frontend:
 
     def _end(self, request: LiveRequest, ending: Ending, *, is_at_engine: bool = True) -> None:
         if request.end(ending) and is_at_engine:
-            self._engine.cancel([request.key])
+            self._engine.cancel(request.key)
         if request.claim_turn():
             self._senders.put(request)
 
@@ -284,7 +284,7 @@ class Frontend:
             if outputs.is_over:
                 return outputs.take()
             for index in stopped:
-                self._engine.cancel_sequence(request.key, index)
+                self._engine.cancel(request.key, index)
         if ending is None:
             return outputs.take() if outputs is not None and request.asked.stream and outputs.has_tokens else None
         if ending.error is not None:
@@ -337,7 +337,7 @@ class Frontend:
 
     def _forget(self, request: LiveRequest) -> None:
         if request.mark_answered():
-            self._engine.cancel([request.key])
+            self._engine.cancel(request.key)
         with self._lock:
             self._live.pop(request.key, None)
         self._columns.close(request.key)

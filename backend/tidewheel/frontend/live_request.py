@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array
-from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta
+from tidewheel.engine.messages import WHOLE_REQUEST, Delta
 from tidewheel.errors import DeadlineExceeded, TidewheelError, require
 from tidewheel.frontend.output import Response
 from tidewheel.frontend.request_parameters import GenerateRequest, Urgency
@@ -93,7 +93,7 @@ class LiveRequest:
         """Set the engine message. Without streaming and stop strings, output is sent only at the end."""
         with self._lock:
             self.prepared = prepared
-            if isinstance(prepared.message, AddRequest):
+            if prepared.message is not None:
                 self._num_open = prepared.message.options.n
             self.wants_chunks = self.asked.stream or prepared.has_stop_strings
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidewheel.batch import Int32Array
-from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, CloseSession, EngineInfo
+from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
 from tidewheel.engine.requests import CheckedRequest, check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import parse_conversation
@@ -32,9 +32,9 @@ MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
 
 
 class PreparedRequest(NamedTuple):
-    message: AddRequest | CloseSession | None = None  # None: the engine is not asked
+    message: AddRequest | None = None  # None: the engine is not asked
     outputs: Outputs | None = None  # None: nothing is generated
-    checked: CheckedRequest | None = None  # of an `AddRequest`
+    checked: CheckedRequest | None = None
     has_stop_strings: bool = False
     answer: str = ""  # where nothing is generated
 
@@ -277,4 +277,4 @@ def _check_answer(sampling: SamplingParams, n: int) -> None:
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> PreparedRequest:
     if request.text or request.messages is not None or request.input_ids is not None:
         raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
-    return PreparedRequest(CloseSession(key, options.tenant, options.session_id))
+    return PreparedRequest(AddRequest(key, b"", SamplingParams(), options=options))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
-from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
+from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, EngineInfo
 from tidewheel.errors import TidewheelError
 from tidewheel.frontend.output import OutputChunk, Response, is_last
 
@@ -45,7 +45,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.added: dict[int, AddRequest] = {}
-        self.closed: list[CloseSession] = []
+        self.closed: list[AddRequest] = []
         self.num_added = 0  # the same request again included
         self.cancelled: list[int] = []
         self.cancelled_sequences: list[tuple[int, int]] = []
@@ -53,11 +53,11 @@ class FakeEngine:
         self.refused: Counter[str] = Counter()
         self._changed = threading.Condition()
 
-    def add(self, message: AddRequest | CloseSession) -> None:
+    def add(self, message: AddRequest) -> None:
         with self._changed:
             if self.refusal is not None:
                 raise self.refusal
-            if isinstance(message, CloseSession):
+            if message.options.close_session:
                 self.closed.append(message)
             else:
                 self.added[message.key] = message
@@ -69,14 +69,12 @@ class FakeEngine:
             self.refused[tenant] += count
             self._changed.notify_all()
 
-    def cancel(self, keys: Iterable[int]) -> None:
+    def cancel(self, key: int, index: int = WHOLE_REQUEST) -> None:
         with self._changed:
-            self.cancelled += keys
-            self._changed.notify_all()
-
-    def cancel_sequence(self, key: int, index: int) -> None:
-        with self._changed:
-            self.cancelled_sequences.append((key, index))
+            if index == WHOLE_REQUEST:
+                self.cancelled.append(key)
+            else:
+                self.cancelled_sequences.append((key, index))
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool]) -> None:

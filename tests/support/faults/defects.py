@@ -146,9 +146,9 @@ def lost_final(fail: Function, sink: Any, error: Exception) -> None:
 
 
 @planted("tidewheel.engine.connection", "Outbox.put_cancel")
-def dropped_cancel(put: Function, outbox: Any, keys: list[int], sequences: Any = None) -> None:
+def dropped_cancel(put: Function, outbox: Any, key: int, index: int) -> None:
     """Tell the engine of no cancel."""
-    del put, outbox, keys, sequences
+    del put, outbox, key, index
 
 
 @planted("tidewheel.engine.connection", "Outbox.lose_in_flight")

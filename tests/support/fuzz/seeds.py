@@ -15,7 +15,6 @@ from tidewheel.engine.messages import (
     PROTOCOL,
     Cancel,
     CancelRequest,
-    CloseSession,
     Drain,
     Hello,
     ListRequests,
@@ -170,7 +169,8 @@ SEEDS: dict[str, Sequence[bytes]] = {
         _messages(
             request(1, 5, 6, 7, n=2, tenant="a", session_id="", cache_salt="x", deadline_ns=1 << 62),
             request(2, 5, 6, session_id="s", session_ttl_s=5.0, stop_token_ids=(3,), bad_words_ids=((1, 2),)),
-            Ping({"a": 3}), Ping({"a": 3}), Cancel([1], [(1, 1)]), CloseSession(4, "", "s"),
+            Ping({"a": 3}), Ping({"a": 3}), Cancel([(1, -1), (1, 1)]),
+            request(4, session_id="s", close_session=True),
             Hello(PROTOCOL, "again", "", {"model": "m", "max_num_seqs": 4, "debug_invariants": True}, 1),
         ),
         _messages(request(1, 5), Drain(), request(2, 5)),

@@ -161,8 +161,9 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
 
 
 def test_embeddings_need_hidden_states() -> None:
+    info = msgspec.structs.replace(INFO, is_native=False)
     with pytest.raises(Unsupported, match="embeddings of A are not offered"):
-        convert(pooling="mean")
+        check_request(add_request(7, prompt_bytes(1), SamplingParams(), pooling="mean"), info)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.request import Request
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.step_graphs import StepModel
 from tidewheel.sampling import SamplingParams
 from tidewheel_kernels.choice import Choices, Op
 from tidewheel_kernels.invariant_linear import triton_kernels as products
@@ -60,7 +61,7 @@ def runner(device: str, exact_rows: None, tmp_path: Path, monkeypatch: pytest.Mo
             **settings,
         )
     )
-    for layer in runner._model._linears:
+    for layer in runner._steps.model._linears:
         layer.weight.mul_(8)
     return runner
 
@@ -71,7 +72,7 @@ class Ledger:
     def __init__(self, runner: ModelRunner) -> None:
         self.bits: dict[bytes, bytes] = {}
         self.num_repeated = self.num_padded = 0
-        self._forward, self._rows = runner._forward, runner._rows
+        self._forward, self._rows = runner._steps.forward, runner._rows
 
     def forward(self, inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
         logits = self._forward(inputs, bounds)
@@ -105,9 +106,9 @@ def requests(prefix: str = "") -> list[Request]:
     ]
 
 
-def test_logits_and_tokens_do_not_depend_on_the_batch(runner: ModelRunner) -> None:
+def test_logits_and_tokens_do_not_depend_on_the_batch(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(runner)
-    runner._forward = ledger.forward
+    monkeypatch.setattr(StepModel, "forward", lambda _, *step: ledger.forward(*step))
     alone = [StepLoop(runner, prefix_caching=False).run([one])[0] for one in requests()]
     assert len(ledger.bits) == 3 * NUM_TOKENS and not ledger.num_repeated
     together = StepLoop(runner, num_blocks=3, token_budget=7)

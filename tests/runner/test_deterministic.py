@@ -53,7 +53,7 @@ def test_every_product_and_attention_keeps_rows_apart(
     expected = StepLoop(ModelRunner.load(config)).run(workload(KINDS["greedy"], 6))
     monkeypatch.setattr(loading, "check_deterministic", lambda *_: None)
     runner = ModelRunner.load(dataclasses.replace(config, deterministic=True))
-    linears = runner._model._linears
+    linears = runner._steps.model._linears
     assert {type(layer) for layer in linears} == {InvariantLinear} and len(linears) == 4 * 2 + 1
     calls = []
     invariant = _INVARIANT.implementation("reference")
@@ -86,6 +86,6 @@ def test_logits_have_one_dtype(config: EngineConfig, monkeypatch: pytest.MonkeyP
     for deterministic in (False, True):
         settings = {"dtype": "float16", "deterministic": deterministic}
         runner = ModelRunner.load(dataclasses.replace(config, **settings))
-        states = torch.zeros(1, runner._model.shape.hidden_size, dtype=torch.float16)
-        found.append(runner._model.logits(states, states, torch.tensor([0])).dtype)
+        states = torch.zeros(1, runner._steps.model.shape.hidden_size, dtype=torch.float16)
+        found.append(runner._steps.model.logits(states, states, torch.tensor([0])).dtype)
     assert found == [torch.float16, torch.float32]

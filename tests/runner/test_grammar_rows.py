@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from support.runner.step_loop import request
 from tidewheel.grammar import Grammar, RowGrammar, TokenGrammar
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
-from tidewheel.runner.warm_up import UnconstrainedMatcher
 from tidewheel.sampling import SamplingParams
 
 LETTERS = "abcdefghijklmno"  # token ids 0 to 14
@@ -165,8 +165,8 @@ def test_only_allowed_tokens_of_a_grammar_follow(compiler: GrammarCompiler) -> N
     assert "[TW-INPUT] no token could follow 1 tokens of output" in str(blocked.error)
 
 
-class Tiring(UnconstrainedMatcher):
-    """Gives up after some tokens."""
+class Tiring:
+    """Matcher, and pool of matchers, that allow every token, and give up after some."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_left = num_tokens
@@ -180,6 +180,9 @@ class Tiring(UnconstrainedMatcher):
     def consume_token_par(self, tokens: list[tuple[Any, int]], /) -> None:
         for matcher, _ in tokens:
             matcher._num_left -= 1
+
+    def unsafe_compute_mask_ptr(self, _rows: object, address: int, row_bytes: int, num_rows: int, /) -> None:
+        ctypes.memset(address, 0xFF, row_bytes * num_rows)
 
     def is_error(self) -> bool:
         return self._num_left <= 0

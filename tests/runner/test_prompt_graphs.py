@@ -118,7 +118,7 @@ def test_progress_and_memory_are_told(plain: ModelRunner) -> None:
     assert len(taken.prompts) == 2
     assert taken.prompts[0] > taken.prompts[1] > 0
     assert taken.total == runner._accelerator.pools[-1].num_bytes
-    assert len(graphs_of(runner)) == 3 * 2 + (plain._model.shape.num_layers + 1) * 2
+    assert len(graphs_of(runner)) == 3 * 2 + (plain._steps.model.shape.num_layers + 1) * 2
 
 
 def test_scored_prompts_are_computed_as_without_graphs(

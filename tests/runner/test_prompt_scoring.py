@@ -17,7 +17,7 @@ from support.models import tiny_models
 from support.runner.look_up_engine import LOGITS, VOCABULARY, LookUp
 from support.runner.step_loop import StepLoop, request
 from tidewheel.config import EngineConfig
-from tidewheel.models.decoder import Decoder
+from tidewheel.models import architectures
 from tidewheel.runner import sampler
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
@@ -47,7 +47,7 @@ def scored_rows() -> Iterator[list[int]]:
 def test_slices_have_the_values_of_the_whole(count: int) -> None:
     tokens = torch.randint(VOCABULARY, (2, count), generator=torch.Generator().manual_seed(count))
     none = np.zeros(0, dtype=np.int64)
-    scoring = PromptScoring(none, none, np.array([2, 3], dtype=np.int32), none, none, none, none)
+    scoring = PromptScoring(none, none, np.array([2, 3], dtype=np.int32), none)
     with scored_rows() as seen:
         found = score_prompts(torch.eye(VOCABULARY)[tokens[0]], LookUp().logits_of, tokens[1], scoring)
     assert seen == [SCORED_AT_ONCE] * (count // 512) + [count % 512] * (count % 512 > 0)
@@ -91,15 +91,17 @@ def test_a_step_makes_no_logits_of_more_positions_at_once(
     assert [entry.logprob for entry in sliced] == pytest.approx([entry.logprob for entry in whole], abs=1e-4)
 
 
-def test_a_model_without_hidden_states_scores_as_one_with_them(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+def test_a_model_through_transformers_scores_as_a_native_one(
+    runner: ModelRunner, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models through transformers give logits alone, of all positions at once: slices are copied from these."""
+    """Its states are logits, of all positions at once: slices are copied from these."""
     expected = scores(runner, 30)
     monkeypatch.setattr(sampler, "SCORED_AT_ONCE", ROWS)
-    monkeypatch.delattr(Decoder, "forward_with_hidden")
+    monkeypatch.setattr(architectures, "NATIVE", {})
+    other = ModelRunner.load(config)
+    assert not other.info.is_native
     with scored_rows() as seen:
-        found = scores(runner, 30)
+        found = scores(other, 30)
     assert max(seen) == ROWS
     assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
 

@@ -63,7 +63,7 @@ def test_together_with_a_cache_of_8_bits_and_graphs(checkpoint: Path) -> None:
     assert all(len(tokens) > 3 for tokens in StepLoop(plain).run(workload(KINDS["greedy"], 6)))
     narrow = ModelRunner.load(dataclasses.replace(config, kv_cache_dtype="fp8_e4m3"))
     assert all(len(tokens) > 3 for tokens in StepLoop(narrow).run(workload(KINDS["greedy"], 6)))
-    graphed = with_model(plain, plain._model)
+    graphed = with_model(plain, plain._steps.model)
     assert all(len(tokens) > 3 for tokens in graphed_tokens(graphed, workload(KINDS["greedy"], 6)))
 
 

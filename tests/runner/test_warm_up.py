@@ -163,7 +163,7 @@ def serve(loop_runner: ModelRunner, *, seeds: Sequence[int], **settings: Any) ->
 def test_no_request_makes_a_kernel_compile(name: str) -> None:
     with recorded() as keys:
         served = runner(name)
-        warm_up(served, no_progress)
+        warm_up(served.info, served.run, no_progress)
         warmed = keys.all
         serve(served, seeds=(1,), max_inflight_steps=2)
         serve(served, seeds=(2,), preemption_mode="swap")
@@ -177,7 +177,7 @@ def test_no_request_makes_a_kernel_compile(name: str) -> None:
 def test_no_request_of_a_long_run_makes_a_kernel_compile(name: str, architecture: int) -> None:
     with recorded(architecture) as keys:
         served = runner(name)
-        warm_up(served, no_progress)
+        warm_up(served.info, served.run, no_progress)
         warmed = keys.all
         serve(served, seeds=range(10, 14), max_inflight_steps=2)
         serve(
@@ -223,7 +223,7 @@ def test_an_argument_that_changes_and_is_specialised_on_is_found() -> None:
     assert parameter.do_not_specialize
     with mock.patch.object(parameter, "do_not_specialize", False), recorded() as keys:
         served = runner("llama-8b")
-        warm_up(served, no_progress)
+        warm_up(served.info, served.run, no_progress)
         warmed = keys.all
         serve(served, seeds=(1,))
     assert any("prefill" in key for key in keys.all - warmed)
@@ -259,7 +259,7 @@ class Full:
 def test_too_little_memory_beside_the_cache_is_said() -> None:
     full = Full(_info(ModelShape(2, 2, 64, 384, 96, 112), 4, 100, 66))
     with pytest.raises(ConfigError) as caught:
-        warm_up(full, no_progress)
+        warm_up(full.info, full.run, no_progress)
     assert full.steps[0] == 64, "the largest step comes first"
     assert str(caught.value) == (
         f"the GPU has no room for a step of {full.steps[1]} tokens beside weights and cache: lower "
@@ -288,6 +288,7 @@ def test_a_load_warms_up_once_the_cache_is_there(monkeypatch: pytest.MonkeyPatch
 def test_progress_goes_to_its_end() -> None:
     seen: list[float] = []
     with recorded():
-        warm_up(runner("one row"), lambda stage, fraction: seen.append(fraction))
+        served = runner("one row")
+        warm_up(served.info, served.run, lambda stage, fraction: seen.append(fraction))
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (0.0, 1.0)

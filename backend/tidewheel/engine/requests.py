@@ -94,7 +94,7 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     _check_allowed(message, info)
     _check_grammar(message)
     _check_logprobs(message, info, len(prompt))
-    if message.pooling and not info.can_embed:
+    if message.pooling and not info.is_native:
         raise Unsupported(f"embeddings of {info.architecture} are not offered: only native decoders have them")
     if message.options.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -61,13 +61,11 @@ class CausalLM(Protocol):
     def forward(self, step: ForwardInput) -> torch.Tensor:
         """Return logits [S, vocab_size] in the model's dtype or float32."""
 
+    def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits as `forward` does, and states [P, …] of the tokens `indices` [P] int64, for `logits_of`.
 
-@runtime_checkable
-class EmbeddingLM(CausalLM, Protocol):
-    def forward_with_hidden(
-        self, step: ForwardInput, hidden_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits as `forward` does, and normed states [P, hidden_size] of `hidden_indices` [P] int64."""
+        States of a native model are normed hidden states [P, hidden_size].
+        """
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor: ...
 

@@ -254,15 +254,13 @@ class Decoder:
     def forward(self, step: ForwardInput) -> torch.Tensor:
         return self.logits(*self._run_layers(step), step.logit_indices)
 
-    def forward_with_hidden(
-        self, step: ForwardInput, hidden_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self._run_layers(step)
-        chosen, pooled = (
-            self._normed(x.index_select(0, indices), residual.index_select(0, indices))
-            for indices in (step.logit_indices, hidden_indices)
+        sampled, states = (
+            self._normed(x.index_select(0, chosen), residual.index_select(0, chosen))
+            for chosen in (step.logit_indices, indices)
         )
-        return self.logits_of(chosen), pooled
+        return self.logits_of(sampled), states
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return token embeddings [T, hidden_size], the first layer's `x`; its residual is None."""

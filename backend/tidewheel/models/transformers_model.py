@@ -222,6 +222,15 @@ class TransformersModel:
             ).logits
         return logits.squeeze(0)
 
+    def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits as `forward` does, and logits of `indices` [P] int64 in place of states."""
+        both = self.forward(step._replace(logit_indices=torch.cat((step.logit_indices, indices))))
+        logits, states = both.tensor_split([len(step.logit_indices)])
+        return logits, states
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
 
 def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
     name = architecture(fields)

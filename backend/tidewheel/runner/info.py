@@ -28,5 +28,4 @@ class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
     swap_seconds_per_block: float | None = None  # one way; None: no host tier
     graph_bytes: int = 0
     device_bytes: int = 0  # GPU memory; 0: a CPU
-    can_embed: bool = False
     stage_seconds: dict[str, float] = {}

@@ -12,7 +12,7 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, ModelSource, Progress
+from tidewheel.models.causal_lm import DTYPES, CausalLM, ModelSource, Progress
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import load_model
 from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
@@ -108,7 +108,6 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=layout.block_size,
         weights_bytes=loaded.model.weights_bytes,
-        can_embed=isinstance(loaded.model, EmbeddingLM),
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
     )
     return RunnerParts(loaded.model, layout, info, device, stages, compile_log, claim)

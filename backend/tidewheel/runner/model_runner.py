@@ -10,13 +10,15 @@ import torch
 from tidewheel.batch import Launch, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, EmbeddingLM, ForwardInput, Progress, no_progress
+from tidewheel.models.causal_lm import DTYPES, CausalLM, Progress, no_progress
+from tidewheel.models.model_folder import one_line
+from tidewheel.models.trial_prompt import TOLERANCE, relative_difference
 from tidewheel.runner.accelerator import CudaAccelerator, accelerator_of
-from tidewheel.runner.graph_trial import objection_to_graphs, trial_size
+from tidewheel.runner.graph_trial import GraphTrial
 from tidewheel.runner.host_memory import MemoryClaim
 from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, HostInputs, RowTable, StepInputs
+from tidewheel.runner.inputs import ForwardBounds, HostInputs, RowTable, StepInputs
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerCache, RunnerParts, allocate_cache, graph_sizes, load_parts
 from tidewheel.runner.profiling import (
@@ -31,9 +33,8 @@ from tidewheel.runner.profiling import (
 from tidewheel.runner.sampler import PendingStep, SamplerOutput, pool_states, sample_tokens, score_prompts
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.staging import DeviceArrays, Group, Groups, InputSender, StagingSender, share_memory
-from tidewheel.runner.step_graphs import DecodeGraph, Forward, GraphBytes, GraphSizes, StepGraphs
+from tidewheel.runner.step_graphs import DecodeGraph, GraphBytes, GraphSizes, StepGraphs, StepModel
 from tidewheel.runner.warm_up import demanding_batch, warm_up
-from tidewheel_kernels import LogprobsOutput
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ NUM_TRIAL_GRAPHS = 3
 BYTES_PER_TOKEN = 24
 BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
-
-
-_LogitsAndMore = tuple[torch.Tensor, LogprobsOutput | None, torch.Tensor | None]
 
 
 class ModelRunner:
@@ -73,8 +71,7 @@ class ModelRunner:
         if accelerator is not None:
             num_bytes = BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs
             self._sender = StagingSender(accelerator, num_bytes + SPARE_BYTES)
-        self._model = model
-        self._forward = _forward(model, self._rows, cache.kv)
+        self._steps = StepModel(model, self._rows, cache.kv.layers)
         self._graphs: StepGraphs | None = None
         self._claim: MemoryClaim | None = None  # ends with the runner
 
@@ -90,7 +87,7 @@ class ModelRunner:
         report("profile", 1.0)
         runner = cls(parts.model, cache, info, parts.device, accelerator)
         if accelerator is not None:
-            warm_up(runner, report)
+            warm_up(info, runner.run, report)
         graph_bytes = runner.capture(sizes, report).total
         seconds = parts.stages.seconds()
         if parts.compile_log is not None:
@@ -103,16 +100,33 @@ class ModelRunner:
 
     @classmethod
     def _tried(cls, parts: RunnerParts, accelerator: CudaAccelerator, sizes: GraphSizes) -> GraphSizes:
-        layout, size = parts.layout, trial_size(parts.info)
-        cache = RunnerCache(KVTensors(layout, size.num_rows * size.num_blocks(layout.block_size), parts.device), None)
-        objection = objection_to_graphs(cls(parts.model, cache, parts.info, parts.device, accelerator))
-        if objection is not None:
-            logger.info("CUDA graphs: none, transformers' %s: %s", parts.info.architecture, objection)
+        trial, name = GraphTrial.of(parts.info), parts.info.architecture
+        objection = f"max_model_len is {parts.info.max_model_len}, too short for a trial"
+        if trial is not None:
+            cache = RunnerCache(KVTensors(parts.layout, trial.num_blocks, parts.device), None)
+            objection = cls(parts.model, cache, parts.info, parts.device, accelerator)._objection_to_graphs(trial)
+        if objection:
+            logger.info("CUDA graphs: none, transformers' %s: %s", name, objection)
             return GraphSizes()
-        logger.info(
-            "CUDA graphs: of decodes, as transformers' %s computed the same in a trial", parts.info.architecture
-        )
+        logger.info("CUDA graphs: of decodes, as transformers' %s computed the same in a trial", name)
         return sizes
+
+    def _objection_to_graphs(self, trial: GraphTrial) -> str:
+        """Return why the model must run without graphs, or an empty text."""
+        try:
+            for prompt in trial.prompts:
+                self.run(prompt)
+            self.decode_without_waiting(trial.decodes[0])
+            self.capture(GraphSizes([len(trial.prompts)]), no_progress)
+            differences = [relative_difference(*self.logits_of_both(decode)) for decode in trial.decodes]
+        except (torch.OutOfMemoryError, ConfigError):
+            raise
+        except Exception as error:  # layers may raise anything
+            return f"no graph can hold a step: {one_line(error)}"
+        limit = TOLERANCE[DTYPES[self.info.dtype]]
+        if all(difference <= limit for difference in differences):  # NaN fails too
+            return ""
+        return f"a replay changes its logits by {max(differences):.2g}, at most {limit} is right"
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> StepMemory:
@@ -137,10 +151,8 @@ class ModelRunner:
     def capture(self, sizes: GraphSizes, progress: Progress) -> GraphBytes:
         if not sizes.decodes or self._accelerator is None:
             return GraphBytes()
-        self._graphs = StepGraphs(
-            self._accelerator.graph_pool(), self._model, self._forward, self._rows, self.kv.layers, self._sender,
-            self.info.max_model_len,
-        )  # fmt: skip
+        pool = self._accelerator.graph_pool()
+        self._graphs = StepGraphs(pool, self._steps, self._sender, self.info.max_model_len)
         try:
             with torch.inference_mode():
                 return self._graphs.capture(sizes, progress)
@@ -203,7 +215,7 @@ class ModelRunner:
     def _eager_forward(self, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
         changes, host = self._rows.update(batch), self._rows.host_inputs(batch)
         inputs = StepInputs(*self._send(batch, host, {}, changes)["inputs"])
-        return partial(self._forward, inputs, ForwardBounds.exact(batch, host))
+        return partial(self._steps.forward, inputs, ForwardBounds.exact(batch, host))
 
     def _computed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
@@ -215,7 +227,7 @@ class ModelRunner:
         bounds = ForwardBounds.exact(batch, host)
         inputs = StepInputs(*sent["inputs"])
         if graph is None:
-            logits = self._forward(inputs, bounds)
+            logits = self._steps.forward(inputs, bounds)
         else:
             logits = graph.logits(self._rows.metadata(inputs, bounds), batch.num_tokens, inputs.logit_indices)
         sampled = self._sampled(logits, plan, sent, inputs.store_indices)
@@ -224,44 +236,20 @@ class ModelRunner:
     def _computed_with_prompts(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group
     ) -> SamplerOutput:
-        compute = self._from_states
-        if not isinstance(self._model, EmbeddingLM):
-            assert plan.scoring is not None, "the front end refuses embeddings of such models"
-            compute, host = self._from_logits, host._replace(logit_indices=plan.scoring.with_sampled)
         sent = self._send(batch, host, plan.groups(), changes)
-        inputs = StepInputs(*sent["inputs"])
-        logits, of_prompts, pooled = compute(inputs, ForwardBounds.exact(batch, host), sent, plan)
-        sampled = self._sampled(logits, plan, sent, inputs.store_indices)
-        return sampled._replace(prompt_logprobs=of_prompts, pooled=pooled)
-
-    def _from_states(
-        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, plan: SamplingPlan
-    ) -> _LogitsAndMore:
-        model, rows = self._model, self._rows
-        assert isinstance(model, EmbeddingLM)
-        scored, pooled = sent["prompt"][:1], sent["pooling"]
-        step = _forward_input(model, rows, self.kv, inputs, bounds)
-        logits, states = model.forward_with_hidden(step, torch.cat((*scored, *pooled[:1])))
+        inputs, model = StepInputs(*sent["inputs"]), self._steps.model
+        scored, pooled = sent["prompt"], sent["pooling"]
+        step = self._steps.input(inputs, ForwardBounds.exact(batch, host))
+        logits, states = model.forward_with_states(step, torch.cat((*scored, *pooled[:1])))
         of_prompts = sums = None
         if plan.scoring is not None:
             before, states = states.tensor_split([len(scored[0])])
-            of_prompts = score_prompts(before, model.logits_of, self._tokens_after(scored[0], inputs), plan.scoring)
+            tokens = self._rows.tokens_at(inputs.token_indices.index_select(0, scored[0]) + 1)
+            of_prompts = score_prompts(before, model.logits_of, tokens, plan.scoring)
         if plan.pooling is not None:
             sums = pool_states(states, pooled[1], plan.pooling)
-        return logits, of_prompts, sums
-
-    def _from_logits(
-        self, inputs: DeviceInputs, bounds: ForwardBounds, sent: DeviceArrays, plan: SamplingPlan
-    ) -> _LogitsAndMore:
-        assert plan.scoring is not None
-        scored, sampled_rows, scored_rows = sent["prompt"]
-        logits = self._forward(inputs, bounds)
-        of_rows = partial(logits.index_select, 0)
-        of_prompts = score_prompts(scored_rows, of_rows, self._tokens_after(scored, inputs), plan.scoring)
-        return of_rows(sampled_rows), of_prompts, None
-
-    def _tokens_after(self, tokens: torch.Tensor, inputs: DeviceInputs) -> torch.Tensor:
-        return self._rows.tokens_at(inputs.token_indices.index_select(0, tokens) + 1)
+        sampled = self._sampled(logits, plan, sent, inputs.store_indices)
+        return sampled._replace(prompt_logprobs=of_prompts, pooled=sums)
 
     def _replayed(
         self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph
@@ -290,19 +278,3 @@ class ModelRunner:
         assert sampled.token_ids is not None
         self._rows.store(store_indices, sampled.token_ids)
         return sampled
-
-
-def _forward(model: CausalLM, rows: RowTable, kv: KVTensors) -> Forward:
-    """Return the forward pass without a reference to its runner, so trial graphs are freed with theirs."""
-
-    def run(inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
-        return model.forward(_forward_input(model, rows, kv, inputs, bounds))
-
-    return run
-
-
-def _forward_input(
-    model: CausalLM, rows: RowTable, kv: KVTensors, inputs: DeviceInputs, bounds: ForwardBounds
-) -> ForwardInput:
-    token_ids = rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size)
-    return ForwardInput(token_ids, inputs.positions, rows.metadata(inputs, bounds), kv.layers, inputs.logit_indices)

@@ -120,9 +120,6 @@ class PromptScoring(NamedTuple):
     counts: Int32Array  # [R] positions from the chunk's start
     num_top: Int32Array  # [R]
     scored: Int64Array  # [P] tokens of the step
-    with_sampled: Int64Array  # [S + P] ascending
-    sampled_rows: Int64Array  # [S] indices into `with_sampled`
-    scored_rows: Int64Array  # [P] indices into `with_sampled`
 
 
 class PoolingPlan(NamedTuple):
@@ -171,7 +168,7 @@ class SamplingPlan:
             "penalties": self.penalties,
             "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
             "mask_rows": None if self.masks is None else (self.masks.rows,),
-            "prompt": None if scoring is None else (scoring.scored, scoring.sampled_rows, scoring.scored_rows),
+            "prompt": None if scoring is None else (scoring.scored,),
             "pooling": None if pooling is None else (pooling.hidden_indices, pooling.owners),
         }
 
@@ -257,11 +254,11 @@ class SamplingTable:
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
             masks=self.grammars.start(rows, positions) if self.grammars.states else None,
-            scoring=self._scoring(batch, host.logit_indices) if self._with_more else None,
+            scoring=self._scoring(batch) if self._with_more else None,
             pooling=self._pooling(batch) if self._with_more else None,
         )
 
-    def _scoring(self, batch: ScheduledBatch, sampled: Int64Array) -> PromptScoring | None:
+    def _scoring(self, batch: ScheduledBatch) -> PromptScoring | None:
         num_top = self._num_prompt_logprobs[batch.rows]
         num_left = self._num_prompt_tokens[batch.rows] - 1 - batch.start_positions
         counts = np.minimum(batch.num_scheduled_tokens, num_left)
@@ -271,16 +268,7 @@ class SamplingTable:
         ends = np.cumsum(batch.num_scheduled_tokens, dtype=np.int64)
         starts = ends - batch.num_scheduled_tokens
         scored = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in chosen.tolist()])
-        indices = np.sort(np.concatenate((scored, sampled)))
-        return PromptScoring(
-            chosen,
-            counts[chosen],
-            num_top[chosen],
-            scored,
-            indices,
-            np.searchsorted(indices, sampled),
-            np.searchsorted(indices, scored),
-        )
+        return PromptScoring(chosen, counts[chosen], num_top[chosen], scored)
 
     def _pooling(self, batch: ScheduledBatch) -> PoolingPlan | None:
         of_all = self._pools_all[batch.rows]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +18,14 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.causal_lm import AttentionInput, CausalLM, KVLayer, Progress, TokenLocations
+from tidewheel.models.causal_lm import (
+    AttentionInput,
+    CausalLM,
+    ForwardInput,
+    KVLayer,
+    Progress,
+    TokenLocations,
+)
 from tidewheel.models.decoder import Decoder, DecoderLayer
 from tidewheel.runner.accelerator import CapturedGraph, CudaGraphPool
 from tidewheel.runner.inputs import DeviceInputs, ForwardBounds, RowTable, StepInputs
@@ -35,7 +42,21 @@ MOST_TOKENS = 2048  # beyond, device time hides launches
 FINE_STEP, FINE_TOKENS = 16, 128
 STEP = 64  # matrix products compute tiles of about 64 rows
 
-Forward = Callable[[DeviceInputs, ForwardBounds], torch.Tensor]  # logits
+
+class StepModel(NamedTuple):
+    """Model with the tables and the cache that a step reads."""
+
+    model: CausalLM
+    rows: RowTable
+    kv_layers: Sequence[KVLayer]
+
+    def input(self, inputs: DeviceInputs, bounds: ForwardBounds) -> ForwardInput:
+        token_ids = self.rows.known_tokens_at(inputs.token_indices, self.model.shape.vocab_size)
+        meta = self.rows.metadata(inputs, bounds)
+        return ForwardInput(token_ids, inputs.positions, meta, self.kv_layers, inputs.logit_indices)
+
+    def forward(self, inputs: DeviceInputs, bounds: ForwardBounds) -> torch.Tensor:
+        return self.model.forward(self.input(inputs, bounds))
 
 
 class GraphSizes(NamedTuple):
@@ -109,24 +130,12 @@ class PromptGraph(NamedTuple):
 
 
 class StepGraphs:
-    def __init__(
-        self,
-        pool: CudaGraphPool,
-        model: CausalLM,
-        forward: Forward,
-        rows: RowTable,
-        kv_layers: Sequence[KVLayer],
-        sender: InputSender,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, pool: CudaGraphPool, steps: StepModel, sender: InputSender, max_model_len: int) -> None:
         self._pool = pool
-        self._model = model
-        self._forward = forward
-        self._rows = rows
-        self._kv_layers = kv_layers
+        self._steps = steps
         self._sender = sender
         self._max_model_len = max_model_len
-        keys = kv_layers[0].keys
+        keys = steps.kv_layers[0].keys
         self._num_kv_heads, self._num_sms = keys.shape[2], multiprocessors(keys.device)
         self._decodes: list[DecodeGraph] = []  # ascending
         self._unsplit: dict[int, DecodeGraph] = {}
@@ -165,14 +174,15 @@ class StepGraphs:
         return self._prompts[index] if index < len(self._prompts) else None
 
     def _add_decodes(self, size: int, *, may_split: bool = True) -> None:
-        sent = self._sender({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
+        rows = self._steps.rows
+        sent = self._sender({"inputs": rows.padding(size), "draw": greedy_columns(size)})
         inputs, draw = StepInputs(*sent["inputs"]), sent["draw"]
         bounds = ForwardBounds(1, self._max_model_len, num_decodes=size, may_split=may_split)
-        forward = self._pool.capture(lambda: self._forward(inputs, bounds))
+        forward = self._pool.capture(lambda: self._steps.forward(inputs, bounds))
 
         def sample(any_sampled: bool) -> torch.Tensor:
             token_ids = draw_tokens(forward.output, draw, (any_sampled,) * 4)
-            self._rows.store(inputs.store_indices, token_ids)
+            rows.store(inputs.store_indices, token_ids)
             return token_ids
 
         captured = forward, *(self._pool.capture(partial(sample, any_sampled)) for any_sampled in (False, True))
@@ -184,13 +194,13 @@ class StepGraphs:
             self._unsplit[size] = decode
 
     def _add_prompts(self, size: int) -> None:
-        pool, model, kv_layers = self._pool, self._model, self._kv_layers
+        pool, (model, rows, kv_layers) = self._pool, self._steps
         assert isinstance(model, Decoder)
-        inputs = StepInputs(*self._sender({"inputs": self._rows.padding(0, size)})["inputs"])
+        inputs = StepInputs(*self._sender({"inputs": rows.padding(0, size)})["inputs"])
         places = TokenLocations(inputs.positions, inputs.slot_mapping)
 
         def begin() -> AttentionInput:
-            x = model.embed(self._rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
+            x = model.embed(rows.known_tokens_at(inputs.token_indices, model.shape.vocab_size))
             return model.layers[0].begin(x, None, places, kv_layers[0])
 
         def go_on(

@@ -6,17 +6,15 @@ multiples of 16. The steps vary decoding rows, context and chunk lengths, and sa
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
+from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
 from tidewheel.errors import ConfigError
-from tidewheel.grammar import RowGrammar, TokenGrammar
 from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize, largest_step
@@ -26,37 +24,11 @@ STAGE = "kernels"
 GROWTH = 4
 
 
-class BatchRunner(Protocol):
-    info: RunnerInfo
-
-    def run(self, batch: ScheduledBatch) -> SampledTokens: ...
-
-
-class UnconstrainedMatcher:
-    """Grammar matcher, and pool of matchers, that allow every token."""
-
-    def deep_copy(self) -> UnconstrainedMatcher:
-        return self
-
-    def consume_tokens(self, token_ids: list[int]) -> None: ...
-
-    def consume_token_par(self, tokens: list[tuple[UnconstrainedMatcher, int]], /) -> None: ...
-
-    def unsafe_compute_mask_ptr(
-        self, _rows: list[tuple[UnconstrainedMatcher, int]], address: int, row_bytes: int, num_rows: int, /
-    ) -> None:
-        ctypes.memset(address, 0xFF, row_bytes * num_rows)
-
-    def is_error(self) -> bool:
-        return False
-
-
 class WarmUpRow(NamedTuple):
     context: int
     num_tokens: int
     sampling: SamplingParams
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    grammar: RowGrammar | None = None
 
 
 Settings = dict[str, Any]  # arguments of `SamplingParams`
@@ -73,13 +45,13 @@ FILTERS: tuple[Settings, ...] = ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05})
 CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty": 1.1}, {"logprobs": 1})
 
 
-def warm_up(runner: BatchRunner, progress: Progress) -> None:
+def warm_up(info: RunnerInfo, run: Callable[[ScheduledBatch], object], progress: Progress) -> None:
     """Run all synthetic steps. Raise `ConfigError` if the cache leaves too little memory."""
-    batches = list(warm_up_batches(runner.info))
+    batches = list(warm_up_batches(info))
     try:
         for done, batch in enumerate(batches):
             progress(STAGE, done / len(batches))
-            runner.run(batch)
+            run(batch)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the GPU has no room for a step of {batch.num_tokens} tokens beside weights and cache: lower "
@@ -90,7 +62,7 @@ def warm_up(runner: BatchRunner, progress: Progress) -> None:
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
     yield demanding_batch(largest_step(info), info.block_size)
-    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled(info)]
+    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
     for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(1 + len(steps), info)
@@ -119,14 +91,13 @@ def _mixed(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
         yield [WarmUpRow(1, 1, GREEDY), WarmUpRow(info.max_model_len - count, count, GREEDY)]
 
 
-def _sampled(info: RunnerInfo) -> Iterator[list[WarmUpRow]]:
+def _sampled() -> Iterator[list[WarmUpRow]]:
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [WarmUpRow(0, 1, SamplingParams(**way, **changes))]
     yield [WarmUpRow(0, 1, GREEDY, bad_words_ids=((0, 1),))]
-    allow: Any = UnconstrainedMatcher()
-    grammar = TokenGrammar(allow, allow, end_bit=0, num_words=info.vocab_size // 32 + 1)
-    yield [WarmUpRow(0, 1, GREEDY, grammar=RowGrammar(grammar, ()))]
+    # Grammars mask by the same kernel.
+    yield [WarmUpRow(0, 1, SamplingParams(**GREEDILY, allowed_token_ids=(0,)))]
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:
@@ -190,7 +161,7 @@ def sampling_batch(
 def _new_row(index: int, row: WarmUpRow) -> NewRow:
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # stale context tokens do
     num_tokens = row.context + row.num_tokens
-    return NewRow(index, "", token_ids, num_tokens, row.sampling, index, (), row.bad_words_ids, grammar=row.grammar)
+    return NewRow(index, "", token_ids, num_tokens, row.sampling, index, (), row.bad_words_ids)
 
 
 def _ids(block_id: int) -> Int32Array:

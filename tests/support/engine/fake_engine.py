@@ -25,7 +25,7 @@ def make_info(folder: Path, *, vocab_size: int, max_model_len: int = 256, num_bl
         pid=1, model=str(folder), architecture="LlamaForCausalLM", device="cpu", dtype="float32",
         vocab_size=vocab_size, max_model_len=max_model_len, max_num_seqs=8, max_num_batched_tokens=64, block_size=16,
         num_blocks=num_blocks, weights_bytes=1, activation_bytes=1, kv_cache_bytes=1, enable_prefix_caching=True,
-        load_seconds=0.1, can_embed=True,
+        load_seconds=0.1,
     )  # fmt: skip
 
 

@@ -46,10 +46,8 @@ class LookUp:
             raise torch.OutOfMemoryError
         return LOGITS[step.token_ids[step.logit_indices].long()]
 
-    def forward_with_hidden(
-        self, step: ForwardInput, hidden_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.forward(step), HIDDEN[step.token_ids[hidden_indices].long()]
+    def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.forward(step), HIDDEN[step.token_ids[indices].long()]
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         return states @ LOGITS

@@ -137,7 +137,7 @@ def test_every_figure_of_a_tenant_is_published() -> None:
 def test_figures_of_tenants_go_on_where_another_front_end_stopped() -> None:
     owner, other = EngineMetrics(make_info(), LABELS), EngineMetrics(make_info(), LABELS)
     owner.publish(EngineStats(tenants=TENANTS))
-    other.follow(EngineStats(tenants=TENANTS))
+    other.publish(EngineStats(tenants=TENANTS), is_ours=False)
     other.publish(EngineStats(tenants=TENANTS | {"other": TenantFigures(num_requests=4)}))
     assert value("tidewheel_tenant_requests_total", tenant="acme", **LABELS) == 9
     assert value("tidewheel_tenant_requests_total", tenant="other", **LABELS) == 4
@@ -174,7 +174,7 @@ def test_who_takes_over_goes_on_where_the_other_stopped() -> None:
     other.publish(STATS)
     MetricFamily.values.clear()
     owner.publish(STATS)
-    other.follow(STATS)
+    other.publish(STATS, is_ours=False)
     other.publish(STATS)
     assert value("vllm:prefix_cache_queries_total") == 60
     assert value("vllm:num_requests_running") == 3

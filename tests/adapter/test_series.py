@@ -49,7 +49,7 @@ def test_counters_of_two_front_ends_add_up() -> None:
 def test_a_follower_goes_on_where_the_publisher_stopped() -> None:
     publisher, follower = counter(), counter()
     publisher.advance({"": 10})
-    follower.follow({"": 10})
+    follower.advance({"": 10}, is_ours=False)
     follower.advance({"": 12})
     assert value("c") == 12
 
@@ -60,7 +60,7 @@ def test_gauge_sends_changes() -> None:
         gauge.advance({"": number})
     assert value("g") == 2
     assert MetricFamily.num_calls == 2
-    gauge.follow({"": 0})
+    gauge.advance({"": 0}, is_ours=False)
     gauge.advance({"": 2})
     assert MetricFamily.num_calls == 3
 
@@ -175,7 +175,7 @@ def test_a_restart_without_a_value_yet() -> None:
 
 def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
     series = HistogramSeries(HISTOGRAM, (1.0,), LABELS)
-    series.follow(observed((1.0,), 1, 5))
+    series.advance(observed((1.0,), 1, 5), is_ours=False)
     series.advance(observed((1.0,), 1, 5, 7))
     assert (value("h_count"), value("h_sum")) == (1, 7)
 

@@ -103,10 +103,8 @@ class EngineFrontend:
                 {"": float(self.client.readiness.is_ready)}, is_ours=is_owner and not self.is_leaving
             )
             stats = self.frontend.engine_stats
-            if stats is not None and is_owner:
-                is_behind = engine.publish(stats, has_time=has_time) or is_behind
-            elif stats is not None:
-                engine.follow(stats)
+            if stats is not None:
+                is_behind = engine.publish(stats, is_ours=is_owner, has_time=has_time) or is_behind
             return is_behind and has_time
 
         return MetricsPublisher(publish)

@@ -34,7 +34,6 @@ MAX_WAITING = 1024  # values of a histogram, for later flushes
 MAX_RESTING = 1 << 16  # more, for a time without live requests
 CLASSES = tuple(priority.name.lower() for priority in Priority)
 _ROUNDING = 1e-6  # of sums of shares
-_NO_BLOCKS = {"max": 0, "used": 0, "tokens_per": 0}
 _LABEL_VALUES: Mapping[str, Sequence[str]] = {
     metrics.FINISHED.name: [reason for reason in FinishReason if reason != "error"],
     metrics.REJECTED.name: sorted(REJECTION_TAGS),
@@ -60,30 +59,19 @@ class NumberSeries:
             self._open(value)
 
     def advance(self, numbers: Mapping[str, float], *, is_ours: bool = True) -> None:
-        """Publish the numbers, or skip what another front end publishes."""
-        if not is_ours:
-            self.follow(numbers)
-            return
+        """Publish the numbers, or count totals as published by another front end."""
         self._num_advances += 1
         is_renewal = self._num_advances % RENEWAL == 0
         for value, number in numbers.items():
             series, last = self._open(value), self._last.get(value)
             if not self._is_gauge:
                 growth = number if last is None or number < last else number - last
-                if growth > 0:
+                if is_ours and growth > 0:
                     series.increment(growth)
-            elif number != last or is_renewal:
+            elif is_ours and (number != last or is_renewal):
                 series.set(number)
-            self._last[value] = number
-
-    def follow(self, numbers: Mapping[str, float]) -> None:
-        """Count totals as published: another front end publishes them. A gauge's next value is sent anyway."""
-        for value, number in numbers.items():
-            self._open(value)
-            if self._is_gauge:
-                self._last.pop(value, None)
-            else:
-                self._last[value] = number
+            # A gauge of another front end is sent when it becomes ours.
+            self._last[value] = number if is_ours or not self._is_gauge else math.nan
 
     def _open(self, value: str) -> Any:
         if value not in self._series:
@@ -104,8 +92,11 @@ class HistogramSeries:
         self._seen = Histogram(tuple(bounds))
         self._waiting, self._resting = (np.zeros((2, len(self._seen.counts))) for _ in range(2))  # counts, sums
 
-    def advance(self, now: Histogram, *, has_time: bool = False) -> bool:
-        """Send a share of the new values. Return whether values are left. `has_time`: no request is live."""
+    def advance(self, now: Histogram, *, is_ours: bool = True, has_time: bool = False) -> bool:
+        """Send a share of the new values, or count them as published. Return whether values are left."""
+        if not is_ours:
+            self._seen = now.copy()
+            return False
         self._take(now)
         if has_time:
             self._resting = self._admit(self._resting)
@@ -117,17 +108,13 @@ class HistogramSeries:
             self._observe(bucket, int(share * count + _ROUNDING))
         return share < 1.0 or bool(self._resting[0].sum() >= 1.0 - _ROUNDING)
 
-    def follow(self, now: Histogram) -> None:
-        """Count values as published, because another front end publishes them."""
-        self._seen = now.copy()
-
     def _take(self, now: Histogram) -> None:
         seen = self._seen
         if now.counts == seen.counts:
             return
         if sum(now.counts) <= sum(seen.counts):  # of a restarted process
             seen = Histogram(now.bounds)
-        self.follow(now)
+        self._seen = now.copy()
         self._resting += self._admit(np.array([now.counts, now.sums]) - np.array([seen.counts, seen.sums]))
         self._resting *= min(1.0, MAX_RESTING / max(self._resting[0].sum(), 1.0))
 
@@ -166,18 +153,18 @@ class SeriesTable:
             else:
                 self._numbers.append((metric, NumberSeries(metric, labels, _label_values(metric))))
 
-    def publish(self, figures: Any, *, has_time: bool = False) -> bool:
-        """Send new figures. Return whether values are left to send. `has_time`: no request is live."""
-        are_left = [series.advance(getattr(figures, name), has_time=has_time) for name, series in self._histograms]
-        for metric, series in self._numbers:
-            series.advance(_read(metric, figures))
-        return any(are_left)
+    def publish(self, figures: Any, *, is_ours: bool = True, has_time: bool = False) -> bool:
+        """Send new figures, unless another front end does. Return whether values are left to send.
 
-    def follow(self, figures: Any) -> None:
+        `has_time`: no request is live.
+        """
+        are_left = [
+            series.advance(getattr(figures, name), is_ours=is_ours, has_time=has_time)
+            for name, series in self._histograms
+        ]
         for metric, series in self._numbers:
-            series.follow(_read(metric, figures))
-        for name, histogram in self._histograms:
-            histogram.follow(getattr(figures, name))
+            series.advance(_read(metric, figures), is_ours=is_ours)
+        return any(are_left)
 
 
 class EngineMetrics:
@@ -193,25 +180,18 @@ class EngineMetrics:
         self.ready = NumberSeries(metrics.ENGINE_READY, labels)
         self.restarts = NumberSeries(metrics.ENGINE_RESTARTS, labels)
 
-    def publish(self, stats: EngineStats, *, has_time: bool = False) -> bool:
-        """Send new figures. Return whether values are left to send. `has_time`: no request is live."""
-        self._blocks.advance({"max": stats.num_blocks, "used": stats.num_used_blocks, "tokens_per": self._block_size})
-        self._config.advance({"": 1.0})
-        return self._table.publish(stats, has_time=has_time)
-
-    def follow(self, stats: EngineStats) -> None:
-        """Take figures that the owner publishes, without sending them, to be ready for a takeover."""
-        self._table.follow(stats)
-        self._blocks.follow(_NO_BLOCKS)
-        for series in (self._config, self.ready):
-            series.follow({"": 0.0})
+    def publish(self, stats: EngineStats, *, is_ours: bool = True, has_time: bool = False) -> bool:
+        """Do as `SeriesTable.publish`. Figures of another owner prepare for a takeover."""
+        has_cache = stats.num_blocks > 0
+        blocks = {"max": stats.num_blocks, "used": stats.num_used_blocks, "tokens_per": has_cache * self._block_size}
+        self._blocks.advance(blocks, is_ours=is_ours)
+        self._config.advance({"": float(has_cache)}, is_ours=is_ours)
+        return self._table.publish(stats, is_ours=is_ours, has_time=has_time)
 
     def clear(self) -> None:
-        """Set the gauges to those of an idle engine, since Triton would keep the last values."""
+        """Set the gauges to 0, since Triton would keep the last values."""
         self.publish(EngineStats())
-        self._blocks.advance(_NO_BLOCKS)
-        for series in (self._config, self.ready):
-            series.advance({"": 0.0})
+        self.ready.advance({"": 0.0})
 
 
 def request_metrics(labels: Labels, stats: FrontendStats) -> SeriesTable:

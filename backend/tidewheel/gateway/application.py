@@ -73,7 +73,6 @@ class Gateway:
         self._open_paths = (*_OPEN_PATHS, "/metrics") if options.open_metrics else _OPEN_PATHS
         self._worker = worker or GatewayWorker()
         self._counters = self._worker.before()
-        self._num_wrong_reported = self._num_wrong_keys
         self._started = int(time.time())
         self._large = asyncio.Lock()
 
@@ -207,18 +206,12 @@ class Gateway:
 
     async def _refresh(self) -> None:
         while True:
+            num_before = self._counters.errors[WrongKey.tag]
             await asyncio.sleep(_REFRESH_S)
             self._keys.refresh()
             self.publish()
-            num_wrong = self._num_wrong_keys
-            if num_wrong > self._num_wrong_reported:  # one line for all
-                num_new = num_wrong - self._num_wrong_reported
+            if num_new := self._counters.errors[WrongKey.tag] - num_before:  # one line for all
                 logger.warning("[%s] %d requests without a known API key", WrongKey.tag, num_new)
-                self._num_wrong_reported = num_wrong
-
-    @property
-    def _num_wrong_keys(self) -> int:
-        return self._counters.errors.get(WrongKey.tag, 0)
 
     def publish(self) -> None:
         self._worker.publish(self._figures())

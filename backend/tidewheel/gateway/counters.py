@@ -19,7 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 class Counters(msgspec.Struct):
     requests: dict[str, int] = {}  # by "path status"
-    errors: dict[str, int] = {}  # by tag, else class
+    errors: dict[str, int] = msgspec.field(default_factory=lambda: {WrongKey.tag: 0})  # by tag, else class
     num_open: int = 0
     num_hang_ups: int = 0
     num_moved: int = 0
@@ -52,17 +52,14 @@ class _Collector(Collector):
     ready: Mapping[str, bool]  # by authority
 
     def collect(self) -> Iterator[prometheus.Metric]:
-        figures = self.figures
-        yield _family(metrics.GATEWAY_REQUESTS, figures.requests, "path", "status")
-        yield _family(metrics.GATEWAY_ERRORS, {WrongKey.tag: 0} | figures.errors, "tag")
-        yield _family(metrics.GATEWAY_OPEN, {"": figures.num_open})
-        yield _family(metrics.GATEWAY_HANG_UPS, {"": figures.num_hang_ups})
-        yield _family(metrics.GATEWAY_MOVED, {"": figures.num_moved})
-        yield _family(metrics.UPSTREAM_READY, self.ready, "upstream")
-        yield _family(metrics.UPSTREAM_OPEN, figures.open_upstream, "upstream")
+        for metric in metrics.select("gateway"):
+            figure = getattr(self.figures, str(metric.source))
+            yield _family(metric, figure if isinstance(figure, dict) else {"": figure})
+        yield _family(metrics.UPSTREAM_READY, self.ready)
 
 
-def _family(metric: metrics.Metric, values: Mapping[str, int], *labels: str) -> prometheus.Metric:
+def _family(metric: metrics.Metric, values: Mapping[str, int]) -> prometheus.Metric:
+    labels = metric.label.split(" and ") if metric.label else []
     is_counter = metric.kind == "counter"
     kind = prometheus.CounterMetricFamily if is_counter else prometheus.GaugeMetricFamily
     family: prometheus.CounterMetricFamily | prometheus.GaugeMetricFamily = kind(
@@ -80,23 +77,14 @@ def merge(texts: Mapping[str, str]) -> str:
     """
     if len(texts) == 1:
         return next(iter(texts.values()))
-    families: dict[str, list[str]] = {}
+    families: dict[str, dict[str, None]] = {}  # lines, each once
     for upstream, text in texts.items():
-        for family, line in _lines_by_family(text.splitlines()):
-            lines = families.setdefault(family, [])
-            if not line.startswith("#"):
-                lines.append(_labelled(line, upstream))
-            elif line not in lines:
-                lines.append(line)
+        family = ""
+        for line in filter(None, text.splitlines()):
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+            families.setdefault(family, {})[line if line[0] == "#" else _labelled(line, upstream)] = None
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
-
-
-def _lines_by_family(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    family = ""
-    for line in filter(None, lines):
-        if line.startswith(("# HELP ", "# TYPE ")):
-            family = line.split(" ", 3)[2]
-        yield family, line
 
 
 def _labelled(sample: str, upstream: str) -> str:

@@ -19,7 +19,7 @@ from support.long_runs import slow
 from support.simulate.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
-from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent
+from tidewheel.record.recorded_events import ApplyEvent, ScheduleEvent, StepFeatures
 from tidewheel.record.recorder import PrefixNames, Recorder, RecordingScheduler
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
@@ -216,8 +216,8 @@ def edit(path: Path, kind: str, position: int, change: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "position", "change", "says"),
     [
-        ("schedule", 10, "00", "digest: recorded '00'"),
-        ("schedule", 11, ["x"], r"new_requests: recorded \['x'\]"),
+        ("schedule", 4, "00", "digest: recorded '00'"),
+        ("schedule", 5, ["x"], r"new_requests: recorded \['x'\]"),
         ("apply", 4, 1000, "tokens delivered: recorded 1000"),
         ("cancel", 3, False, "was it there: recorded False, replayed True"),
     ],
@@ -296,7 +296,7 @@ def test_a_full_disk_ends_the_recording_not_the_scheduler() -> None:
     [
         (b"", "its first line is not the header"),
         (b"{}\n", "line 1 of the recording cannot be read"),
-        (b'["tidewheel-recording", 99, "1", {}, {}]\n', "schema 99: this version reads 1"),
+        (b'["tidewheel-recording", 99, "1", {}, {}]\n', "schema 99: this version reads 2"),
         (b'["full"]\n', "its first line is not the header"),
     ],
 )
@@ -308,7 +308,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, says: s
 
 
 def scheduled(now: float, step_id: int) -> ScheduleEvent:
-    return ScheduleEvent(now, False, step_id, 1, 1, 1, 0, 1, 0, "")
+    return ScheduleEvent(now, step_id, StepFeatures(1, 1, 1, 0, 1, 0))
 
 
 def applied(now: float, step_id: int) -> ApplyEvent:
@@ -320,7 +320,7 @@ def times(events: Sequence[ScheduleEvent | ApplyEvent]) -> list[tuple[float, flo
 
 
 def test_steps_are_measured_with_the_turns_between_them() -> None:
-    idle = ScheduleEvent(4.0, False)
+    idle = ScheduleEvent(4.0)
     events = [
         scheduled(1.0, 0),
         applied(2.0, 0),

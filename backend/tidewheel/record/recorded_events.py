@@ -12,7 +12,7 @@ import msgspec
 
 from tidewheel.batch import Launch, ScheduledBatch
 
-SCHEMA = 1
+SCHEMA = 2
 STOP_TOKEN = 0
 ORDINARY_TOKEN = 1  # not delivered, or without prefix caching
 
@@ -68,6 +68,8 @@ class CancelEvent(Event, frozen=True, tag="cancel"):
 
 
 class ExpireEvent(Event, frozen=True, tag="expire"):
+    """Call of `expire` that ended requests."""
+
     now: float
     ended: list[str]
 
@@ -83,23 +85,15 @@ class SessionCloseEvent(Event, frozen=True, tag="close-session"):
 
 
 class ScheduleEvent(Event, frozen=True, tag="schedule"):
+    """Call of `schedule`, right after a call of `expire`."""
+
     now: float
-    expired: bool  # `expire` ran just before and ended nothing
     step_id: int = -1  # -1: nothing was scheduled
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_samples: int = 0
-    num_new_rows: int = 0
-    kv_tokens: int = 0
-    chunk_pairs: int = 0
+    features: StepFeatures = StepFeatures(0, 0, 0, 0, 0, 0)
     digest: str = ""
     new_requests: list[str] = []
     freed_rows: list[int] = []
     seconds: float = 0.0  # that planning took; 0: not measured
-
-    @property
-    def features(self) -> StepFeatures:
-        return StepFeatures(*(getattr(self, name) for name in StepFeatures._fields))
 
 
 class ApplyEvent(Event, frozen=True, tag="apply"):

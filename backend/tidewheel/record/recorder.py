@@ -120,7 +120,6 @@ class RecordingScheduler(Scheduler):
         self._clock = clock
         self._prefixes: dict[str, bytes] = {}  # state of `PrefixNames` by request id
         self._requests_in_flight: deque[list[Request]] = deque()
-        self._pending_expire: float | None = None  # an `expire` that ended no request
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         try:
@@ -135,21 +134,19 @@ class RecordingScheduler(Scheduler):
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
         request = super().cancel(request_id, reason)
         self._prefixes.pop(request_id, None)
-        self._write(events.CancelEvent(request_id, str(reason), request is not None))
+        self._recorder.write(events.CancelEvent(request_id, str(reason), request is not None))
         return request
 
     def expire(self, now: float) -> list[Request]:
         ended = super().expire(now)
         if ended:
-            self._write(events.ExpireEvent(now, self._ended(ended)))
-        else:
-            self._pending_expire = now
+            self._recorder.write(events.ExpireEvent(now, self._ended(ended)))
         return ended
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         ended = super().fail_all(error)
         self._requests_in_flight.clear()
-        self._write(events.FailEvent(self._ended(ended)))
+        self._recorder.write(events.FailEvent(self._ended(ended)))
         self._recorder.flush()
         return ended
 
@@ -160,19 +157,18 @@ class RecordingScheduler(Scheduler):
             was_there = True
         finally:
             named = self._recorder.tenant(tenant), self._recorder.names.word(session_id)
-            self._write(events.SessionCloseEvent(*named, was_there))
+            self._recorder.write(events.SessionCloseEvent(*named, was_there))
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         begin = self._clock()
         batch = super().schedule(now)
         seconds = self._clock() - begin
-        expired, self._pending_expire = self._pending_expire == now, None
         if batch is None:
-            self._write(events.ScheduleEvent(now, expired))
+            self._recorder.write(events.ScheduleEvent(now))
             self._recorder.flush()
         elif self._recorder.is_open:
             self._requests_in_flight.append(self._state.columns.requests(batch.rows.astype(np.intp)))
-            self._write(describe_batch(now, batch, expired=expired, seconds=seconds))
+            self._recorder.write(describe_batch(now, batch, seconds))
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
@@ -182,22 +178,18 @@ class RecordingScheduler(Scheduler):
         if self._recorder.is_open:
             names = self._token_names(self._requests_in_flight.popleft(), sampled, set(outputs.requests))
             ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
-            self._write(events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch))
+            self._recorder.write(
+                events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch)
+            )
             self._ended(outputs.finished)
             if not self.has_unfinished:
                 self._recorder.flush()
         return outputs
 
-    def _write(self, event: events.Event) -> None:
-        if self._pending_expire is not None:
-            self._recorder.write(events.ExpireEvent(self._pending_expire, []))
-            self._pending_expire = None
-        self._recorder.write(event)
-
     def _added(self, requests: Sequence[Request], now: float, refused: str, evicted: Sequence[Request]) -> None:
         if self._recorder.is_open:
             recorded = [self._recorded(request, with_contents=not refused) for request in requests]
-            self._write(events.AddEvent(now, recorded, refused, self._ended(evicted)))
+            self._recorder.write(events.AddEvent(now, recorded, refused, self._ended(evicted)))
 
     def _recorded(self, request: Request, *, with_contents: bool) -> events.RecordedRequest:
         names = self._recorder.names
@@ -249,12 +241,11 @@ class RecordingScheduler(Scheduler):
         return [request.request_id for request in requests]
 
 
-def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool, seconds: float = 0.0) -> events.ScheduleEvent:
+def describe_batch(now: float, batch: ScheduledBatch, seconds: float = 0.0) -> events.ScheduleEvent:
     return events.ScheduleEvent(
         now,
-        expired,
         batch.step_id,
-        *events.step_features(batch),
+        events.step_features(batch),
         digest=batch_digest(batch),
         new_requests=[new.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),

@@ -156,7 +156,7 @@ class EventPlayer:
         return _differs("close of a session, was it there", event.was_there, was_there)
 
     def _schedule(self, event: record.ScheduleEvent) -> str:
-        if event.expired and (difference := self.play(record.ExpireEvent(event.now, []))):
+        if difference := self.play(record.ExpireEvent(event.now, [])):
             return difference
         batch = self.scheduler.schedule(event.now)
         if batch is None:
@@ -164,7 +164,7 @@ class EventPlayer:
         self._in_flight.append(batch)
         self.num_steps += 1
         self.on_scheduled(event, batch)
-        decision = describe_batch(event.now, batch, expired=event.expired, seconds=event.seconds)
+        decision = describe_batch(event.now, batch, event.seconds)
         differences = (
             _differs(f"step {event.step_id}, {name}", getattr(event, name), getattr(decision, name))
             for name in (*_COMPARED_FIRST, *decision.__struct_fields__)
@@ -186,7 +186,7 @@ class EventPlayer:
         ) or _differs(f"step {event.step_id}, requests that end", event.ended, describe_ended(outputs))
 
 
-_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")
+_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "features")
 _FAILURE = EngineDead("replayed")
 
 

@@ -38,7 +38,7 @@ def is_own(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def try_lock(path: Path, timeout_s: float = 0.0) -> IO[bytes] | None:
+def try_lock(path: Path, timeout_s: float = 0.0, *, is_shared: bool = False) -> IO[bytes] | None:
     """Lock a file until `unlock` or the end of this process. None: another process holds the lock.
 
     Raise OSError, also for a link or another user's file.
@@ -48,7 +48,7 @@ def try_lock(path: Path, timeout_s: float = 0.0) -> IO[bytes] | None:
         if os.fstat(file.fileno()).st_uid != os.getuid():
             raise PermissionError(path)
         end = time.monotonic() + timeout_s
-        while not _flock(file, fcntl.LOCK_EX):
+        while not flock(file, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX):
             if time.monotonic() >= end:
                 return None
             time.sleep(_POLL_S)
@@ -67,7 +67,7 @@ def unlock(lock: IO[bytes]) -> None:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds a file's lock. Concurrent checks do not disturb each other."""
     with contextlib.suppress(OSError), path.open("rb") as file:
-        return not _flock(file, fcntl.LOCK_SH)
+        return not flock(file, fcntl.LOCK_SH)
     return False
 
 
@@ -75,7 +75,7 @@ def _open_real(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a pipe would wait for its reader
 
 
-def _flock(file: IO[bytes], kind: int) -> bool:
+def flock(file: IO[bytes], kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

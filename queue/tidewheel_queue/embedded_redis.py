@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tidewheel_client.errors import RequestError, ServerUnavailable
-from tidewheel_process.locked_folder import FolderError, make_private
+from tidewheel_process import locked_folder
+from tidewheel_process.child import Child
+from tidewheel_process.locked_folder import FolderError, make_private, try_lock
 from tidewheel_queue import redis_guard
 
 _START_S = 30.0
@@ -29,10 +29,11 @@ class EmbeddedRedis:
         self.folder = _private(folder.absolute())
         self._binary = find_server()
         self._log = self.folder / redis_guard.LOG
-        self._lock = redis_guard.open_lock(str(self.folder / redis_guard.USERS_LOCK))
+        self._lock = try_lock(self.folder / redis_guard.USERS_LOCK, _START_S, is_shared=True)
+        if self._lock is None:
+            raise ServerUnavailable(f"Redis in {self.folder} has been ending for {_START_S:g} s")
         self._descriptor = os.open(self.folder, os.O_PATH | os.O_CLOEXEC)
         try:
-            self._wait_for_lock()
             self.revive()
         except BaseException:
             self.close()
@@ -58,17 +59,10 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
+        if self._lock is not None:
+            self._lock.close()  # a forked child keeps it
             os.close(self._descriptor)
-            self._lock = -1
-
-    def _wait_for_lock(self) -> None:
-        end = time.monotonic() + _START_S
-        while not redis_guard.try_lock(self._lock, fcntl.LOCK_SH):
-            if time.monotonic() >= end:
-                raise ServerUnavailable(f"Redis in {self.folder} has been ending for {_START_S:g} s")
-            time.sleep(_POLL_S)
+            self._lock = None
 
     def _ping(self) -> bytes:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
@@ -80,15 +74,16 @@ class EmbeddedRedis:
 
     def _spawn(self) -> None:
         is_long = self._log.exists() and self._log.stat().st_size > _MAX_LOG_BYTES
+        packages = str(Path(locked_folder.__file__).parents[1])
         with self._log.open("wb" if is_long else "ab") as log:
-            subprocess.run(  # noqa: S603 - our own interpreter and file
-                [sys.executable, "-I", redis_guard.__file__, str(self.folder), self._binary],
-                stdin=subprocess.DEVNULL,
+            Child(
+                [sys.executable, "-sP", redis_guard.__file__, self._binary],
                 stdout=log,
                 stderr=log,
-                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
-                check=False,
-            )
+                cwd=self.folder,
+                umask=0o077,
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "PYTHONPATH": packages},
+            ).reap_on_thread()
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

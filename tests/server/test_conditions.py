@@ -13,13 +13,14 @@ from tidewheel.engine import connection
 
 SCRIPT = """
 import os, signal, sys
+from functools import partial
 from pathlib import Path
 
 from tidewheel.server import ServeError
 from tidewheel.server.console import Console
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.supervisor import Supervisor, SupervisorParts
+from tidewheel.server.supervisor import Supervisor
 from tidewheel.server.workdir import guarded, work_dir
 from tidewheel_process import process_tree
 from tidewheel_process.current_process import StopSignals
@@ -30,7 +31,7 @@ def show(supervisor):
 
 
 def kill_server(supervisor):
-    (server,) = (child for child in process_tree.children(os.getpid()) if child.pid != parts.guard.pid)
+    (server,) = (child for child in process_tree.children(os.getpid()) if child.pid != guard.pid)
     os.kill(server.pid, signal.SIGKILL)
     try:
         supervisor.watch(lambda: False)
@@ -39,11 +40,11 @@ def kill_server(supervisor):
 
 
 with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, guarded(work.root) as guard:
-    parts = SupervisorParts(
-        command=["/bin/sleep", "60"], environment=os.environ, signals=signals, log=ServerLog(), guard=guard,
-        work=work, console=Console(verbose=False),
+    start = partial(
+        Supervisor, command=["/bin/sleep", "60"], environment=os.environ, signals=signals, log=ServerLog(),
+        guard=guard, work=work, console=Console(verbose=False),
     )
-    supervisor = Supervisor(parts)
+    supervisor = start()
     try:
         with supervisor:
             show(supervisor)
@@ -55,7 +56,7 @@ with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work, guarded(work
             raise ServeError("enough")
     except ServeError:
         show(supervisor)
-    with Supervisor(parts) as supervisor:
+    with start() as supervisor:
         supervisor.wait_ready(lambda: True, lambda: None)
         os.kill(os.getpid(), signal.SIGTERM)
         supervisor.watch(lambda: False)
@@ -91,10 +92,11 @@ def test_an_engine_that_does_not_answer_is_not_idle(
 ) -> None:
     """Its step may take longer than the wait for an answer."""
 
-    def drain(folder: Path, timeout_s: float) -> SimpleNamespace | None:
+    def answer(folder: Path, *_: object) -> SimpleNamespace | None:
         num_running = engines[folder.name]
-        return None if num_running is None else SimpleNamespace(num_running=num_running, num_waiting=0)
+        left = SimpleNamespace(num_running=num_running, num_waiting=0)
+        return None if num_running is None else SimpleNamespace(stats=left)
 
-    monkeypatch.setattr(connection, "drain", drain)
+    monkeypatch.setattr(connection, "ask", answer)
     monkeypatch.setattr(connection, "read_serving", lambda folder: folder.name != "dead")
     assert connection.drain_all([Path(name) for name in engines], 1.0) == num_left

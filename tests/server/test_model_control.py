@@ -13,8 +13,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.adapter.repository_entry import ORIGIN
+from tidewheel.health_endpoint import Readiness, State
 from tidewheel.server import ServeError, repository
-from tidewheel.server.model_control import MAX_LINE, Action, Command, ControlSocket, ModelControl, ask_server, reload
+from tidewheel.server.model_control import MAX_BYTES, Action, Command, ControlSocket, ModelControl, ask_server, reload
 from tidewheel.server.repository import folder_names, mirror
 
 
@@ -64,23 +65,20 @@ class PollingTriton:
     def __init__(self, folder: Path) -> None:
         self.failure = ""
         self.forgotten: list[str] = []
-        self.refuses = ""
+        self.state: State = "ready"
         source = folder / "source"
         for name in ("a", "b"):
             (source / name / "1").mkdir(parents=True)
             (source / name / "config.pbtxt").touch()
         self.served = mirror(source, ["a"], folder / "models")
-        self.control = ModelControl(
-            source=source,
-            target=self.served,
-            check=self.check,
-            serves=lambda _: False,
-            forget=self.forgotten.append,
-        )
+        self.control = ModelControl(source, self.served, self, lambda _: False)  # type: ignore[arg-type]
 
-    def check(self) -> None:
-        if self.refuses:
-            raise ServeError(self.refuses)
+    @property
+    def readiness(self) -> Readiness:
+        return Readiness(self.state)
+
+    def forget(self, model: str) -> None:
+        self.forgotten.append(model)
 
     def mtime(self, model: str) -> float:
         return (self.served / model / ORIGIN).stat().st_mtime
@@ -159,7 +157,7 @@ def test_refused_commands(polling: tuple[PollingTriton, Path], action: Action, m
 
 def test_nothing_is_loaded_while_the_server_cannot(polling: tuple[PollingTriton, Path]) -> None:
     triton, control = polling
-    triton.refuses = "the server is starting"
+    triton.state = "starting"
     with pytest.raises(ServeError, match="the server is starting"):
         ask_server(control, "load", "b")
 
@@ -198,7 +196,7 @@ def test_commands_are_answered_in_turn(tmp_path: Path) -> None:
         assert done == [Command("load", "this")]
         for action, model, error in (
             ("load", "fail", "^it cannot$"), ("load", "crash", "^ZeroDivisionError: no reason given$"),
-            ("load", "x" * MAX_LINE, ""), ("fly", "this", "fly"),
+            ("load", "x" * MAX_BYTES, ""), ("fly", "this", "fly"),
         ):  # fmt: skip
             with pytest.raises(ServeError, match=error):
                 ask_server(path, action, model)  # type: ignore[arg-type]

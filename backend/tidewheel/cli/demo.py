@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from tidewheel.gateway.gateway_options import StandaloneOptions
     from tidewheel.server.endpoints import Endpoints
     from tidewheel.server.run_server import ServeOptions, serve
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     what["models"] = (MODEL,)  # loading the others takes time
     if args.model is not None:
         what = {"model": args.model, "model_name": MODEL, "settings": CHAT_SETTINGS, "endpoints": Endpoints(openai=0)}
-        what["gateway_arguments"] = ("--playground",)
+        what["gateway"] = StandaloneOptions(playground=True)
     options = ServeOptions(**what, drain_s=0.0, verbose=args.verbose)
     code = serve(options, session.run)
     if session.error is not None:

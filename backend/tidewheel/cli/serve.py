@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, workers
+from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, gateway_options, workers
 from tidewheel.cli.usage import UsageError, fields_of, printable, seconds, whole_number
-from tidewheel.gateway import MAX_BODY_MB
 
 if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions
@@ -106,23 +105,18 @@ def _print_mistakes(entry: Path) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
+    from tidewheel.gateway.gateway_options import StandaloneOptions
     from tidewheel.server.endpoints import Endpoints
     from tidewheel.server.run_server import ServeOptions
 
     _check(args)
-    gateway_arguments = [
-        f"--workers={args.openai_workers}",
-        f"--reasoning={args.reasoning or 'tagged'}",
-        f"--max-body-mb={args.max_body_mb or MAX_BODY_MB}",
-        *(["--open-metrics"] if args.open_metrics else []),
-        *(["--playground"] if args.playground else []),
-    ]
+    gateway = StandaloneOptions(workers=args.openai_workers, **gateway_options(args, StandaloneOptions))
     is_needed = args.model is None and args.model_repository is None
     others = {
         "model_repository": default_repository() if is_needed else args.model_repository,
         "settings": _settings(args),
         "endpoints": Endpoints(**fields_of(args, Endpoints)),
-        "gateway_arguments": tuple(gateway_arguments),
+        "gateway": gateway,
         "model_control": args.model_control or ("none" if args.repository_poll_s is None else "poll"),
         "open_apis": tuple(args.open_api),
         "triton_arguments": tuple(args.triton_arg),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,8 +63,13 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StandaloneOptions(GatewayOptions, frozen=True, kw_only=True):
-    upstreams: tuple[Address, ...]
+    upstreams: tuple[Address, ...] = ()
     workers: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        """Command of a process that serves with these options."""
+        return [sys.executable, "-P", "-m", "tidewheel.gateway.run_gateway", msgspec.json.encode(self).decode()]
 
 
 def announce(host: str, port: int) -> None:

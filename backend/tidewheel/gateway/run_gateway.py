@@ -1,6 +1,6 @@
 """Program of the gateway, and of each of several workers.
 
-python -m tidewheel.gateway.run_gateway FOLDER INDEX OPTIONS      one of several workers; the options are JSON
+python -m tidewheel.gateway.run_gateway OPTIONS [FOLDER INDEX]      options are JSON; a folder makes it a worker
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.confidential import log_to_stderr, protect_texts
+from tidewheel.errors import ConfigError
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
@@ -23,6 +24,7 @@ from tidewheel.gateway.upstreams import Upstreams
 from tidewheel.gateway.workers import GatewayWorker, serve_workers
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys
+from tidewheel_process.restarts import CrashLoop
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -73,14 +75,16 @@ async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> 
     await task
 
 
-def _run_worker(folder: str, index: str, text: str) -> int:
+def main(text: str, folder: str = "", index: str = "0") -> int:
     options = msgspec.json.decode(text, type=StandaloneOptions)
     try:
-        return serve_alone(options, GatewayWorker(Path(folder), int(index), options.workers))
-    except ServeError as error:
-        print(f"tidewheel: {error}", file=sys.stderr)  # noqa: T201
+        if folder:
+            return serve_alone(options, GatewayWorker(Path(folder), int(index), options.workers))
+        return serve_gateway(options)
+    except (ServeError, ConfigError, CrashLoop) as error:
+        print(f"tidewheel: error: {error}", file=sys.stderr)  # noqa: T201
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(_run_worker(*sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import socket
-import socketserver
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from tidewheel.server import ServeError, repository
+from tidewheel.server.supervisor import Supervisor
 from tidewheel_process.child import wait_until
 
-MAX_LINE = 1 << 16  # bytes of a command
-READ_S = 60.0  # for a command to arrive
+MAX_BYTES = 1 << 16  # of a command
+READ_S = 5.0  # for a command to arrive
+_RETRY_S = 0.1
 _TIMEOUT_S = 3600.0  # a load has limits of its own
 
 Action = Literal["load", "unload", "reload"]
 
 
 class Command(msgspec.Struct):
-    """Command on the control socket: a line of JSON."""
+    """Command on the control socket, in JSON."""
 
     do: Action
     model: str
-
-
-class _Answer(msgspec.Struct):
-    error: str = ""
 
 
 @dataclass(slots=True)
@@ -41,15 +38,14 @@ class _PendingLoad:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ModelControl:
     """Loader and unloader of models, by changing the private repository that Triton polls."""
 
     source: Path  # the operator's repository
     target: Path  # the private one
-    check: Callable[[], None]  # raises `ServeError` while nothing can be loaded
+    supervisor: Supervisor
     serves: Callable[[str], bool]  # asks Triton
-    forget: Callable[[str], None]  # takes an unloaded model
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +53,8 @@ class ModelControl:
 
     def handle(self, command: Command) -> None:
         """Execute a command. Raise `ServeError`. Not thread-safe."""
-        self.check()
+        if (state := self.supervisor.readiness.state) in ("starting", "draining", "stopped"):
+            raise ServeError(f"the server is {state}: nothing can be loaded until it is ready")
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         try:
             actions[command.do](command.model)
@@ -101,7 +98,7 @@ class ModelControl:
     def _unload(self, model: str) -> None:
         self._loaded(model)
         repository.remove_entry(self.target, model)
-        self.forget(model)
+        self.supervisor.forget(model)
         wait_until(lambda: not self.serves(model), _TIMEOUT_S)
 
     def _loaded(self, model: str) -> Path:
@@ -120,62 +117,56 @@ class ModelControl:
             raise ServeError(f"model {model!r} cannot be loaded: {pending.failure}")
 
 
-class ControlSocket(socketserver.ThreadingUnixStreamServer):
+class ControlSocket:
     """Server of commands on a Unix socket, one at a time.
 
     A client gets the bare message of a `ServeError`, and class and first line of any other exception.
     """
 
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self, path: Path, handle: Callable[[Command], None]) -> None:
         self._handle = handle
-        self._turn = threading.Lock()
-        super().__init__(str(path), _Connection)
+        self._listener = Listener(str(path), "AF_UNIX")
+        self._closed = threading.Event()
         path.chmod(0o600)
 
-    def do(self, line: bytes) -> str:
-        """Execute a line from the socket. Return the error; empty: done."""
+    def __enter__(self) -> ControlSocket:
+        threading.Thread(target=self._run, name="control", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                with self._listener.accept() as connection:
+                    if connection.poll(READ_S):
+                        connection.send_bytes(self._do(connection.recv_bytes(MAX_BYTES)).encode())
+            except (OSError, EOFError):  # of a client that has gone, or without a free descriptor
+                self._closed.wait(_RETRY_S)
+
+    def _do(self, command: bytes) -> str:
+        """Execute a command. Return the error; empty: done."""
         try:
-            with self._turn:
-                self._handle(msgspec.json.decode(line, type=Command))
+            self._handle(msgspec.json.decode(command, type=Command))
         except (ServeError, msgspec.DecodeError) as error:
             return str(error)
         except Exception as error:
             return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
         return ""
 
-    def __enter__(self) -> ControlSocket:
-        threading.Thread(target=self.serve_forever, args=(0.1,), name="control", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Connection(socketserver.StreamRequestHandler):
-    server: ControlSocket
-    timeout = READ_S
-
-    def handle(self) -> None:
-        answer = _Answer(self.server.do(self.rfile.readline(MAX_LINE)))
-        self.wfile.write(msgspec.json.encode(answer) + b"\n")
-
 
 def ask_server(control: Path, action: Action, model: str) -> None:
     """Have the server at a control socket load, unload or reload a model. Raise `ServeError`."""
     try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(control))
-            connection.sendall(msgspec.json.encode(Command(action, model)) + b"\n")
-            with connection.makefile("rb") as lines:
-                answer = msgspec.json.decode(lines.readline(MAX_LINE), type=_Answer)
-    except (OSError, msgspec.DecodeError) as error:
+        with Client(str(control), "AF_UNIX") as connection:
+            connection.send_bytes(msgspec.json.encode(Command(action, model)))
+            answer = connection.recv_bytes().decode()
+    except (OSError, EOFError) as error:
         raise ServeError(f"{control} does not answer: {error}") from None
-    if answer.error:
-        raise ServeError(answer.error)
+    if answer:
+        raise ServeError(answer)
 
 
 def reload(authority: str, model: str) -> None:

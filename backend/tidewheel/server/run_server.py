@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
+import msgspec
+
 from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
+from tidewheel.gateway.gateway_options import Address, StandaloneOptions
 from tidewheel.private_dir import unwritable
 from tidewheel.server import ServeError, model_control, repository, tritonserver, workdir
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
@@ -22,7 +24,7 @@ from tidewheel.server.health import HealthMonitor
 from tidewheel.server.model_control import ControlSocket, ModelControl
 from tidewheel.server.model_reloads import Load
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.supervisor import Supervisor, SupervisorParts
+from tidewheel.server.supervisor import Supervisor
 from tidewheel.server.tritonserver import (
     GOOD_DESCRIPTORS,
     MANY_DESCRIPTORS,
@@ -56,8 +58,7 @@ class ServeOptions:
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
     endpoints: Endpoints
-    api_keys: Path | None = None  # of the gateway
-    gateway_arguments: tuple[str, ...] = ()  # its other options
+    gateway: StandaloneOptions = field(default_factory=StandaloneOptions)  # without address and upstreams
     drain_s: float = 30.0
     restart: bool = True  # after a death, without a session
     model_control: ControlMode = "none"
@@ -109,7 +110,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     Raise `ServeError`, `ConfigError` or `CrashLoop`. No process is left.
     """
     if options.endpoints.openai is not None:
-        check_keys(options.endpoints.host, options.api_keys)
+        check_keys(options.endpoints.host, options.gateway.key_file)
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
     with (
@@ -127,24 +128,22 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 f"an answer: allow {GOOD_DESCRIPTORS} or more (ulimit -Hn)"
             )
         console.note(f"starting tritonserver ({install.origin})")
-        parts = SupervisorParts(
-            command=plan.command,
-            environment=plan.environment,
-            signals=signals,
-            log=ServerLog(log_file),
-            guard=guard,
-            work=work,
-            console=console,
-        )
         with (
             workdir.ports_file(options.ports_file, plan.endpoints),
             HealthMonitor(plan.endpoints, plan.endpoints.triton.is_live) as health,
-            Supervisor(parts) as supervisor,
-            _model_control(options, parts, plan, supervisor),
-            _gateway(options, plan.endpoints, supervisor, console) as gateway,
+            Supervisor(
+                command=plan.command,
+                environment=plan.environment,
+                signals=signals,
+                log=ServerLog(log_file),
+                guard=guard,
+                work=work,
+                console=console,
+            ) as supervisor,
+            _model_control(options, supervisor, plan.endpoints),
+            _gateway(options, plan.endpoints, supervisor) as gateway,
         ):
-            server = _Server(options, plan, console, supervisor, health, gateway)
-            server.run(session)
+            _Server(options, plan, console, supervisor, health, gateway).run(session)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
@@ -220,25 +219,15 @@ def _control(options: ServeOptions, models: Path, endpoints: Endpoints) -> tuple
 
 
 def _model_control(
-    options: ServeOptions, parts: SupervisorParts, plan: _Plan, supervisor: Supervisor
+    options: ServeOptions, supervisor: Supervisor, endpoints: Endpoints
 ) -> contextlib.AbstractContextManager[object]:
     if options.model_control != "explicit" or not options.is_closed:
         return contextlib.nullcontext()
-
-    def check() -> None:
-        if supervisor.readiness.state in ("starting", "draining", "stopped"):
-            raise ServeError(f"the server is {supervisor.readiness.state}: nothing can be loaded until it is ready")
-
-    control = ModelControl(
-        source=options.source(parts.work),
-        target=parts.work.repository,
-        check=check,
-        serves=plan.endpoints.triton.serves,
-        forget=supervisor.forget,
-    )
-    parts.log.on_load = control.note_load
+    work = supervisor.work
+    control = ModelControl(options.source(work), work.repository, supervisor, endpoints.triton.serves)
+    supervisor.log.on_load = control.note_load
     supervisor.on_restart = control.note_restart
-    return ControlSocket(parts.work.control, control.handle)
+    return ControlSocket(work.control, control.handle)
 
 
 def _log_file(path: Path | None) -> contextlib.AbstractContextManager[IO[bytes] | None]:
@@ -249,18 +238,20 @@ def _log_file(path: Path | None) -> contextlib.AbstractContextManager[IO[bytes] 
 
 
 @contextlib.contextmanager
-def _gateway(
-    options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor, console: Console
-) -> Iterator[RestartedChild | None]:
+def _gateway(options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor) -> Iterator[RestartedChild | None]:
     if endpoints.openai is None:
         yield None
         return
-    url = f"{endpoints.authority(endpoints.grpc)},metrics={endpoints.metrics},health={endpoints.health}"
-    command = [sys.executable, "-P", "-m", "tidewheel.cli.main", "gateway", f"--host={endpoints.host}"]
-    command += [f"--port={endpoints.openai}", f"--url={url},http={endpoints.http}", f"--drain-s={_GATEWAY_DRAIN_S}"]
-    command += [f"--api-keys={options.api_keys}"] if options.api_keys is not None else []
-    command += options.gateway_arguments
-    gateway = RestartedChild("the gateway", lambda: Child(command, stdout=subprocess.DEVNULL), console.note)
+    command = msgspec.structs.replace(
+        options.gateway,
+        host=endpoints.host,
+        port=endpoints.openai,
+        upstreams=(Address(**endpoints.authorities),),
+        drain_s=_GATEWAY_DRAIN_S,
+    ).command
+    gateway = RestartedChild(
+        "the gateway", lambda: Child(command, stdout=subprocess.DEVNULL), supervisor.console.note
+    )
     supervisor.spared = lambda: {gateway.child.pid}
     try:
         yield gateway
@@ -348,5 +339,4 @@ class _Server:
             console.note(f"warning: {warning}")
         console.report(describe_models(version, plan.install.origin, models, infos))
         if with_endpoints:
-            has_playground = "--playground" in self.options.gateway_arguments
-            console.report(describe_endpoints(plan.endpoints, models, has_playground=has_playground))
+            console.report(describe_endpoints(plan.endpoints, models, has_playground=self.options.gateway.playground))

@@ -43,8 +43,13 @@ ENGINE_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorParts:
+@dataclass(kw_only=True, eq=False)
+class Supervisor:
+    """Starter and watcher of tritonserver, front ends and engines; leaving the `with` block ends them.
+
+    Any thread may read `readiness`.
+    """
+
     command: Sequence[str]  # of tritonserver
     environment: Mapping[str, str]
     signals: StopSignals
@@ -53,23 +58,14 @@ class SupervisorParts:
     work: WorkDir
     console: Console
 
-
-class Supervisor:
-    """Starter and watcher of tritonserver, front ends and engines; leaving the `with` block ends them.
-
-    Any thread may read `readiness`.
-    """
-
-    def __init__(self, parts: SupervisorParts) -> None:
+    def __post_init__(self) -> None:
         self.readiness = Readiness("starting", "the server is starting")
         self.spared: Callable[[], set[int]] = set  # process ids that outlive a restart
         self.on_restart: Callable[[str], None] | None = None  # takes the reason of a restart
-        self._parts = parts
-        self.log = parts.log
         self._deaths = DeathCount()
         self._served_since = 0.0
-        self._reloads = PendingReloads(parts.console.note)
-        self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, parts.work.shm_prefix), parts.console.note)
+        self._reloads = PendingReloads(self.console.note)
+        self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, self.work.shm_prefix), self.console.note)
         self._unloaded: deque[str] = deque()  # models without reloads
         self._stubs = StubWatch()
         self._next_look = 0.0
@@ -79,11 +75,11 @@ class Supervisor:
 
     @property
     def stop_requested(self) -> bool:
-        return self._parts.signals.count > 0
+        return self.signals.count > 0
 
     @property
     def was_forced(self) -> bool:
-        return self._parts.signals.count > 1
+        return self.signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
         """Wait for the server. Return False if a stop came first. Raise `ServeError` if the server ended."""
@@ -121,7 +117,7 @@ class Supervisor:
                 raise ServeError(f"tritonserver died ({self._server.exit})\nIt printed last:\n{self.log.quote()}")
             if not self._must_look():
                 continue
-            self._parts.guard.keep()
+            self.guard.keep()
             if (dead := self._stubs.look(self._server.pid)) is not None:
                 self._replace_stub(*dead, load)
             if self._stubs.num_open == 0 and time.monotonic() < self._missed[1]:
@@ -148,7 +144,7 @@ class Supervisor:
         self._reloads.cancel()
         self._kill(self._all_but_engines)  # at once: clients notice by their connections
         self._forget_server()
-        remove_shared_memory(self._parts.work.shm_prefix)
+        remove_shared_memory(self.work.shm_prefix)
         start = time.monotonic() + self._count_death(reason, was_serving=was_serving)
         while time.monotonic() < start and not self.stop_requested:
             self._pump(POLL_S)
@@ -187,10 +183,7 @@ class Supervisor:
     def end_all(self, grace_s: float) -> None:
         self._begin_stop()
         process_tree.signal_all(self._descendants(), SIGTERM)
-        end = time.monotonic() + grace_s
-        while self._descendants() and time.monotonic() < end and not self.was_forced:
-            self._pump(POLL_S)
-            process_tree.reap(keep=[self._server.pid])
+        self._pump_until(lambda: not self._descendants(), grace_s)
         self._kill(self._descendants)
 
     def __enter__(self) -> Supervisor:
@@ -203,9 +196,8 @@ class Supervisor:
         self._forget_server()
 
     def _start(self) -> Child:
-        parts = self._parts
         pipe, merged = subprocess.PIPE, subprocess.STDOUT
-        server = Child(parts.command, env=dict(parts.environment), stdout=pipe, stderr=merged)
+        server = Child(self.command, env=dict(self.environment), stdout=pipe, stderr=merged)
         os.set_blocking(server.stdout.fileno(), False)
         return server
 
@@ -214,7 +206,7 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while not output.closed and (data := os.read(output.fileno(), _READ_BYTES)):
                 for line in self.log.feed(data):
-                    self._parts.console.server_line(line, self.readiness.state)
+                    self.console.server_line(line, self.readiness.state)
             output.close()
 
     def _forget_server(self) -> None:
@@ -223,8 +215,8 @@ class Supervisor:
         self._server.stdout.close()
 
     def _descendants(self) -> list[psutil.Process]:
-        guard = self._parts.guard.pid
-        return [process for process in process_tree.descendants(os.getpid()) if process.pid != guard]
+        process_tree.reap(keep=[self._server.pid, *self.spared()])
+        return [process for process in process_tree.descendants(os.getpid()) if process.pid != self.guard.pid]
 
     def _all_but_engines(self) -> list[psutil.Process]:
         """Return the processes to restart; engines stay, and new front ends join them."""
@@ -237,7 +229,6 @@ class Supervisor:
         while left := find():
             process_tree.signal_all(left, SIGKILL)
             time.sleep(POLL_S / 10)
-            process_tree.reap(keep=[self._server.pid, *self.spared()])
         self._server.wait()
 
     def _must_look(self) -> bool:
@@ -257,7 +248,7 @@ class Supervisor:
         self._stubs.replaced.add(stub)
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
-        self._parts.console.note(f"{reason}; loading the model again")
+        self.console.note(f"{reason}; loading the model again")
         self._reloads.start(mark.model, load, self._count_death(reason, was_serving=True))
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
@@ -278,8 +269,11 @@ class Supervisor:
             self._read_output()
 
     def _wait_server(self, limit_s: float) -> bool:
+        return self._pump_until(lambda: self._server.has_ended, limit_s)
+
+    def _pump_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         end = time.monotonic() + limit_s
-        while not self._server.has_ended:
+        while not condition():
             if time.monotonic() >= end or self.was_forced:
                 return False
             self._pump(POLL_S)

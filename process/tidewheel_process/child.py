@@ -10,8 +10,6 @@ from typing import IO, Any
 
 from tidewheel_process.current_process import end_with_parent
 
-_POLL_S = 0.02
-
 
 class StartError(Exception):
     """Failed start of a child process; the message lacks the child's name."""
@@ -73,10 +71,11 @@ def describe_exit(code: int | None) -> str:
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+def wait_until(condition: Callable[[], bool], limit_s: float, poll_s: float = 0.02) -> bool:
+    """Return whether the condition holds within `limit_s`."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return True

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from tidewheel_process.child import wait_until
+
 LOCK = "lock"
 LOOK_S = 30.0  # for another process that looks whether a new lock is free
 _POLL_S = 0.05
@@ -47,12 +49,9 @@ def try_lock(path: Path, timeout_s: float = 0.0, *, is_shared: bool = False) -> 
         file = without_lock.enter_context(open(path, "ab", opener=_open_real))
         if os.fstat(file.fileno()).st_uid != os.getuid():
             raise PermissionError(path)
-        end = time.monotonic() + timeout_s
-        while not flock(file, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX):
-            if time.monotonic() >= end:
-                return None
-            time.sleep(_POLL_S)
-        if not _is_at(file, path):  # removed or replaced before its lock
+        kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+        has_lock = wait_until(lambda: flock(file, kind), timeout_s, _POLL_S)
+        if not has_lock or not is_at(file, path):  # removed or replaced before its lock
             return None
         without_lock.pop_all()
         return file
@@ -83,51 +82,25 @@ def flock(file: IO[bytes], kind: int) -> bool:
     return True
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
+def is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether the path is still of the open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
-class LockedFolder:
-    """Folder with a lock, which the kernel frees when its process dies."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock: IO[bytes] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        return self._lock is not None
-
-    def keeps_lock(self) -> bool:
-        """Return whether this process still holds the lock of the present lock file."""
-        if self._lock is not None and not _is_at(self._lock, self.path / LOCK):
-            self.release()
-        return self.is_held
-
-    def try_lock(self, timeout_s: float = 0.0) -> bool:
-        if not self.keeps_lock():
-            self._lock = try_lock(self.path / LOCK, timeout_s)
-        return self.is_held
-
-    def release(self) -> None:
-        if self._lock is not None:
-            unlock(self._lock)
-            self._lock = None
-
-
 @contextlib.contextmanager
 def new_folder(base: Path, prefix: str) -> Iterator[Path]:
     """Make a locked new folder in `base`, removed on leaving. Raise OSError."""
-    folder = LockedFolder(Path(tempfile.mkdtemp(prefix=prefix, dir=base)))
+    folder, lock = Path(tempfile.mkdtemp(prefix=prefix, dir=base)), None
     try:
-        if not folder.try_lock(LOOK_S):
-            raise BlockingIOError(errno.EWOULDBLOCK, "locked by another process", str(folder.path))
-        yield folder.path
+        if (lock := try_lock(folder / LOCK, LOOK_S)) is None:
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked by another process", str(folder))
+        yield folder
     finally:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        folder.release()
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            unlock(lock)
 
 
 def is_left_over(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from tidewheel.engine.folder import CURRENT, EngineTarget, Status, new_target, r
 from tidewheel.engine.placement import choose_engine, make_current
 from tidewheel.errors import ConfigError, Draining
 from tidewheel_process.handle import start_ticks
-from tidewheel_process.locked_folder import LockedFolder
+from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 LIMIT_S = 60.0
 FRONTEND = SimpleNamespace(health_host="127.0.0.1", health_port=None, request_log="", otlp_traces_endpoint="")
@@ -199,11 +199,11 @@ def test_a_load_removes_the_folders_of_engines_that_have_ended(tmp_path: Path, t
     for name, fields in (("ended", {"state": "stopped"}), ("owned", {"state": "stopped"}), ("alive", {})):
         write(make_target(tmp_path, name), **fields)
     (tmp_path / "empty").mkdir()
-    lock = LockedFolder(tmp_path / "owned")
-    assert lock.try_lock()
+    lock = try_lock(tmp_path / "owned" / LOCK)
+    assert lock is not None
     started = Follower(tmp_path, SETTINGS, target, "test")  # type: ignore[arg-type]
     started.close()
-    lock.release()
+    unlock(lock)
     assert {path.name for path in tmp_path.iterdir()} == {CURRENT, "one", "owned", "alive"}
 
 

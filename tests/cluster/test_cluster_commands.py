@@ -49,7 +49,7 @@ def line_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_port_in_use(run_dir: Path, capsys: pytest.CaptureFixture[str], taken: int) -> None:
     line = line_of(capsys, *UP, "--openai-port", str(taken))
-    assert f"port {taken} (--openai-port): Address already in use" in line
+    assert f"port {taken} of 127.0.0.1 is in use: choose another with --openai-port" in line
     assert not run_dir.exists()
 
 

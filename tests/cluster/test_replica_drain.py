@@ -27,18 +27,22 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ServerChild:
     return server
 
 
+def unfinished(**counts: int) -> SimpleNamespace:
+    return SimpleNamespace(stats=SimpleNamespace(**counts))
+
+
 def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
     server: ServerChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = {ONE: [2, 1, 0, 0, 0], OTHER: [1, 1, None, 1, 0]}  # None: no answer in time
     asked: list[Path] = []
 
-    def drain(engine: Path, timeout_s: float) -> SimpleNamespace | None:
+    def answer(engine: Path, *_: object) -> SimpleNamespace | None:
         asked.append(engine)
         count = left[engine].pop(0)
-        return None if count is None else SimpleNamespace(num_running=count, num_waiting=0)
+        return None if count is None else unfinished(num_running=count, num_waiting=0)
 
-    monkeypatch.setattr(connection, "drain", drain)
+    monkeypatch.setattr(connection, "ask", answer)
     server.drain(60.0)
     assert asked == [ONE, OTHER] * 5
 
@@ -46,7 +50,7 @@ def test_all_engines_refuse_at_once_and_the_last_request_is_waited_for(
 def test_a_request_that_does_not_end_is_waited_for_no_longer_than_the_limit(
     server: ServerChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "drain", lambda *_: SimpleNamespace(num_running=0, num_waiting=1))
+    monkeypatch.setattr(connection, "ask", lambda *_: unfinished(num_running=0, num_waiting=1))
     begun = time.monotonic()
     server.drain(0.2)
     assert 0.2 <= time.monotonic() - begun < 20

@@ -23,7 +23,7 @@ from tidewheel.engine.launcher import EngineLauncher
 from tidewheel.errors import ConfigError, EngineDead, PermanentError
 from tidewheel_process.child import Child
 from tidewheel_process.handle import ProcessHandle
-from tidewheel_process.locked_folder import LOCK, LockedFolder
+from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 from tidewheel_process.restarts import RestartPolicy
 
 Connect = Callable[..., Client]
@@ -250,11 +250,11 @@ def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path, monke
     status = read_status(folder)
     assert status is not None and status.state == "failed" and status.is_given_up
     assert "max_num_seqs" in status.message
-    owner = LockedFolder(folder)
-    assert owner.try_lock()
+    owner = try_lock(folder / LOCK)
+    assert owner is not None
     with pytest.raises(PermanentError):
         EngineLauncher(new_target(folder, EngineConfig(model="m")), command=(), policy=RestartPolicy()).seek(0)
-    owner.release()
+    unlock(owner)
 
 
 def test_a_status_that_the_disk_does_not_take_is_written_later(

@@ -100,7 +100,7 @@ def test_a_port_that_another_gateway_has(port: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", f"--port={port}", "--workers=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.stderr
+    assert f"port {port} of 127.0.0.1 is in use: choose another with --port" in done.stderr
 
 
 def test_the_folder_of_a_killed_gateway_is_removed_by_the_next(port: int, run_dir: Path) -> None:

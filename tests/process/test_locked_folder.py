@@ -18,7 +18,7 @@ from tidewheel_process import locked_folder
 from tidewheel_process.locked_folder import (
     LOCK,
     FolderError,
-    LockedFolder,
+    is_at,
     is_free,
     is_left_over,
     is_locked,
@@ -31,11 +31,10 @@ from tidewheel_process.locked_folder import (
 HOLD = """
 import sys
 from pathlib import Path
-from typing import Any
-from tidewheel_process.locked_folder import LockedFolder
+from tidewheel_process.locked_folder import try_lock
 
-folder = LockedFolder(Path(sys.argv[1]))
-print(folder.try_lock(), flush=True)
+lock = try_lock(Path(sys.argv[1]))
+print(lock is not None, flush=True)
 sys.stdin.read()
 """
 
@@ -56,29 +55,30 @@ def test_a_folder_that_is_open_or_of_another_user_is_refused(tmp_path: Path, mon
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"True\n"
-        folder = LockedFolder(tmp_path)
-        assert is_locked(tmp_path / LOCK) and not folder.try_lock() and not folder.is_held
+        assert is_locked(tmp_path / LOCK) and try_lock(tmp_path / LOCK) is None
         assert not is_free(tmp_path / LOCK) and not is_left_over(tmp_path)
         holder.kill()
         holder.wait()
         assert is_left_over(tmp_path) and not is_locked(tmp_path / LOCK)
-        assert folder.try_lock() and folder.try_lock() and folder.is_held
-        folder.release()
-        assert not folder.is_held and is_free(tmp_path / LOCK)
+        lock = try_lock(tmp_path / LOCK)
+        assert lock is not None and not is_free(tmp_path / LOCK)
+        unlock(lock)
+        assert is_free(tmp_path / LOCK)
 
 
 def test_a_lock_file_that_was_made_again_is_another_one(tmp_path: Path) -> None:
-    first, second = LockedFolder(tmp_path), LockedFolder(tmp_path)
-    assert first.try_lock() and not second.try_lock()
-    (tmp_path / LOCK).unlink()
-    assert second.try_lock()
-    assert not first.try_lock() and not first.is_held
-    second.release()
-    assert first.try_lock()
+    path = tmp_path / LOCK
+    first = try_lock(path)
+    assert first is not None and is_at(first, path) and try_lock(path) is None
+    path.unlink()
+    second = try_lock(path)
+    assert second is not None and is_at(second, path) and not is_at(first, path)
+    unlock(first)
+    unlock(second)
 
 
 @pytest.mark.parametrize("again", ["gone", "made again", "made again and locked"])
@@ -87,7 +87,7 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_none(
 ) -> None:
     path = tmp_path / "folder"
     path.mkdir()
-    other = LockedFolder(path)
+    others: list[Any] = []
     flock = fcntl.flock
 
     def flock_removed(file: Any, kind: int) -> None:
@@ -98,15 +98,15 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_none(
             path.mkdir()
             (path / LOCK).touch()
         if again == "made again and locked":
-            assert other.try_lock()
+            others.append(try_lock(path / LOCK))
 
     monkeypatch.setattr(fcntl, "flock", flock_removed)
-    one = LockedFolder(path)
-    assert not one.try_lock() and not one.keeps_lock()
-    assert other.is_held == (again == "made again and locked")
-    other.release()
+    assert try_lock(path / LOCK) is None
+    assert [lock is not None for lock in others] == [True] * (again == "made again and locked")
+    for lock in others:
+        unlock(lock)
     path.mkdir(exist_ok=True)
-    assert one.try_lock()
+    assert is_free(path / LOCK)
 
 
 def test_a_child_does_not_inherit_a_lock(tmp_path: Path) -> None:

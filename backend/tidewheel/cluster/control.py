@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import msgspec
 from tidewheel.cluster import ClusterError, local_ray
 from tidewheel.cluster.cluster_settings import APPLICATION, GATEWAY, MAX_REPLICAS, REPLICA, ClusterSettings
 from tidewheel.cluster.local_ray import ClusterFolder, connected, first_line
-from tidewheel.server.endpoints import check_keys
+from tidewheel.server.endpoints import check_keys, free_port
+from tidewheel_process.child import wait_until
 
 _POLL_S = 0.2
 _ASK_S = 10.0
@@ -68,23 +68,9 @@ def down(folder: ClusterFolder) -> None:
         with connected(folder):
             from ray import serve
 
-            limit = time.monotonic() + settings.drain_s
             serve.delete(APPLICATION, _blocking=False)
-            while APPLICATION in serve.status().applications and time.monotonic() < limit:
-                time.sleep(_POLL_S)
+            wait_until(lambda: APPLICATION not in serve.status().applications, settings.drain_s, _POLL_S)
     folder.remove()
-
-
-def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raise `ClusterError` if the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ClusterError(f"cannot listen on {host} port {port} (--openai-port): {error.strerror}") from None
 
 
 def _checked(settings: ClusterSettings) -> ClusterFolder:
@@ -95,7 +81,7 @@ def _checked(settings: ClusterSettings) -> ClusterFolder:
     folder = ClusterFolder.here()
     folder.check_path()
     folder.check_free()
-    free_port(settings.host, settings.port)
+    free_port(settings.host, settings.port, "--openai-port")
     return folder
 
 
@@ -104,7 +90,7 @@ def _start(folder: ClusterFolder, lock: IO[bytes], settings: ClusterSettings, no
     ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
     with connected(folder):
         # A restarted gateway listens on the same port.
-        settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port))
+        settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port, "--openai-port"))
         first = settings.first_replicas
         note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
         _deploy(folder, settings)

@@ -12,7 +12,6 @@ import re
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -24,7 +23,7 @@ from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
 from tidewheel.server import workdir
 from tidewheel.server.workdir import CLUSTER
-from tidewheel_process.child import Child, StartError
+from tidewheel_process.child import Child, StartError, wait_until
 from tidewheel_process.locked_folder import LOCK, LOOK_S, is_left_over, is_locked, try_lock
 from tidewheel_process.process_tree import arguments, signal_all, started_with
 
@@ -152,9 +151,7 @@ class ClusterFolder:
         run = str(self.run)
         ray = [one for one in started_with(RUN_DIR, run) if " --block " in " ".join(arguments(one.pid))]
         signal_all(ray, signal.SIGTERM)
-        end = time.monotonic() + _END_S
-        while started_with(RUN_DIR, run) and time.monotonic() < end:
-            time.sleep(_POLL_S)
+        wait_until(lambda: not started_with(RUN_DIR, run), _END_S, _POLL_S)
         workdir.remove(self.root)
 
     def environment(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from tidewheel.private_dir import private_dir, run_dir
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.workdir import current_engines_of, read_endpoints
 from tidewheel_process import process_tree
-from tidewheel_process.child import Child
+from tidewheel_process.child import Child, wait_until
 from tidewheel_process.handle import start_ticks
 
 START_LIMIT_S = 1800.0  # until a replica without a ready server is replaced
@@ -71,9 +71,8 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Return the server's addresses: the fields of `Address`."""
-        endpoints = self._server.endpoints
-        assert endpoints is not None
-        return {name: endpoints.authority(getattr(endpoints, name)) for name in ("grpc", "metrics", "health", "http")}
+        assert self._server.endpoints is not None
+        return self._server.endpoints.authorities
 
     async def record_routing_stats(self) -> dict[str, float]:
         """Return current metrics of the server, else the last ones, for gateway and status."""
@@ -170,9 +169,7 @@ class ServerChild:
     def drain(self, limit_s: float) -> None:
         """Refuse new requests, which the gateway sends elsewhere, and wait for running ones."""
         engines = [] if self.endpoints is None else current_engines_of(self.endpoints.metrics)
-        end = time.monotonic() + limit_s
-        while drain_all(engines, _ASK_S) and time.monotonic() < end:
-            time.sleep(_DRAIN_LOOK_S)
+        wait_until(lambda: not drain_all(engines, _ASK_S), limit_s, _DRAIN_LOOK_S)
 
     def stop(self) -> None:
         self._child.stdin.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,7 +16,6 @@ import zmq
 from tidewheel.engine import messages
 from tidewheel.engine.folder import Status, read_serving, socket_address
 from tidewheel.errors import Busy, TidewheelError, from_wire
-from tidewheel.stats import EngineStats
 from tidewheel_process.handle import ProcessHandle
 
 log = logging.getLogger(__name__)
@@ -193,40 +193,33 @@ class Connection:
         self._socket.close()
 
 
-def drain(engine_dir: Path, timeout_s: float = ANSWER_S) -> EngineStats | None:
-    """Return the draining engine's figures, or None on timeout."""
-    answer = _ask(engine_dir, messages.Drain(), messages.Stats, timeout_s)
-    return None if answer is None else answer.stats
-
-
 def drain_all(engine_dirs: Sequence[Path], timeout_s: float) -> int | None:
     """Drain the serving engines. Return their unfinished requests, 1 for each timeout; None without an engine."""
     serving = [folder for folder in engine_dirs if read_serving(folder)]
-    stats = [drain(folder, timeout_s) for folder in serving]
-    return sum(1 if one is None else one.num_running + one.num_waiting for one in stats) if serving else None
+    answers = [ask(folder, messages.Drain(), messages.Stats, timeout_s) for folder in serving]
+    left = (1 if answer is None else answer.stats.num_running + answer.stats.num_waiting for answer in answers)
+    return sum(left) if serving else None
 
 
 def list_requests(engine_dir: Path, limit: int, timeout_s: float = ANSWER_S) -> messages.RequestList | None:
     """Return the oldest requests, or None on timeout."""
-    return _ask(engine_dir, messages.ListRequests(limit), messages.RequestList, timeout_s)
+    return ask(engine_dir, messages.ListRequests(limit), messages.RequestList, timeout_s)
 
 
 def cancel_request(engine_dir: Path, pid: int, number: int, timeout_s: float = ANSWER_S) -> bool | None:
     """Cancel a request of `list_requests`. Return whether it was there, or None on timeout."""
-    answer = _ask(engine_dir, messages.CancelRequest(pid, number), messages.CancelReply, timeout_s)
+    answer = ask(engine_dir, messages.CancelRequest(pid, number), messages.CancelReply, timeout_s)
     return None if answer is None else answer.was_there
 
 
-def _ask(engine_dir: Path, message: messages.Message, kind: type[T], timeout_s: float) -> T | None:
+def ask(engine_dir: Path, message: messages.Message, kind: type[T], timeout_s: float) -> T | None:
     status = read_serving(engine_dir)
     if status is None:
         return None
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    connection = Connection(context, engine_dir, status)
-    try:
+    with (
+        zmq.Context(io_threads=1) as context,
+        contextlib.closing(Connection(context, engine_dir, status)) as connection,
+    ):
         connection.send(message)
         answers = connection.receive(int(timeout_s * 1000))
         return next((answer for answer in answers if isinstance(answer, kind)), None)
-    finally:
-        connection.close()
-        context.term()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -17,7 +18,7 @@ from tidewheel.errors import ConfigError, Draining, PermanentError
 from tidewheel.private_dir import check_room, private_dir, replace_file, unwritable
 from tidewheel_process.child import Child
 from tidewheel_process.handle import ProcessHandle
-from tidewheel_process.locked_folder import LockedFolder
+from tidewheel_process.locked_folder import LOCK, is_at, try_lock, unlock
 from tidewheel_process.restarts import RestartPolicy
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class EngineLauncher:
         self._engine_dir = target.folder
         self._command = command
         self._policy = policy
-        self._lock = LockedFolder(target.folder)
+        self._lock: IO[bytes] | None = None
         self._child: Child | None = None
         self._loads_since = 0.0  # monotonic seconds, or when this became the owner
         self._num_failed_starts = 0
@@ -57,12 +58,16 @@ class EngineLauncher:
 
     @property
     def is_owner(self) -> bool:
-        return self._lock.is_held
+        return self._lock is not None
 
     def try_lock(self) -> bool:
-        if not self._lock.keeps_lock():
+        """Return whether this front end holds the lock of the present lock file."""
+        path = self._engine_dir / LOCK
+        if self._lock is not None and not is_at(self._lock, path):
+            self._unlock()
+        if self._lock is None:
             private_dir(self._engine_dir)
-            self._lock.try_lock()
+            self._lock = try_lock(path)
             self._loads_since = time.monotonic()
         return self.is_owner
 
@@ -110,7 +115,12 @@ class EngineLauncher:
         status = folder.read_status(self._engine_dir)
         if status is not None and self._is_mine(status) and status.state != "ready" and not self.was_ready:
             _end(status, STOP_GRACE_S)
-        self._lock.release()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            unlock(self._lock)
+            self._lock = None
 
     def _is_mine(self, status: folder.Status) -> bool:
         return self._child is not None and status.pid == self._child.pid
@@ -182,11 +192,8 @@ def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
 
 
 def _end(status: folder.Status, grace_s: float) -> None:
-    handle = ProcessHandle(status.pid, status.start_ticks)
-    try:
+    with contextlib.closing(ProcessHandle(status.pid, status.start_ticks)) as handle:
         handle.end(signal.SIGTERM, grace_s)
-    finally:
-        handle.close()
 
 
 def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> list[Death]:

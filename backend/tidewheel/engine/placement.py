@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 import msgspec
 
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine import folder
-from tidewheel.engine.connection import drain
+from tidewheel.engine.connection import ANSWER_S, drain_all
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.settings import MIB
-from tidewheel_process.locked_folder import LockedFolder
+from tidewheel_process.child import wait_until
+from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ def choose_engine(model_dir: Path, config: EngineConfig) -> folder.EngineTarget:
             )
         if not _fits_beside(status, config):
             log.warning("memory is short: engine %d ends before the next one starts", status.pid)
-            _end_orderly(model_dir / status.identity)
+            present = model_dir / status.identity
+            wait_until(lambda: not drain_all([present], ANSWER_S), DRAIN_S, _POLL_S)
+            stop_engine(present, FINAL_ANSWERS_S)
     private_dir(wanted.folder)
     if is_first:
         make_current(wanted)
@@ -82,10 +84,10 @@ def _remove_ended(target: folder.EngineTarget) -> None:
     for path in target.folder.parent.iterdir():
         if path.is_symlink() or not path.is_dir() or path == target.folder:
             continue
-        status, lock = folder.read_status(path), LockedFolder(path)
-        if (status is None or not status.is_alive) and lock.try_lock():
+        status = folder.read_status(path)
+        if (status is None or not status.is_alive) and (lock := try_lock(path / LOCK)) is not None:
             shutil.rmtree(path, ignore_errors=True)
-            lock.release()
+            unlock(lock)
 
 
 def make_current(target: folder.EngineTarget) -> None:
@@ -109,13 +111,6 @@ def _describe_files(model: Path) -> list[tuple[str, int, int]]:
     except OSError:
         return []
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def _end_orderly(engine_dir: Path) -> None:
-    end = time.monotonic() + DRAIN_S
-    while (left := drain(engine_dir)) is not None and left.num_running + left.num_waiting and time.monotonic() < end:
-        time.sleep(_POLL_S)
-    stop_engine(engine_dir, FINAL_ANSWERS_S)
 
 
 def _fits_beside(status: folder.Status, config: EngineConfig) -> bool:

@@ -19,9 +19,10 @@ import msgspec
 from tidewheel.gateway.api_keys import Ledger
 from tidewheel.gateway.counters import Counters
 from tidewheel.gateway.gateway_options import StandaloneOptions, announce
-from tidewheel.private_dir import run_dir
+from tidewheel.private_dir import replace_file, run_dir
 from tidewheel.server import ServeError
-from tidewheel_process.child import Child
+from tidewheel.server.endpoints import free_port
+from tidewheel_process.child import Child, StartError
 from tidewheel_process.current_process import StopSignals
 from tidewheel_process.locked_folder import new_folder, remove_left_over
 from tidewheel_process.restarts import RestartedChild
@@ -29,7 +30,6 @@ from tidewheel_process.restarts import RestartedChild
 _START_S = 30.0
 _LOOK_S = 0.1
 _PREFIX = "gateway-"
-_MODULE = "tidewheel.gateway.run_gateway"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,8 @@ class GatewayWorker:
         """Write the counters for other workers. On a full disk, older counters stay."""
         if self.folder is None:
             return
-        path = self._path(self.index)
         with contextlib.suppress(OSError):
-            path.with_suffix(".new").write_bytes(msgspec.json.encode(counters))
-            path.with_suffix(".new").replace(path)
+            replace_file(self._path(self.index), msgspec.json.encode(counters))
 
     def before(self) -> Counters:
         """Return counters of this worker's former process, so that totals never fall."""
@@ -96,8 +94,7 @@ def serve_workers(options: StandaloneOptions) -> int:
 
 
 def _start(options: StandaloneOptions, worker: GatewayWorker) -> Child:
-    arguments = [str(worker.folder), str(worker.index), msgspec.json.encode(options).decode()]
-    return Child([sys.executable, "-P", "-m", _MODULE, *arguments], ends_with_parent=True)
+    return Child([*options.command, str(worker.folder), str(worker.index)], ends_with_parent=True)
 
 
 def _note(line: str) -> None:
@@ -129,25 +126,17 @@ def _running(
 def _wait_listening(
     children: Sequence[RestartedChild], workers: Sequence[GatewayWorker], signals: StopSignals
 ) -> None:
-    limit = time.monotonic() + _START_S
-    while not signals.count and not all(worker.is_listening() for worker in workers):
-        if any(restarted.child.has_ended for restarted in children) or time.monotonic() > limit:
-            raise ServeError("a worker of the gateway could not start: its error is above")
-        time.sleep(_LOOK_S)
+    try:
+        for worker, restarted in zip(workers, children, strict=True):
+            restarted.child.wait_ready(lambda at=worker: bool(signals.count) or at.is_listening(), _START_S)  # type: ignore[misc]
+    except StartError:
+        raise ServeError("a worker of the gateway could not start: its error is above") from None
 
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            port = int(probe.getsockname()[1])
-        held = socket.socket(family)
+    port = free_port(host, port, "--port")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
-    except OSError as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    with held:
         yield port

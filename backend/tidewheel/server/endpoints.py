@@ -29,12 +29,20 @@ class Endpoints:
         """Return the ports, each 0 replaced by a free one; all differ. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
             ports = {name: port for name, port in asdict(self).items() if name != "host" and port is not None}
-            chosen: dict[str, Any] = {name: self._hold(held, port, name) for name, port in ports.items()}
+            sockets = {
+                name: held.enter_context(bound(self.host, port, f"--{name}-port")) for name, port in ports.items()
+            }
+            chosen: dict[str, Any] = {name: one.getsockname()[1] for name, one in sockets.items()}
             return replace(self, **chosen)
 
     def authority(self, port: int) -> str:
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+    @property
+    def authorities(self) -> dict[str, Any]:
+        """Host and port of gRPC, metrics, health and HTTP by name."""
+        return {name: self.authority(getattr(self, name)) for name in ("grpc", "metrics", "health", "http")}
 
     @property
     def triton(self) -> TritonHttp:
@@ -48,25 +56,32 @@ class Endpoints:
     def ready_url(self) -> str:
         return f"http://{self.authority(self.health)}/ready"
 
-    def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        # Like Triton: a port with only TIME_WAIT connections is free.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((self.host, port))
-            one.listen(1)
-        except OSError as error:
-            option = f"--{name}-port"
-            if isinstance(error, socket.gaierror):
-                reason = f"--host is {self.host!r}: no such address"
-            elif error.errno == errno.EADDRINUSE:
-                reason = f"port {port} of {self.host} is in use: choose another with {option} (0 takes a free one)"
-            elif error.errno == errno.EADDRNOTAVAIL:
-                reason = f"--host is {self.host!r}: not an address of this machine"
-            else:
-                reason = f"cannot listen on {self.host} port {port} ({option}): {error.strerror}"
-            raise ServeError(reason) from None
+
+def bound(host: str, port: int, option: str) -> socket.socket:
+    """Return a socket that holds the port; 0: a free port. Raise `ServeError`, which names the option of the port."""
+    one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Like Triton: a port with only TIME_WAIT connections is free.
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        one.bind((host, port))
+        one.listen(1)
+    except OSError as error:
+        one.close()
+        if isinstance(error, socket.gaierror):
+            reason = f"--host is {host!r}: no such address"
+        elif error.errno == errno.EADDRINUSE:
+            reason = f"port {port} of {host} is in use: choose another with {option} (0 takes a free one)"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            reason = f"--host is {host!r}: not an address of this machine"
+        else:
+            reason = f"cannot listen on {host} port {port} ({option}): {error.strerror}"
+        raise ServeError(reason) from None
+    return one
+
+
+def free_port(host: str, port: int, option: str) -> int:
+    """Return the port, or a free one for 0. Raise `ServeError`."""
+    with bound(host, port, option) as one:
         return int(one.getsockname()[1])
 
 

@@ -99,7 +99,8 @@ class LLM:
         self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
         self._maker = MessageMaker(self.info, self._tokenizer, self._load_defaults())
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._grammars = GrammarCache(self._make_compiler)
+        self._compiler = GrammarCompiler(Path(self.config.tokenizer or self.info.model), self.info.vocab_size)
+        self._grammars = GrammarCache()
         self._waiting: deque[_Prompt] = deque()  # not yet accepted
         self._open: dict[str, tuple[_Prompt, int]] = {}  # unfinished sequences by request id
         self._scheduler = build_scheduler(self.config, self.info, time.monotonic)
@@ -198,12 +199,9 @@ class LLM:
 
     def _grammar(self, message: AddRequest) -> TokenGrammar:
         source = message.grammar
-        grammar = self._grammars.find(source) or self._grammars.compile(source, message.grammar_name)
+        grammar = self._grammars.find(source) or self._compiler.compile(source, message.grammar_name)
         self._grammars.keep(source, grammar)
         return grammar
-
-    def _make_compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(Path(self.config.tokenizer or self.info.model), self.info.vocab_size)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> Int32Array:
         tokenizer = self._tokenizer

@@ -167,7 +167,7 @@ def test_figures_come_before_the_last_answer(loop: Callable[..., Loop]) -> None:
 def test_requests_that_wait_for_a_grammar(loop: Callable[..., Loop]) -> None:
     """A drain waits for them. One is cancelled, one too late, and one wrong."""
     it, compiler = loop(1e-6), GatedCompiler()
-    it.server._grammars = GrammarQueue(lambda: compiler)
+    it.server._grammars = GrammarQueue(compiler)
     ends = {"stop_token_ids": (2,), "end_token_ids": (2,), "grammar_name": "guided_regex"}
     it.peer.send(encoder.encode(request(1, 5, grammar="a", n=8, **ends)))  # a whole batch of the static strategy
     it.peer.send(encoder.encode(request(2, 5, grammar="a", **ends)))

@@ -17,7 +17,7 @@ from tidewheel.engine.grammar_queue import (
     GrammarQueue,
 )
 from tidewheel.engine.messages import AddRequest
-from tidewheel.errors import Busy, ConfigError, InternalError, Unsupported
+from tidewheel.errors import Busy, InternalError
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def taken(queue: GrammarQueue, count: int) -> list[Any]:
 
 
 def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
-    queue, client = GrammarQueue(lambda: compiler), front_end()
+    queue, client = GrammarQueue(compiler), front_end()
     for key, source in enumerate(("a", "a", "wrong", "broken")):
         queue.add(client, asking(key, source))
     assert queue.take_compiled() == []
@@ -64,23 +64,13 @@ def test_requests_wait_for_their_grammar_alone(compiler: GatedCompiler) -> None:
     assert queue.find("wrong") is None
 
 
-def test_the_vocabulary_is_read_first() -> None:
-    made: list[GatedCompiler] = []
-
-    def make() -> GatedCompiler:
-        made.append(GatedCompiler())
-        return made[-1]
-
-    queue = GrammarQueue(make)
-    assert len(made) == 1
-    made[0].may_go_on.set()
-    queue.add(front_end(), asking(1, "a"))
-    taken(queue, 1)
-    assert len(made) == 1
+def test_the_vocabulary_is_read_first(compiler: GatedCompiler) -> None:
+    GrammarQueue(compiler)
+    assert compiler.is_prepared
 
 
 def test_only_so_many_wait(compiler: GatedCompiler) -> None:
-    queue, client = GrammarQueue(lambda: compiler), front_end()
+    queue, client = GrammarQueue(compiler), front_end()
     for key in range(MAX_WAITING):
         queue.add(client, asking(key, "a"))
     with pytest.raises(Busy, match="256 requests wait for their grammars"):
@@ -88,7 +78,7 @@ def test_only_so_many_wait(compiler: GatedCompiler) -> None:
 
 
 def test_requests_that_leave_are_not_added(compiler: GatedCompiler) -> None:
-    queue, ours, gone = GrammarQueue(lambda: compiler), front_end(), front_end()
+    queue, ours, gone = GrammarQueue(compiler), front_end(), front_end()
     queue.add(ours, asking(1, "a"))
     queue.add(ours, asking(2, "a"))
     queue.add(gone, asking(2, "a"))
@@ -100,7 +90,7 @@ def test_requests_that_leave_are_not_added(compiler: GatedCompiler) -> None:
 
 
 def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler) -> None:
-    queue, ours, gone = GrammarQueue(lambda: compiler), front_end(), front_end()
+    queue, ours, gone = GrammarQueue(compiler), front_end(), front_end()
     queue.add(ours, asking(1, "first"))
     assert compiler.has_begun.wait(LIMIT_S)
     for key, source in enumerate(("left", "shared", "kept"), start=2):
@@ -118,7 +108,7 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(compiler: GatedCompiler
 
 
 def test_the_least_recently_used_grammars_are_dropped() -> None:
-    cache = GrammarCache(GatedCompiler)
+    cache = GrammarCache()
     for number in range(MAX_KEPT):
         cache.keep(str(number), UNUSED_GRAMMAR)
     assert cache.find("0") is not None
@@ -128,11 +118,3 @@ def test_the_least_recently_used_grammars_are_dropped() -> None:
     cache.keep("x" * MAX_KEPT_CHARS, UNUSED_GRAMMAR)
     assert cache.find("new") is None
     assert cache.find("x" * MAX_KEPT_CHARS) is not None
-
-
-def test_a_model_without_such_tokens_refuses_by_name() -> None:
-    def none() -> GatedCompiler:
-        raise ConfigError("its tokens have no bytes")
-
-    with pytest.raises(Unsupported, match="guided_json is set, and the model has no tokens for grammars: its tokens"):
-        GrammarCache(none).compile("a", "guided_json")

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
+from llguidance import LLTokenizer
 from tokenizers import pre_tokenizers
 
 from support.engine.fake_engine import write_model_folder
@@ -35,7 +36,7 @@ from tidewheel.frontend.prompt_process import (
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.grammar import Grammar
-from tidewheel.runner.grammar_compiler import GrammarCompiler, to_source
+from tidewheel.runner.grammar_compiler import to_source
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if messages[0].content == 'memory' %}{{ 'x' * 20000000000 }}{% endif %}
@@ -195,9 +196,9 @@ def test_the_trial_reads_the_vocabulary_of_grammars(tmp_path: Path) -> None:
     runner = JobRunner(TokenizerFolder(tmp_path, write_model_folder(tmp_path), 4096))
     stages = runner.try_out()
     assert next(stages) == "its vocabulary"
-    assert runner._compiler is None
+    assert runner._compiler._tokens is None
     assert next(stages) == "its tokenizer"
-    assert isinstance(runner._compiler, GrammarCompiler)
+    assert isinstance(runner._compiler._tokens, LLTokenizer)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
     at_limits = []
 
     def limit_cpu(seconds: float) -> None:
-        at_limits.append((seconds, runner._compiler is not None, runner._controls._renamed is not None))
+        at_limits.append((seconds, runner._compiler._tokens is not None, runner._controls._renamed is not None))
 
     monkeypatch.setattr(prompt_process, "_limit_cpu", limit_cpu)
     ours, theirs = multiprocessing.Pipe()

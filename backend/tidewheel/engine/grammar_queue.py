@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import Protocol
 
 from tidewheel.engine.front_ends import FrontEnd
 from tidewheel.engine.messages import RETRY_AFTER_MS, AddRequest
-from tidewheel.errors import Busy, ConfigError, InternalError, TidewheelError, Unsupported
+from tidewheel.errors import Busy, InternalError, TidewheelError
 from tidewheel.grammar import TokenGrammar
+from tidewheel.runner.grammar_compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -19,15 +17,10 @@ MAX_KEPT = 64
 MAX_KEPT_CHARS = 512 << 10  # of sources; a compiled one takes up to 300 times more
 
 
-class Compiler(Protocol):
-    def compile(self, source: str, name: str) -> TokenGrammar: ...
-
-
 class GrammarCache:
-    """LRU cache of compiled grammars. Methods raise the compiler's errors."""
+    """LRU cache of compiled grammars by source."""
 
-    def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        self._make_compiler = make_compiler
+    def __init__(self) -> None:
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
         self._num_chars = 0
 
@@ -36,20 +29,6 @@ class GrammarCache:
         if grammar is not None:
             self._kept.move_to_end(source)
         return grammar
-
-    def compile(self, source: str, name: str) -> TokenGrammar:
-        """Return the compiled grammar without caching it. Not thread-safe."""
-        if isinstance(self.compiler, ConfigError):
-            raise Unsupported(f"{name} is set, and the model has no tokens for grammars: {self.compiler}")
-        return self.compiler.compile(source, name)
-
-    @cached_property
-    def compiler(self) -> Compiler | ConfigError:
-        """Compiler after reading the vocabulary, up to a second, or why there is none."""
-        try:
-            return self._make_compiler()
-        except ConfigError as error:
-            return error
 
     def keep(self, source: str, grammar: TokenGrammar) -> None:
         if source not in self._kept:
@@ -63,9 +42,10 @@ class GrammarCache:
 class GrammarQueue:
     """Requests that wait while a thread compiles their grammar."""
 
-    def __init__(self, make_compiler: Callable[[], Compiler]) -> None:
-        self._cache = GrammarCache(make_compiler)
-        self._cache.compiler  # noqa: B018 - read now, because it would delay steps
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        compiler.prepare()  # now, because it would delay steps
+        self._compiler = compiler
+        self._cache = GrammarCache()
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._jobs: dict[str, Future[TokenGrammar]] = {}
         self._waiting: list[tuple[FrontEnd, AddRequest]] = []
@@ -83,7 +63,7 @@ class GrammarQueue:
             raise Busy(f"{len(self._waiting)} requests wait for their grammars", retry_after_ms=RETRY_AFTER_MS)
         source = message.grammar
         if source not in self._jobs:
-            self._jobs[source] = self._thread.submit(self._cache.compile, source, message.grammar_name)
+            self._jobs[source] = self._thread.submit(self._compiler.compile, source, message.grammar_name)
         self._waiting.append((front_end, message))
 
     def take_compiled(self) -> list[tuple[FrontEnd, AddRequest, TokenGrammar | TidewheelError]]:

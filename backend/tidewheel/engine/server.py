@@ -6,7 +6,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -76,7 +75,7 @@ class EngineServer:
             first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
             clock=clock,
         )
-        self._grammars = GrammarQueue(partial(GrammarCompiler, Path(config.tokenizer or info.model), info.vocab_size))
+        self._grammars = GrammarQueue(GrammarCompiler(Path(config.tokenizer or info.model), info.vocab_size))
         self._is_draining = False
         self._next_stats = 0.0
         self._alone_since = clock()

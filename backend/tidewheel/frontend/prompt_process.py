@@ -22,7 +22,7 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.confidential import protect_texts
 from tidewheel.engine.messages import ErrorInfo
-from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
+from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
 from tidewheel.frontend.chat import ChatTemplate, Conversation
 from tidewheel.frontend.coercion import check_size, to_text
 from tidewheel.frontend.control_tokens import ControlTokens, Spans
@@ -108,7 +108,7 @@ class JobRunner:
         self.template = ChatTemplate.load(folder.path, self.tokenizer.named_tokens)
         self._controls = ControlTokens(self.tokenizer)
         self._folder = folder
-        self._compiler: GrammarCompiler | ConfigError | None = None
+        self._compiler = GrammarCompiler(folder.path, folder.vocab_size)
 
     def run(self, job: Job) -> Answer:
         match job:
@@ -122,29 +122,22 @@ class JobRunner:
                 ids = np.frombuffer(token_ids, dtype="<i4").tolist()
                 return Answer(self.tokenizer.decode(ids, skip_special_tokens=False))
             case GrammarTrial(grammar):
-                return Answer(self._compile(grammar))
+                source = to_source(grammar)
+                self._compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
+                return Answer(source)
 
     def prepare(self, job: Job) -> None:
         """Make shared parts once, outside of the limit of a job."""
         match job:
             case GrammarTrial():
-                self.prepare_grammars()
+                self._compiler.prepare()
             case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
                 self._controls.prepare()
-
-    def prepare_grammars(self) -> GrammarCompiler | ConfigError:
-        """Read the vocabulary once, up to a second."""
-        if self._compiler is None:
-            try:
-                self._compiler = GrammarCompiler(self._folder.path, self._folder.vocab_size)
-            except ConfigError as error:
-                self._compiler = error
-        return self._compiler
 
     def try_out(self) -> Iterator[str]:
         """Encode and render odd inputs. Yield the name of each part. Raise `ConfigError`."""
         yield "its vocabulary"
-        self.prepare_grammars()
+        self._compiler.prepare()
         yield "its tokenizer"
         for run, length in itertools.product(_RUNS, _RUN_LENGTHS):
             try:
@@ -177,14 +170,6 @@ class JobRunner:
         strings = [self.tokenizer.token_string(token_id) for token_id in ids] if job.with_strings else None
         answer = {"count": len(ids), "max_model_len": job.max_model_len, "tokens": ids, "token_strs": strings}
         return msgspec.json.encode(answer).decode()
-
-    def _compile(self, grammar: Grammar) -> str:
-        compiler = self.prepare_grammars()
-        if isinstance(compiler, ConfigError):
-            raise Unsupported(f"{grammar.name} is set, and this model offers no grammars: {compiler}")
-        source = to_source(grammar)
-        compiler.compile(source, grammar.name, stack_bytes=TRIAL_STACK_BYTES)
-        return source
 
 
 def main() -> None:

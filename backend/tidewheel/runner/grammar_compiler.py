@@ -12,19 +12,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import tokenizers
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.grammar import Grammar, GrammarKind, TokenGrammar, check_bounds, read_plainly
 from tidewheel.regular_files import read_at_most
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -63,71 +63,77 @@ T = TypeVar("T")
 
 
 class GrammarCompiler:
-    """Thread-safe compiler. Raise `ConfigError` for a tokenizer that does not give its tokens' bytes."""
+    """Compiler over the tokens of a folder's `tokenizer.json`. Not thread-safe."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._library = library = _llguidance()
-        self._pool = library.LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
-        path = folder / "tokenizer.json"
-        try:
-            backend = tokenizers.Tokenizer.from_str(read_at_most(path, MAX_TOKENIZER_BYTES).decode("utf-8"))
-            backend.no_truncation()
-            backend.no_padding()
-            backend.add_special_tokens([_END])
-            self._end_bit: int = backend.token_to_id(_END) or 0
-            num_tokens = max(vocab_size, self._end_bit + 1)
-            self._tokenizer = library.LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self._end_bit)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | MemoryError):
-                raise
-            raise ConfigError(f"{path} cannot be used for grammars: {_one_line(str(error))}") from None
+        self._path = folder / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._tokens: LLTokenizer | ConfigError | None = None
+
+    @cached_property
+    def _pool(self) -> LLExecutor:
+        return LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
+
+    def prepare(self) -> LLTokenizer | ConfigError:
+        """Read the tokens once, up to a second. Return an error if their bytes are not known."""
+        if self._tokens is None:
+            try:
+                self._tokens = self._read_tokens()
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt | MemoryError):
+                    raise
+                self._tokens = ConfigError(f"{self._path} cannot be used for grammars: {_one_line(str(error))}")
+        return self._tokens
+
+    def _read_tokens(self) -> LLTokenizer:
+        backend = tokenizers.Tokenizer.from_str(read_at_most(self._path, MAX_TOKENIZER_BYTES).decode("utf-8"))
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_special_tokens([_END])
+        end_bit = backend.token_to_id(_END) or 0
+        return LLTokenizer(backend.to_str(), n_vocab=max(self._vocab_size, end_bit + 1), eos_token=end_bit)
 
     def compile(self, source: str, name: str, *, stack_bytes: int = STACK_BYTES) -> TokenGrammar:
         """Return the grammar with its first mask computed. Raise `InvalidRequest` or `Unsupported`."""
+        tokens = self.prepare()
+        if isinstance(tokens, ConfigError):
+            raise Unsupported(f"{name} is set, and this model offers no grammars: {tokens}")
         if len(source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest(f"{name} is too large: its rules take more than {MAX_SOURCE_BYTES} bytes")
-        matcher = _on_stack(stack_bytes, lambda: self._started(source))
+        matcher = _on_stack(stack_bytes, lambda: _started(tokens, source))
         if matcher.is_error():
             problem = _one_line(matcher.get_error())
             cause = Unsupported if _UNSUPPORTED.search(problem) else InvalidRequest
             raise cause(f"{name} cannot be followed: {_plain(problem)}")
-        return TokenGrammar(matcher, self._pool, self._end_bit, -(-int(self._tokenizer.vocab_size) // 32))
-
-    def _started(self, source: str) -> LLMatcher:
-        limits = self._library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher: LLMatcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some grammars fail only here
-        return matcher
+        return TokenGrammar(matcher, self._pool, tokens.eos_token, -(-tokens.vocab_size // 32))
 
 
-def _llguidance() -> ModuleType:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError(f"grammars need the package llguidance: {error}; pip install llguidance") from None
-    return llguidance
+def _started(tokens: LLTokenizer, source: str) -> LLMatcher:
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some grammars fail only here
+    return matcher
 
 
 def to_source(grammar: Grammar) -> str:
     """Return the Lark or JSON source to compile. Raise `InvalidRequest`."""
-    matcher = _llguidance().LLMatcher
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 schema = json.loads(grammar.text)
                 check_bounds(grammar.name, schema)
                 read_plainly(schema)
-                return str(matcher.grammar_from_json_schema(json.dumps(schema), _DEFAULTS, _STRICT))
+                return LLMatcher.grammar_from_json_schema(json.dumps(schema), _DEFAULTS, _STRICT)
             case GrammarKind.JSON_OBJECT:
-                return str(matcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS))
+                return LLMatcher.grammar_from_json_schema('{"type": "object"}', _DEFAULTS)
             case GrammarKind.REGEX:
-                return str(matcher.grammar_from_regex(grammar.text))
+                return LLMatcher.grammar_from_regex(grammar.text)
             case GrammarKind.CHOICE:
                 choices = json.loads(grammar.text)
-                return str(matcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
+                return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}")
             case GrammarKind.EBNF:
-                return str(matcher.grammar_from_lark(to_lark(grammar.text)))
+                return LLMatcher.grammar_from_lark(to_lark(grammar.text))
     except TidewheelError:
         raise
     except RecursionError:
@@ -185,8 +191,6 @@ def to_lark(rules: str) -> str:
     llguidance's converter drops a rule given twice, merges names that differ only in case or `-`, and breaks
     `\\u00e9`.
     """
-    from llguidance.gbnf_to_lark import any_to_lark
-
     names = _RULE.findall(rules)
     if not names:
         return str(any_to_lark(rules))

@@ -19,6 +19,10 @@ class GatedCompiler:
     def __init__(self) -> None:
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
         self.compiled: list[str] = []
+        self.is_prepared = False
+
+    def prepare(self) -> None:
+        self.is_prepared = True
 
     def compile(self, source: str, name: str) -> TokenGrammar:
         self.has_begun.set()

@@ -77,11 +77,10 @@ def is_running(program: str) -> bool:
 def started_with(variable: str, folder: str) -> list[psutil.Process]:
     """Return this user's other processes started with the variable at or below the folder."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(*_GONE):
-            value = process.environ().get(variable, "")
-            if process.pid != os.getpid() and (value == folder or value.startswith(f"{folder}/")):
-                found.append(process)
+    for process in psutil.process_iter(["environ"]):
+        value = (process.info["environ"] or {}).get(variable, "")  # None of another user's process
+        if process.pid != os.getpid() and (value == folder or value.startswith(f"{folder}/")):
+            found.append(process)
     return found
 
 

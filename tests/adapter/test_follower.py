@@ -14,9 +14,17 @@ import pytest
 from tidewheel.adapter import follower as module
 from tidewheel.adapter.follower import Follower
 from tidewheel.config import EngineConfig
-from tidewheel.engine import placement
-from tidewheel.engine.folder import CURRENT, EngineTarget, Status, new_target, read_status, write_status
-from tidewheel.engine.placement import choose_engine, make_current
+from tidewheel.engine import launcher
+from tidewheel.engine.folder import (
+    CURRENT,
+    EngineTarget,
+    Status,
+    make_current,
+    new_target,
+    read_status,
+    write_status,
+)
+from tidewheel.engine.launcher import choose_engine
 from tidewheel.errors import ConfigError, Draining
 from tidewheel_process.handle import start_ticks
 from tidewheel_process.locked_folder import LOCK, try_lock, unlock
@@ -220,7 +228,7 @@ def test_what_cannot_be_written_after_the_start_closes_the_front_end(
 
 
 def test_a_status_of_another_version_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_fits_beside", lambda status, config: True)
+    monkeypatch.setattr(launcher, "_fits_beside", lambda status, config: True)
     old = make_target(tmp_path, "old")
     write(old, started={"model": "m", "setting_of_tomorrow": 1})
     make_current(old)

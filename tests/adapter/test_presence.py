@@ -27,13 +27,13 @@ def test_a_mark_counts_open_requests_until_it_is_removed() -> None:
     presence = Presence("a model")
     assert mine() == PresenceMark("a model", 0)
     for _ in range(3):
-        presence.open_request()
-    presence.close_request()
+        presence.count(1)
+    presence.count(-1)
     assert mine() == PresenceMark("a model", 2)
     assert read_mark(os.getpid(), 1) is None  # an earlier process of this number
     presence.remove()
     presence.remove()
-    presence.close_request()
+    presence.count(-1)
     assert mine() is None
 
 
@@ -51,6 +51,6 @@ def test_a_mark_that_cannot_be_written_is_no_error(run_dir: Path) -> None:
     (run_dir / "front_ends").mkdir(mode=0o700)
     (run_dir / "front_ends" / f"{os.getpid()}-{start_ticks(os.getpid())}").mkdir()
     presence = Presence("a model")
-    presence.open_request()
+    presence.count(1)
     presence.remove()
     assert mine() is None

@@ -10,16 +10,31 @@ import pytest
 from support.engine.engine_clients import Client, endless, request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
-from tidewheel.engine.connection import cancel_request, list_requests
-from tidewheel.engine.messages import MAX_LISTED, ListRequests, RequestList, RequestRow, encoder, to_engine_decoder
+from tidewheel.engine.connection import ask
+from tidewheel.engine.messages import (
+    MAX_LISTED,
+    CancelReply,
+    CancelRequest,
+    ListRequests,
+    RequestList,
+    RequestRow,
+    encoder,
+    to_engine_decoder,
+)
 
 Connect = Callable[..., Client]
 
 
 def listed(folder: Path, limit: int = MAX_LISTED) -> RequestList:
-    found = list_requests(folder, limit)
+    found = ask(folder, ListRequests(limit), RequestList)
     assert found is not None
     return found
+
+
+def cancel(folder: Path, pid: int, number: int) -> bool:
+    reply = ask(folder, CancelRequest(pid, number), CancelReply)
+    assert reply is not None
+    return reply.was_there
 
 
 def rows(folder: Path) -> dict[str, RequestRow]:
@@ -52,7 +67,7 @@ def test_waiting_requests_are_listed_and_cancelled(connect: Connect, folder: Pat
     waiting = rows(folder)["waits"]
     assert (waiting.state, waiting.num_output_tokens, waiting.first_token_s) == ("waiting", 0, None)
     assert waiting.waited_s == waiting.age_s
-    assert cancel_request(folder, listed(folder).pid, waiting.number) is True
+    assert cancel(folder, listed(folder).pid, waiting.number)
     client.recorder.wait_ended(2)
     assert client.recorder.endings == {2: "cancelled"}
     assert rows(folder).keys() == {"runs"}
@@ -65,10 +80,10 @@ def test_one_request_is_cancelled_with_all_its_sequences(connect: Connect, folde
     one.recorder.wait_started(1)
     other.recorder.wait_started(1, (1, 1))
     pid, number = listed(folder).pid, rows(folder)["goes"].number
-    assert cancel_request(folder, pid, number) is True
+    assert cancel(folder, pid, number)
     other.recorder.wait_ended(1, (1, 1))
     assert set(other.recorder.endings.values()) == {"cancelled"}
-    assert cancel_request(folder, pid, number) is False
+    assert not cancel(folder, pid, number)
     assert one.recorder.endings == {}
     assert rows(folder).keys() == {"stays"}
 
@@ -90,15 +105,14 @@ def test_an_engine_that_counts_anew_cancels_nothing(connect: Connect, folder: Pa
     client.add(endless(1))
     client.recorder.wait_started(1)
     found = listed(folder)
-    assert cancel_request(folder, found.pid + 1, found.rows[0].number) is False
+    assert not cancel(folder, found.pid + 1, found.rows[0].number)
     client.add(request(2, 5))
     client.recorder.wait_ended(2)
     assert 1 not in client.recorder.endings
 
 
 def test_without_an_engine_there_is_no_answer(folder: Path) -> None:
-    assert list_requests(folder, 1) is None
-    assert cancel_request(folder, 1, 1) is None
+    assert ask(folder, ListRequests(1), RequestList) is None
 
 
 @pytest.mark.parametrize("limit", [0, -1, MAX_LISTED + 1])

@@ -37,7 +37,7 @@ class World:
         self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.write()
-        self.heartbeat = Heartbeat(self.folder, self.clock)
+        self.heartbeat = Heartbeat(self.folder)
         self.heartbeat.beat(None, 1)
 
     def write(self, **changes: object) -> Status:
@@ -125,7 +125,7 @@ def test_without_a_heartbeat_nothing_hangs(world: World) -> None:
 
 def test_the_heartbeat_of_the_next_engine_is_another_file(world: World) -> None:
     watch = world.hang_watch()
-    later = Heartbeat(world.folder, world.clock)
+    later = Heartbeat(world.folder)
     for _ in range(10):
         later.beat(0.0, 1)
         world.wait(watch, 1)

@@ -14,10 +14,9 @@ import pytest
 
 from support.engine.engine_clients import CONFIG, Client, endless, request
 from tidewheel.config import LIVE, SIZED, EngineConfig, describe_changes
-from tidewheel.engine import placement
-from tidewheel.engine.folder import CURRENT
-from tidewheel.engine.launcher import stop_engine
-from tidewheel.engine.placement import choose_engine, find_engine, make_current
+from tidewheel.engine import launcher
+from tidewheel.engine.folder import CURRENT, find_engine, make_current
+from tidewheel.engine.launcher import choose_engine, stop_engine
 from tidewheel.errors import ConfigError
 from tidewheel_process.handle import ProcessHandle
 
@@ -176,8 +175,8 @@ def test_another_engine_stands_beside_the_first_while_that_has_front_ends(load: 
 def test_without_memory_for_both_the_first_ends_first(
     load: Load, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "available_host_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(placement, "DRAIN_S", 0.2)
+    monkeypatch.setattr(launcher, "available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(launcher, "DRAIN_S", 0.2)
     first = load(CONFIG)
     first.add(endless(1))
     first.recorder.wait_started(1)
@@ -228,4 +227,4 @@ def test_room_on_a_gpu_is_what_the_present_engine_leaves(load: Load, changes: di
     assert status.info is not None
     info = msgspec.structs.replace(status.info, device_bytes=GPU_BYTES, kv_cache_bytes=GPU_BYTES // 2)
     present = msgspec.structs.replace(status, info=info)
-    assert placement._fits_beside(present, change(**changes)) is fits
+    assert launcher._fits_beside(present, change(**changes)) is fits

@@ -13,9 +13,8 @@ from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, request_m
 from tidewheel.adapter.repository_entry import ModelSettings
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
-from tidewheel.engine.folder import EngineTarget
+from tidewheel.engine.folder import EngineTarget, find_engine, make_current, may_start, take_back
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.placement import find_engine, make_current, may_start, take_back
 from tidewheel.frontend.admission_gate import AdmissionGate
 from tidewheel.frontend.ended_requests import EndedRequest, EventQueue, RequestLog
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, Frontend

@@ -41,12 +41,6 @@ class Presence:
         except OSError as error:
             log.warning("%s: cannot be marked as ready, so its death would be noticed late: %s", model, error)
 
-    def open_request(self) -> None:
-        self._add(1)
-
-    def close_request(self) -> None:
-        self._add(-1)
-
     def remove(self) -> None:
         with self._lock:
             if self._descriptor is not None:
@@ -54,7 +48,8 @@ class Presence:
                 os.close(self._descriptor)
                 self._descriptor = None
 
-    def _add(self, change: int) -> None:
+    def count(self, change: int) -> None:
+        """Change the number of open requests."""
         with self._lock:
             self._num_open += change
             if self._descriptor is not None:

@@ -16,7 +16,7 @@ from tidewheel.adapter.stub_process import Presence, close_inherited_connections
 from tidewheel.adapter.tensors import complete, read_request
 from tidewheel.confidential import protect_texts
 from tidewheel.engine.folder import engine_dir
-from tidewheel.engine.placement import choose_engine
+from tidewheel.engine.launcher import choose_engine
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.private_dir import close_shared_memory
 
@@ -71,8 +71,8 @@ class TritonPythonModel:
     def _submit(self, request: Any) -> None:
         arrival_ns = time.monotonic_ns()
         request_id = request.request_id()  # Triton may free the request with its answer
-        self._presence.open_request()
-        sink = TritonSink(request.get_response_sender(), self._presence.close_request)
+        self._presence.count(1)
+        sink = TritonSink(request.get_response_sender(), lambda: self._presence.count(-1))
         try:
             generate, sink.format = read_request(
                 request,

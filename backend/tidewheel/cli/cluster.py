@@ -106,7 +106,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         "replicas": args.replicas[0],
         "max_replicas": args.replicas[1],
         "scaling_settings": dict(args.scaling_set),
-        "api_keys": "" if args.api_keys is None else str(args.api_keys.resolve()),
+        "api_keys": str(Path(args.api_keys).resolve()) if args.api_keys else "",
     }
     settings = ClusterSettings(**(gateway_options(args, ClusterSettings) | others))
     settings.check()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from tidewheel.cli.usage import UsageError, fields_of, whole_number
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_shared_options(group: argparse._ActionsContainer) -> None:
     """Add options that `tidewheel serve` has too."""
     text = "TOML file of the API keys that are let in; without one, only loopback is listened on (docs/openai.md)"
-    group.add_argument("--api-keys", type=Path, metavar="FILE", help=text)
+    group.add_argument("--api-keys", metavar="FILE", help=text)
     text = (
         "what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
         "always, up to </think>, for templates that write the tag themselves; off, nothing"
@@ -47,13 +46,8 @@ def add_shared_options(group: argparse._ActionsContainer) -> None:
 
 
 def gateway_options(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the options that are fields of the gateway's options, shared ones with their defaults."""
-    shared = {
-        "api_keys": str(args.api_keys or ""),
-        "max_body_mb": args.max_body_mb or MAX_BODY_MB,
-        "reasoning": args.reasoning or "tagged",
-    }
-    return fields_of(args, cls) | shared
+    """Return the given options that are fields of the gateway's options."""
+    return {name: value for name, value in fields_of(args, cls).items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,19 +17,19 @@ from tidewheel.cluster.cluster_settings import read_settings
 from tidewheel.cluster.ray_scaling import figures_of
 from tidewheel.engine.connection import drain_all
 from tidewheel.health_endpoint import Readiness
-from tidewheel.private_dir import private_dir, run_dir
+from tidewheel.private_dir import run_dir
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.workdir import current_engines_of, read_endpoints
 from tidewheel_process import process_tree
 from tidewheel_process.child import Child, wait_until
-from tidewheel_process.handle import start_ticks
+from tidewheel_process.locked_folder import new_folder, remove_left_over
 
 START_LIMIT_S = 1800.0  # until a replica without a ready server is replaced
 _LOOK_S = 0.1
 _ASK_S = 2.0
 _DRAIN_LOOK_S = 0.5
 _END_S = 15.0
-_FOLDER = "replicas"
+_PREFIX = "replica-"
 _FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 
 
@@ -120,13 +120,11 @@ class ServerChild:
     """Child process `tidewheel serve`, which ends with its standard input, however this process ends."""
 
     def __init__(self, options: Sequence[str], host: str) -> None:
-        folder = private_dir(run_dir() / _FOLDER)
-        for path in folder.iterdir():  # of killed replicas
-            if path.stem.isdecimal() and start_ticks(int(path.stem)) is None:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        self._ports = folder / f"{os.getpid()}.json"
-        self.log = folder / f"{os.getpid()}.log"
+        remove_left_over(base := run_dir(), _PREFIX)
+        self._made = contextlib.ExitStack()
+        folder = self._made.enter_context(new_folder(base, _PREFIX))
+        self._ports = folder / "ports.json"
+        self.log = folder / "log"
         self.num_restarts = 0  # of tritonserver
         self._endpoints: Endpoints | None = None
         self._tritonserver: psutil.Process | None = None
@@ -175,4 +173,4 @@ class ServerChild:
         self._child.stdin.close()
         if not self._child.ends_within(_END_S):
             self._child.kill()  # its guard ends the rest
-        self.log.unlink(missing_ok=True)
+        self._made.close()

@@ -201,18 +201,8 @@ def drain_all(engine_dirs: Sequence[Path], timeout_s: float) -> int | None:
     return sum(left) if serving else None
 
 
-def list_requests(engine_dir: Path, limit: int, timeout_s: float = ANSWER_S) -> messages.RequestList | None:
-    """Return the oldest requests, or None on timeout."""
-    return ask(engine_dir, messages.ListRequests(limit), messages.RequestList, timeout_s)
-
-
-def cancel_request(engine_dir: Path, pid: int, number: int, timeout_s: float = ANSWER_S) -> bool | None:
-    """Cancel a request of `list_requests`. Return whether it was there, or None on timeout."""
-    answer = ask(engine_dir, messages.CancelRequest(pid, number), messages.CancelReply, timeout_s)
-    return None if answer is None else answer.was_there
-
-
-def ask(engine_dir: Path, message: messages.Message, kind: type[T], timeout_s: float) -> T | None:
+def ask(engine_dir: Path, message: messages.Message, kind: type[T], timeout_s: float = ANSWER_S) -> T | None:
+    """Return the answer of a kind from a serving engine; None without an engine, or on timeout."""
     status = read_serving(engine_dir)
     if status is None:
         return None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, replace_file, run_dir
 from tidewheel_process.handle import start_ticks
+from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
 ENGINE_LOCK = "engine.lock"
 SOCKET = "engine.sock"
@@ -153,3 +155,44 @@ def last_log_line(engine_dir: Path, limit: int = 300) -> str:
         return ""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return _LOG_PREFIX.sub("", last)[:limit]
+
+
+def find_engine(model_dir: Path) -> EngineTarget | None:
+    status = read_serving(model_dir / CURRENT)
+    if status is None or status.is_draining:
+        return None
+    started, config = (EngineConfig.from_settings(settings) for settings in (status.started, status.settings))
+    return EngineTarget(model_dir / status.identity, status.identity, started, config, status.read_ns)
+
+
+def may_start(target: EngineTarget) -> bool:
+    """Return whether the engine has ended and may be started again."""
+    status = read_status(target.folder)
+    return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
+
+
+def take_back(model_dir: Path) -> None:
+    """Let the engine that ended to free memory start again."""
+    status = read_status(model_dir / CURRENT)
+    if status is not None and status.is_draining and not status.is_alive:
+        write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
+
+
+def _remove_ended(target: EngineTarget) -> None:
+    for path in target.folder.parent.iterdir():
+        if path.is_symlink() or not path.is_dir() or path == target.folder:
+            continue
+        status = read_status(path)
+        if (status is None or not status.is_alive) and (lock := try_lock(path / LOCK)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            unlock(lock)
+
+
+def make_current(target: EngineTarget) -> None:
+    """Make all front ends of the model switch to this engine."""
+    model_dir = target.folder.parent
+    temporary = model_dir / f"{CURRENT}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.folder.name)
+    temporary.replace(model_dir / CURRENT)
+    _remove_ended(target)

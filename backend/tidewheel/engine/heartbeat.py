@@ -19,12 +19,11 @@ from tidewheel_process.locked_folder import LOCK, is_locked
 UNUSED_S = 2.0  # after a front end's end, until another takes over
 MAX_GAP_S = 1.0
 
-_LAYOUT = struct.Struct("<Qdd?I")
+_LAYOUT = struct.Struct("<Qd?I")
 
 
 class Beat(NamedTuple):
     sequence: int
-    at: float  # monotonic seconds
     expected_s: float  # until the next beat
     is_stepping: bool
     num_front_ends: int
@@ -33,8 +32,7 @@ class Beat(NamedTuple):
 class Heartbeat:
     """Writer of the heartbeat. A beat makes no system call."""
 
-    def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, engine_dir: Path) -> None:
         self._sequence = 0
         temporary = engine_dir / f"{HEARTBEAT}.{os.getpid()}"
         with temporary.open("w+b") as file:
@@ -47,9 +45,7 @@ class Heartbeat:
         """Record that the loop turned, and the expected seconds of the step; None: idle."""
         self._sequence += 1
         is_stepping = expected_s is not None
-        _LAYOUT.pack_into(
-            self._memory, 0, self._sequence, self._clock(), expected_s or 0.0, is_stepping, num_front_ends
-        )
+        _LAYOUT.pack_into(self._memory, 0, self._sequence, expected_s or 0.0, is_stepping, num_front_ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

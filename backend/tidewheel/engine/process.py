@@ -143,7 +143,6 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
 
 @contextlib.contextmanager
 def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
-    folder.check_socket_path(engine_dir)
     context = zmq.Context(io_threads=1)
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)

@@ -67,17 +67,18 @@ class PendingReloads:
         self._pending.append(Reload(model, load, delay_s, self._note, while_it_serves=while_it_serves))
 
     def look(self) -> str:
-        """Remove finished reloads. Return a model that waits for its front end, or an empty string."""
+        """Remove finished and cancelled reloads. Return a model that waits for its front end, or an empty string."""
+        self._pending = [reload for reload in self._pending if not reload.cancelled.is_set()]
         for reload in [reload for reload in self._pending if reload.is_over]:
             self._pending.remove(reload)
             self._note(f"model {reload.model!r} is loaded again after {time.monotonic() - reload.since:.1f} s")
         return next((reload.model for reload in self._pending if not reload.while_it_serves), "")
 
     def cancel(self, model: str = "") -> None:
-        """Cancel the reloads of `model`; empty: of all models."""
-        for reload in [reload for reload in self._pending if model in ("", reload.model)]:
-            reload.cancelled.set()
-            self._pending.remove(reload)
+        """Cancel the reloads of `model`; empty: of all models. Thread-safe."""
+        for reload in self._pending:
+            if model in ("", reload.model):
+                reload.cancelled.set()
 
 
 class SharedMemoryRelief:

@@ -5,7 +5,6 @@ import os
 import select
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGKILL, SIGTERM
@@ -66,7 +65,6 @@ class Supervisor:
         self._served_since = 0.0
         self._reloads = PendingReloads(self.console.note)
         self._relief = SharedMemoryRelief(lambda pid: shared_bytes(pid, self.work.shm_prefix), self.console.note)
-        self._unloaded: deque[str] = deque()  # models without reloads
         self._stubs = StubWatch()
         self._next_look = 0.0
         self._missed = ("", 0.0)  # death with waiting clients, and its end
@@ -124,8 +122,6 @@ class Supervisor:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
             if load is not None and may_give_back:
                 self._relief.look(self._stubs.serving, self._reloads, load)
-            while self._unloaded:
-                self._reloads.cancel(self._unloaded.popleft())
             if model := self._reloads.look():
                 self.readiness = Readiness("reloading", f"{model}: its front end died")
             elif self._stubs.paused:
@@ -155,7 +151,7 @@ class Supervisor:
 
     def forget(self, model: str) -> None:
         """Cancel reloads of a model that the operator unloaded. Thread-safe."""
-        self._unloaded.append(model)
+        self._reloads.cancel(model)
 
     def drain(self, limit_s: float, endpoints: Endpoints) -> None:
         """Refuse new requests and wait for running ones; after `limit_s`, end them with an error."""

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tidewheel.engine.connection import cancel_request, list_requests
+from tidewheel.engine.connection import ask
 from tidewheel.engine.folder import label_of, model_label
-from tidewheel.engine.messages import MAX_LISTED, RequestRow
+from tidewheel.engine.messages import MAX_LISTED, CancelReply, CancelRequest, ListRequests, RequestList, RequestRow
 from tidewheel.metrics import RECEIVED
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
@@ -60,7 +60,7 @@ def list_here(metrics_url: str, model: str) -> RequestListing:
 def list_engines(links: Sequence[Path]) -> RequestListing:
     if not links:
         return RequestListing(None, note=NOT_OURS)
-    answers = [(link.resolve(), list_requests(link, MAX_LISTED, ANSWER_S)) for link in links]
+    answers = [(link.resolve(), ask(link, ListRequests(MAX_LISTED), RequestList, ANSWER_S)) for link in links]
     lines = [_line(str(folder), one.pid, row) for folder, one in answers if one is not None for row in one.rows]
     total = sum(one.num_sequences for _, one in answers if one is not None)
     is_whole = all(one is not None for _, one in answers)
@@ -70,10 +70,10 @@ def list_engines(links: Sequence[Path]) -> RequestListing:
 def cancel(request: RequestLine) -> str:
     """Cancel a request. Return a sentence with the outcome."""
     name = request.request_id or f"number {request.number}"
-    was_there = cancel_request(Path(request.engine), request.engine_pid, request.number, ANSWER_S)
-    if was_there is None:
+    message = CancelRequest(request.engine_pid, request.number)
+    if (reply := ask(Path(request.engine), message, CancelReply, ANSWER_S)) is None:
         return f"the engine does not answer: request {name} was not cancelled"
-    return f"request {name} was cancelled" if was_there else f"request {name} had ended before"
+    return f"request {name} was cancelled" if reply.was_there else f"request {name} had ended before"
 
 
 class ServerWatch:

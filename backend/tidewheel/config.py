@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,14 @@ MaxModelLen = int | Literal["auto"]
 
 MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
 BLOCK_SIZES = (16, 32, 64, 128)
-_RANGES = {
+_AT_LEAST_ONE = (
+    "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens", "predictor_prior_tokens",
+    "long_prefill_token_threshold", "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks",
+    "kv_cache_memory_mb", "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
+)  # fmt: skip
+_RANGES: Mapping[str, tuple[float, float | None]] = {
+    **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
+    **dict.fromkeys(("max_preemptions", "seed", "max_logprobs"), (0, None)),
     "gpu_memory_utilization": (0.05, 1.0),
     "engine_start_timeout_s": (0.001, 86_400.0),
     "ageing_s": (0.001, 86_400.0),
@@ -79,13 +87,6 @@ class SchedulingSettings:
     enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
     target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
     governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
-
-    def __post_init__(self) -> None:
-        at_least(
-            self, 1, "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens",
-            "predictor_prior_tokens", "long_prefill_token_threshold",
-        )  # fmt: skip
-        at_least(self, 0, "max_preemptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +148,10 @@ class EngineConfig(SchedulingSettings):
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError(MODEL_NOT_SET)
-        SchedulingSettings.__post_init__(self)  # `super()` knows no class with slots
-        at_least(
-            self, 1, "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks", "kv_cache_memory_mb",
-            "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
-        )  # fmt: skip
-        at_least(self, 0, "seed", "max_logprobs")
+        for name, (low, high) in {**_RANGES, "session_ttl_s": (0.0, self.max_session_ttl_s)}.items():
+            _check_range(name, getattr(self, name), low, high)
         if self.max_logprobs > MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}: it must be at most {MAX_LOGPROBS}")
-        for name, (low, high) in _RANGES.items():
-            _within(name, getattr(self, name), low, high)
-        _within("session_ttl_s", self.session_ttl_s, 0.0, self.max_session_ttl_s)
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
         parse_tenants(self.tenants)
@@ -263,14 +257,7 @@ def setting_names() -> list[str]:
     return [field.name for field in dataclasses.fields(EngineConfig)]
 
 
-def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:
-    """Raise `ConfigError` if one of the integers by name is below `low`."""
-    for name in names:
-        value = getattr(settings, name)
-        if isinstance(value, int) and value < low:
-            raise ConfigError(f"{name} is {value}: it must be at least {low}")
-
-
-def _within(name: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not low <= value <= high:
-        raise ConfigError(f"{name} is {value}: it must be {low:g} to {high:g}")
+def _check_range(name: str, value: object, low: float, high: float | None) -> None:
+    if isinstance(value, int | float) and not low <= value <= (math.inf if high is None else high):
+        limits = f"at least {low}" if high is None else f"{low:g} to {high:g}"
+        raise ConfigError(f"{name} is {value}: it must be {limits}")

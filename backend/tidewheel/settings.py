@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from tidewheel.errors import ConfigError
@@ -18,6 +18,7 @@ _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024
 _MAX_NAME_BYTES = 255  # in Linux
 _CLOSE = 0.75  # likeness of a name that is suggested
+_BOOLEANS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 _ELSEWHERE = {
     "decoupled": "set model_transaction_policy { decoupled: … } in config.pbtxt",
     **dict.fromkeys(
@@ -44,18 +45,21 @@ def unknown_setting(key: str, known: Iterable[str]) -> str:
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:
     """Return text or a JSON value as the declared type. Raise `ConfigError`."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return _coerce_either(key, raw, typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if raw not in choices:
-            raise ConfigError(f"{key} is {raw!r}: choose one of {', '.join(map(str, choices))}")
+    hints = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    words = [word for one in hints if typing.get_origin(one) is Literal for word in typing.get_args(one)]
+    if raw in words or (raw is None and type(None) in hints):
         return raw
-    if hint is bool:
-        return _coerce_bool(key, raw)
-    if hint is str:
+    kind = next((one for one in hints if one in (bool, int, float, str)), None)
+    if kind is None:
+        raise ConfigError(f"{key} is {raw!r}: choose one of {', '.join(map(str, words))}")
+    if kind is str:
         return _coerce_text(key, raw)
-    return _coerce_number(key, raw, int if hint is int else float)
+    value = _BOOLEANS.get(str(raw).strip().lower()) if kind is bool else _number(raw, is_whole=kind is int)
+    if value is None:
+        is_scalar = isinstance(raw, str | int | float) and not isinstance(raw, bool)
+        wanted = "true or false" if kind is bool else "an integer" if kind is int and is_scalar else "a number"
+        raise ConfigError(f"{key} is {raw!r}: it must be {' or '.join((wanted, *words))}")
+    return value
 
 
 def _coerce_text(key: str, raw: object) -> str:
@@ -74,44 +78,16 @@ def _coerce_text(key: str, raw: object) -> str:
     return raw
 
 
-def _coerce_either(key: str, raw: object, hints: Sequence[object]) -> object:
-    words = [word for hint in hints if typing.get_origin(hint) is Literal for word in typing.get_args(hint)]
-    if raw in words or (raw is None and type(None) in hints):
-        return raw
-    hint = next(hint for hint in hints if hint is not type(None) and typing.get_origin(hint) is not Literal)
-    try:
-        return coerce_setting(key, raw, hint)
-    except ConfigError as error:
-        raise ConfigError(" or ".join((str(error), *words))) from None
-
-
-def _coerce_bool(key: str, raw: object) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    text = str(raw).strip().lower()
-    if text in ("true", "1", "yes", "on"):
-        return True
-    if text in ("false", "0", "no", "off"):
-        return False
-    raise ConfigError(f"{key} is {raw!r}: it must be true or false")
-
-
-def _coerce_number(key: str, raw: object, kind: type[int] | type[float]) -> int | float:
+def _number(raw: object, *, is_whole: bool) -> float | None:
+    """Return a number as int or float; None for other values, NaN included."""
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise ConfigError(f"{key} is {raw!r}: it must be a number")
+        return None
     try:
         number = float(raw)
-        if kind is int:
-            exact = int(raw) if isinstance(raw, str) else int(number)
-            if exact != number:
-                raise ValueError
-            return exact
+        whole = int(raw if isinstance(raw, str) else number) if is_whole else number
+        return whole if whole == number else None
     except (ValueError, OverflowError):
-        wanted = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{key} is {raw!r}: it must be {wanted}") from None
-    if number != number:
-        raise ConfigError(f"{key} is {raw!r}: it must be a number")
-    return number
+        return None
 
 
 def shown_bytes(num_bytes: int) -> str:

@@ -9,7 +9,6 @@ import pytest
 
 from support.scheduler.scheduling import SchedulerDriver, make_config, make_request
 from tidewheel.batch import ScheduledBatch
-from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.scheduler.controllers import MIN_TOKEN_BUDGET
 from tidewheel.scheduler.policy import POLICIES
@@ -179,22 +178,6 @@ def test_the_same_events_give_the_same_schedule(policy: str) -> None:
         for name in ("rows", "start_positions", "num_scheduled_tokens", "samples", "block_ids", "freed_rows"):
             assert np.array_equal(getattr(a, name), getattr(b, name)), name
         assert [new.request_id for new in a.new_rows] == [new.request_id for new in b.new_rows]
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("ageing_s", 0.0, "ageing_s is 0.0"),
-        ("max_preemptions", -1, "max_preemptions is -1"),
-        ("long_prefill_token_threshold", 0, "long_prefill_token_threshold is 0"),
-        ("preemption_mode", "drop", "'drop': choose one of auto, recompute, swap"),
-        ("predictor_prior_tokens", 0, "predictor_prior_tokens is 0"),
-        ("scheduling_strategy", "eager", "'eager': choose one of continuous"),
-    ],
-)
-def test_impossible_settings_name_themselves(setting: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SchedulerDriver(**{setting: value})
 
 
 def test_limits_of_a_tenant_are_its_own_or_those_of_everybody() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduler.scheduling import SchedulerDriver, make_config, make_request, numbered
-from tidewheel.errors import ConfigError, InternalError
+from support.scheduler.scheduling import SchedulerDriver, make_request, numbered
+from tidewheel.errors import InternalError
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.queue import WaitingSet
@@ -133,19 +133,3 @@ def test_the_waiting_set_counts_by_class() -> None:
     waiting.num_new += 1
     with pytest.raises(InternalError, match="new requests are miscounted"):
         waiting.check_invariants()
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("max_num_seqs", 0, "max_num_seqs is 0"),
-        ("max_num_batched_tokens", -1, "max_num_batched_tokens is -1"),
-        ("max_waiting_tokens", 0, "max_waiting_tokens is 0"),
-        ("policy", "lifo", "'lifo': choose one of fifo, priority"),
-        ("max_inflight_steps", 3, "max_inflight_steps is 3"),
-        ("watermark", 1.0, "watermark is 1.0"),
-    ],
-)
-def test_impossible_settings_name_themselves(setting: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(**{setting: value})

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.scheduler.scheduling import make_config
-from tidewheel.errors import ConfigError
 from tidewheel.scheduler.strategy import (
     BATCHES_PER_REVIEW,
     MAX_WINDOW_S,
@@ -32,11 +31,6 @@ def dynamic_strategy(target_latency_s: float) -> DynamicStrategy:
 
 def view(waiting: int, running: int = 0, oldest: float = 0.0, most: int = 32) -> JoinView:
     return JoinView(running, waiting, oldest, most)
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="scheduling_strategy is 'fast': choose one of continuous, static"):
-        strategy("fast")
 
 
 def test_continuous_lets_everybody_in() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from tidewheel.regular_files import open_regular, read_at_most
+from tidewheel.errors import ConfigError
+from tidewheel.regular_files import open_regular, read_object
 
 GUIDE = 'docs/serve.md, "Other formats", has the commands'
 _LFS = b"version https://git-lfs.github.com/spec/"
-_MAX_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 16 << 20  # also of an index of weights
 _MAX_HEADER_BYTES = 1 << 20  # that are searched of a file of weights
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8"}
@@ -91,10 +91,9 @@ def _quantised(method: str, where: str) -> str:
 
 def _fields(path: Path) -> dict[str, object]:
     try:
-        values = json.loads(read_at_most(path, _MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return read_object(path, MAX_CONFIG_BYTES)
+    except ConfigError:
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _first_bytes(path: Path, count: int) -> bytes:

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+from tidewheel.errors import ConfigError
+
+MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -24,3 +30,30 @@ def read_at_most(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", str(path))
     return content
+
+
+def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str | None:
+    """Return a file's text, or None if missing. Raise `ConfigError`."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(read_at_most(path, limit)), "utf-8").read()  # with one kind of line end
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def read_object(path: Path, limit: int = MAX_FILE_BYTES) -> dict[str, object]:
+    """Return a file's JSON object, empty if missing. Raise `ConfigError`."""
+    text = read_text(path, limit)
+    return {} if text is None else parse_object(text, str(path))
+
+
+def parse_object(text: str, name: str) -> dict[str, object]:
+    """Return a JSON object. Raise `ConfigError` with its name."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} holds a {type(value).__name__}: it must be a JSON object")
+    return value

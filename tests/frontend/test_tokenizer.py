@@ -162,7 +162,7 @@ def test_where_defaults_come_from(tmp_path: Path) -> None:
         ("nowhere", "{}", "generation_config is 'nowhere': give auto, vllm, or a folder"),
         ("auto", '{"top_p": 7}', "override_generation_config: top_p is 7"),
         ("auto", '{"num_beams": 4}', "override_generation_config has 'num_beams': only temperature"),
-        ("auto", "[]", "override_generation_config is []: it must be a JSON object"),
+        ("auto", "[]", "override_generation_config holds a list: it must be a JSON object"),
         ("vllm", "{", "override_generation_config is not JSON"),
     ],
 )

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.models import tiny_models
+from support.models.loading import loaded
 from support.models.odd_files import ODD_FILES, put_odd_file
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import model_folder
-from tidewheel.models.causal_lm import ModelSource, no_progress
+from tidewheel.models.causal_lm import no_progress
 from tidewheel.models.decoder import Decoder, Linear, can_pack
-from tidewheel.models.loader import load_model
-from tidewheel.models.model_folder import read_config, resolve_folder
+from tidewheel.models.model_folder import resolve_folder
 from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME, fill_random
+from tidewheel.runner.loading import load_parts
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def sharded(tmp_path: Path) -> Path:
 
 def load(folder: Path, **settings: object) -> Decoder:
     config = EngineConfig(model=str(folder), **settings)
-    model = load_model(ModelSource(folder, read_config(folder), config, torch.float32, CPU, no_progress)).model
+    model = loaded(folder, config)
     assert isinstance(model, Decoder)
     return model
 
@@ -90,12 +91,7 @@ def test_weights_are_converted(folder: Path) -> None:
 
 def test_progress_goes_from_start_to_end(folder: Path) -> None:
     seen: list[tuple[str, float]] = []
-    config = EngineConfig(model=str(folder))
-    source = ModelSource(
-        folder, read_config(folder), config, torch.float32, CPU,
-        lambda stage, fraction: seen.append((stage, fraction)),
-    )  # fmt: skip
-    load_model(source)
+    load_parts(EngineConfig(model=str(folder)), lambda stage, fraction: seen.append((stage, fraction)))
     fractions = [fraction for _, fraction in seen]
     assert {stage for stage, _ in seen} == {"weights"}
     assert fractions == sorted(fractions)

@@ -136,8 +136,8 @@ def test_layer_types_must_fit() -> None:
     ("content", "message"),
     [
         (None, "does not exist"),
-        (b"{", "cannot be read as JSON"),
-        (b"[" * 100_000, "cannot be read as JSON"),
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
         (b"[1]", "it must be a JSON object"),
         (json.dumps({**LLAMA, "auto_map": {"AutoModel": "evil.Model"}}).encode(), "run code from the model folder"),
         (json.dumps({**LLAMA, "quantization_config": {"bits": 4}}).encode(), "quantised"),

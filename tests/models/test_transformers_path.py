@@ -11,11 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from support.models import tiny_models
+from support.models.loading import loaded
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import CausalLM, ModelSource, no_progress
-from tidewheel.models.loader import load_model
-from tidewheel.models.model_folder import read_config
+from tidewheel.models.causal_lm import CausalLM
 from tidewheel.models.transformers_model import IMPLEMENTATION, AttentionCall, install, probe
 
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 def load(folder: Path, **settings: object) -> CausalLM:
     config = EngineConfig(model=str(folder), **settings)
-    return load_model(ModelSource(folder, read_config(folder), config, torch.float32, CPU, no_progress)).model
+    return loaded(folder, config)
 
 
 def refusal(folder: Path, **settings: object) -> str:

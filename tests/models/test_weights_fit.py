@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from support.models import tiny_models
+from support.models.loading import loaded
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import weights
-from tidewheel.models.causal_lm import ModelSource, no_progress
-from tidewheel.models.loader import load_model
-from tidewheel.models.model_folder import read_config
 from tidewheel.models.weights import check_weights_fit
 from tidewheel.settings import GIB
 
@@ -76,4 +74,4 @@ def test_a_model_is_refused_before_it_is_allocated(
     gpu(monkeypatch, 1e-6, 24)
     config = EngineConfig(model=str(tmp_path))
     with pytest.raises(ConfigError, match=r"the weights need .* as float32, and NVIDIA X1 has .* free of"):
-        load_model(ModelSource(tmp_path, read_config(tmp_path), config, torch.float32, CUDA, no_progress))
+        loaded(tmp_path, config, CUDA)

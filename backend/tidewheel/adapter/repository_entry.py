@@ -13,8 +13,9 @@ from typing import Any
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_object, read_overrides
+from tidewheel.frontend.model_files import read_overrides
 from tidewheel.frontend.settings import FrontendSettings
+from tidewheel.regular_files import read_object
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"

@@ -29,8 +29,8 @@ from tidewheel.entries.entry import (
 )
 from tidewheel.entries.findings import Edit, Field, Finding, Problem, Severity, error, json_fields, place_of
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_text
 from tidewheel.model_formats import foreign_format
+from tidewheel.regular_files import read_text
 from tidewheel.settings import nearest
 
 if TYPE_CHECKING:

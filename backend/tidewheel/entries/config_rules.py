@@ -15,7 +15,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine
 from tidewheel.entries.findings import Problem, error, json_fields, note, pbtxt_fields, walk, warning
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_object, read_text
+from tidewheel.regular_files import read_object, read_text
 from tidewheel.settings import nearest
 
 Rule = Callable[[Entry], Iterable[Problem]]

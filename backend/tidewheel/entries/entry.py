@@ -14,7 +14,7 @@ from tritonclient.grpc import model_config_pb2
 from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON, versions
 from tidewheel.entries.findings import Field, by_path, pbtxt_fields
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_object, read_text
+from tidewheel.regular_files import read_object, read_text
 
 CONFIG_NAME = "config.pbtxt"
 GPU_FILES = "nvidia[0-9]*"

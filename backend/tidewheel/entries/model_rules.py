@@ -18,17 +18,8 @@ from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.model_formats import foreign_format
-from tidewheel.models.architectures import native_traits, parse_config
-from tidewheel.models.decoder import Decoder
-from tidewheel.models.loader import check_through_transformers, resolve_max_model_len
-from tidewheel.models.model_folder import (
-    MAX_INT,
-    ConfigFields,
-    architecture,
-    cached_folder,
-    checkpoint_dtype,
-    read_config,
-)
+from tidewheel.models.loader import ModelPlan, plan_model
+from tidewheel.models.model_folder import cached_folder, checkpoint_dtype, read_config
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
 from tidewheel.runner.device import (
@@ -46,12 +37,6 @@ from tidewheel.settings import GIB, MIB, shown_bytes
 
 UNKNOWN_VOCABULARY = 1 << 19  # tokens, without a size in `config.json`
 _AFTER_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
-
-
-class ModelPlan(NamedTuple):
-    max_model_len: int
-    vocab_size: int
-    native: Decoder | None  # on no device
 
 
 class MemoryNeeds(NamedTuple):
@@ -77,7 +62,7 @@ class ModelJudge:
         self._config = config
         self._is_this_machine = is_this_machine
         self._folder: Path | None = None
-        self._device, self._dtype = torch.device("cpu"), torch.float32
+        self._device = torch.device("cpu")
         self._vocab_size: int | None = None
         self._plan: ModelPlan | None = None
         self._files: list[SafetensorsFile] = []
@@ -118,11 +103,13 @@ class ModelJudge:
         fields = read_config(folder)
         if fields.values.get("vocab_size") is not None:
             self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
-        self._dtype = resolve_dtype(self._config.dtype, checkpoint_dtype(fields), self._device)
-        self._plan = _plan(fields, self._config, self._dtype)
-        self._vocab_size = self._plan.vocab_size
-        way = "native" if self._plan.native is not None else "through transformers"
-        self.implementation = f"{architecture(fields)}, {way}"
+        dtype = resolve_dtype(self._config.dtype, checkpoint_dtype(fields), self._device)
+        self._plan = plan = plan_model(folder, fields, self._config, dtype, self._device)
+        if plan.native is not None:
+            self._vocab_size, way = plan.native.shape.vocab_size, "native"
+        else:
+            self._vocab_size, way = plan.through_transformers[1].vocab_size, "through transformers"
+        self.implementation = f"{plan.architecture}, {way}"
 
     def _read_files(self, folder: Path) -> None:
         if self._config.load_format != "dummy":
@@ -146,7 +133,7 @@ class ModelJudge:
         if self._plan is None:
             return ()
         if (decoder := self._plan.native) is not None:
-            of_cache = resolve_cache_dtype(self._config.kv_cache_dtype, self._dtype, self._device)
+            of_cache = resolve_cache_dtype(self._config.kv_cache_dtype, self._plan.dtype, self._device)
             self.cache_of_a_request = _cache_of_a_request(self._plan, CacheLayout(decoder.shape, 1, of_cache))
         if not self._is_this_machine:
             return ()
@@ -154,10 +141,8 @@ class ModelJudge:
         return [note("", shortened)] if shortened else ()
 
     def _needs(self, plan: ModelPlan) -> tuple[MemoryNeeds, str]:
-        config, decoder, dtype, device = self._config, plan.native, self._dtype, self._device
-        weights = (
-            decoder.weights_bytes if decoder else sum(file.num_elements for file in self._files) * dtype.itemsize
-        )
+        config, decoder, dtype, device = self._config, plan.native, plan.dtype, plan.device
+        weights = plan.weights_bytes(self._files)
         check_weights_fit(weights, dtype, device)
         of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
         check_deterministic(config.deterministic, device)
@@ -165,7 +150,7 @@ class ModelJudge:
         cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
         if decoder is not None:
             layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
-            budget = self._budget(layout, weights, plan.max_model_len)
+            budget = self._budget(layout, weights, plan)
             is_automatic = config.max_model_len == "auto"
             size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)
             one_request = 1 if is_automatic else -(-plan.max_model_len // layout.block_size)
@@ -175,17 +160,17 @@ class ModelJudge:
         _check_host_memory(needs)
         return needs, shortened
 
-    def _budget(self, layout: CacheLayout, weights: int, max_model_len: int) -> MemoryBudget:
-        config, device = self._config, self._device
+    def _budget(self, layout: CacheLayout, weights: int, plan: ModelPlan) -> MemoryBudget:
+        config, device = self._config, plan.device
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
-        steps = estimated_activation_bytes(step, layout.shape, self._dtype)
+        steps = estimated_activation_bytes(step, layout.shape, plan.dtype)
         if device.type == "cpu" or config.kv_cache_memory_mb is not None:
             spare, available = None, available_host_bytes()
             if device.type == "cpu" and available is not None:
                 others = weights + steps + int(config.swap_space * GIB)
                 spare = MemoryClaim(takes_share=False, others=others).spare(available, others)
-            return cpu_budget(config, spare, full_bytes(config, layout, max_model_len))
+            return cpu_budget(config, spare, full_bytes(config, layout, plan.max_model_len))
         free, total = torch.cuda.mem_get_info(device)
         source = (
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total // MIB} MiB ({(total - free) // MIB} "
@@ -201,22 +186,6 @@ def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None
     except ConfigError as refusal:
         blamed = Path(_AFTER_PATH.split(str(refusal), maxsplit=1)[0])
         yield error("", str(refusal), file=blamed if blamed.is_absolute() else file)
-
-
-def _plan(fields: ConfigFields, config: EngineConfig, dtype: torch.dtype) -> ModelPlan:
-    traits = native_traits(fields)
-    if traits is None:
-        # Importing transformers takes seconds, which native models save.
-        from tidewheel.models.transformers_model import transformers_config
-
-        check_through_transformers(config, architecture(fields))
-        _, hf_config = transformers_config(fields)
-        context = getattr(hf_config, "max_position_embeddings", None) or MAX_INT
-        return ModelPlan(resolve_max_model_len(config.max_model_len, context), hf_config.vocab_size, None)
-    shape = parse_config(fields, traits)
-    decoder = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
-    decoder.check_quantization(config.quantization)
-    return ModelPlan(resolve_max_model_len(config.max_model_len, shape.context_length), shape.vocab_size, decoder)
 
 
 def _check_host_memory(needs: MemoryNeeds) -> None:

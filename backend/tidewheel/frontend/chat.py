@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
 from tidewheel.frontend.coercion import parse_json, show, to_text
-from tidewheel.frontend.model_files import read_object, read_text
+from tidewheel.regular_files import read_object, read_text
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

@@ -1,46 +1,18 @@
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tidewheel.errors import ConfigError, InvalidRequest
-from tidewheel.regular_files import read_at_most
+from tidewheel.regular_files import parse_object, read_object
 from tidewheel.sampling import SamplingParams
 
-MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 # Read from `generation_config.json` whatever `do_sample` says, like vLLM.
 _KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
 _OVERRIDES = (*_KEYS, "max_new_tokens")
-
-
-def read_text(path: Path) -> str | None:
-    """Return a file's text, or None if missing. Raise `ConfigError`."""
-    try:
-        content = read_at_most(path, MAX_FILE_BYTES)
-        return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()  # with one kind of line end
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-
-
-def read_object(path: Path) -> dict[str, object]:
-    """Return a file's JSON object, empty if missing. Raise `ConfigError`."""
-    text = read_text(path)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}: it must be a JSON object")
-    return value
 
 
 class GenerationDefaults(NamedTuple):
@@ -65,12 +37,7 @@ class GenerationDefaults(NamedTuple):
 def read_overrides(text: str) -> dict[str, Any]:
     """Return fields of `SamplingParams`. Raise `ConfigError`."""
     name = "override_generation_config"
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name} is {text}: it must be a JSON object")
+    values = parse_object(text, name)
     for key in values:
         if key not in _OVERRIDES:
             raise ConfigError(f"{name} has {key!r}: only {', '.join(_OVERRIDES)} are read")

@@ -9,8 +9,8 @@ import tokenizers
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest
-from tidewheel.frontend.model_files import read_object, read_text
 from tidewheel.model_formats import sentencepiece_only
+from tidewheel.regular_files import read_object, read_text
 
 _REPLACEMENT = "\ufffd"  # of bytes that are no character
 _MAX_CHARACTER_BYTES = 4

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
-from tidewheel.config import EngineConfig
-from tidewheel.models.model_folder import ConfigFields
 from tidewheel_kernels import AttentionMetadata
 
 Progress = Callable[[str, float], None]  # stage, fraction in [0, 1]
@@ -17,15 +14,6 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-class ModelSource(NamedTuple):
-    folder: Path
-    fields: ConfigFields
-    config: EngineConfig
-    dtype: torch.dtype
-    device: torch.device
-    progress: Progress
 
 
 class KVLayer(NamedTuple):

@@ -1,38 +1,58 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from tidewheel.config import EngineConfig, MaxModelLen
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import NativeTraits, native_traits, parse_config
-from tidewheel.models.causal_lm import CausalLM, ModelSource
+from tidewheel.models.architectures import ModelConfig, native_traits, parse_config
+from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.model_folder import architecture
+from tidewheel.models.model_folder import ConfigFields, architecture
+from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
 
 
-class LoadedModel(NamedTuple):
-    model: CausalLM
+class ModelPlan(NamedTuple):
+    """Model that a folder's configuration asks for, before weights are read."""
+
+    folder: Path
+    config: EngineConfig
+    dtype: torch.dtype
+    device: torch.device
     architecture: str
     max_model_len: int
-    is_native: bool = True
+    native: Decoder | None  # on no device
+    through_transformers: tuple[Any, Any] = (None, None)  # class of the model, and its configuration
+
+    def files(self) -> list[SafetensorsFile]:
+        """Return the checkpoint's files, none for random weights. Raise `ConfigError`."""
+        return [] if self.config.load_format == "dummy" else checkpoint_files(self.folder)
+
+    def weights_bytes(self, files: list[SafetensorsFile]) -> int:
+        if self.native is not None:
+            return self.native.weights_bytes
+        return sum(file.num_elements for file in files) * self.dtype.itemsize
 
 
-def load_model(source: ModelSource) -> LoadedModel:
-    fields, config = source.fields, source.config
-    name = architecture(fields)
-    traits = native_traits(fields)
-    source.progress(STAGE, 0.0)
-    logger.info("%s runs %s", name, "through transformers" if traits is None else "on the native decoder")
+def plan_model(
+    folder: Path, fields: ConfigFields, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> ModelPlan:
+    """Return the plan of a model. Raise `ConfigError` for a model or a setting that is not offered."""
+    name, traits = architecture(fields), native_traits(fields)
     if traits is not None:
-        return _load_native(source, traits)
+        shape = parse_config(fields, traits)
+        max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
+        native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
+        native.check_quantization(config.quantization)
+        return ModelPlan(folder, config, dtype, device, name, max_model_len, native)
     # Importing transformers takes seconds.
-    from tidewheel.models.transformers_model import load_transformers_model, transformers_config
+    from tidewheel.models.transformers_model import transformers_config
 
     check_through_transformers(config, name)
     cls, hf_config = transformers_config(fields)
@@ -40,31 +60,40 @@ def load_model(source: ModelSource) -> LoadedModel:
     if context == "auto":
         raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
     max_model_len = resolve_max_model_len(config.max_model_len, context)
-    return LoadedModel(load_transformers_model(source, cls, hf_config), name, max_model_len, is_native=False)
+    return ModelPlan(folder, config, dtype, device, name, max_model_len, None, (cls, hf_config))
 
 
-def _load_native(source: ModelSource, traits: NativeTraits) -> LoadedModel:
-    folder, fields, config, dtype, device, progress = source
-    shape = parse_config(fields, traits)
-    max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
-    files = [] if config.load_format == "dummy" else checkpoint_files(folder)
-    planned = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
-    planned.check_quantization(config.quantization)
-    check_weights_fit(planned.weights_bytes, dtype, device)
+def load_model(plan: ModelPlan, files: list[SafetensorsFile], progress: Progress) -> CausalLM:
+    """Load the model from the plan's `files`. Raise `ConfigError`."""
+    way = "through transformers" if plan.native is None else "on the native decoder"
+    logger.info("%s runs %s", plan.architecture, way)
+    check_weights_fit(plan.weights_bytes(files), plan.dtype, plan.device)
+    if plan.native is not None:
+        return _load_native(plan, plan.native.config, files, progress)
+    from tidewheel.models.transformers_model import load_transformers_model
+
+    seed = None if files else plan.config.seed
+    model = load_transformers_model(*plan.through_transformers, plan.folder, seed, plan.dtype, plan.device)
+    progress(STAGE, 1.0)
+    return model
+
+
+def _load_native(plan: ModelPlan, shape: ModelConfig, files: list[SafetensorsFile], progress: Progress) -> CausalLM:
+    config, dtype, device = plan.config, plan.dtype, plan.device
     try:
         decoder = Decoder(
-            shape, max_model_len=max_model_len, dtype=dtype, device=device, deterministic=config.deterministic
+            shape, max_model_len=plan.max_model_len, dtype=dtype, device=device, deterministic=config.deterministic
         )
     except RuntimeError as error:  # the CPU allocator raises it, and CUDA a subclass
-        raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
-    if config.load_format == "dummy":
-        fill_random(decoder.destinations, config.seed, progress)
-    else:
+        raise ConfigError(f"{plan.folder}: the weights do not fit into the memory of {device} as {dtype}") from error
+    if files:
         load_weights(files, decoder.destinations, progress, ignored=decoder.ignores)
+    else:
+        fill_random(decoder.destinations, config.seed, progress)
     if config.quantization == "fp8":
         decoder.quantize()
     decoder.pack()
-    return LoadedModel(decoder, shape.architecture, max_model_len)
+    return decoder
 
 
 def check_through_transformers(config: EngineConfig, architecture: str) -> None:

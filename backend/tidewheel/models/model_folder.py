@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +8,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
-from tidewheel.model_formats import foreign_format
-from tidewheel.regular_files import read_at_most
+from tidewheel.model_formats import MAX_CONFIG_BYTES, foreign_format
+from tidewheel.regular_files import read_object
 
 log = logging.getLogger(__name__)
 
-MAX_CONFIG_BYTES = 16 << 20
 MAX_INT = 2**31 - 1
 MAX_CONTEXT = 1 << 24  # tokens: a rotation table takes 1 KiB each at a head of 128
 MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
@@ -24,24 +22,14 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 UNWANTED = ["*/*", "consolidated*"]
 
 
-def read_json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(read_at_most(path, MAX_CONFIG_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: give the folder of a Hugging Face model") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}: it must be a JSON object")
-    return value
-
-
 def read_config(folder: Path) -> ConfigFields:
     """Return the checked fields of `config.json`. Raise `ConfigError` for a format that is not served."""
     if refusal := foreign_format(folder):
         raise ConfigError(refusal)
     path = folder / "config.json"
-    fields = ConfigFields(read_json(path), str(path))
+    fields = ConfigFields(read_object(path, MAX_CONFIG_BYTES), str(path))
+    if not fields.values and not path.exists():
+        raise ConfigError(f"{path} does not exist: give the folder of a Hugging Face model")
     if "auto_map" in fields.values:
         raise ConfigError(f"{path}: auto_map asks to run code from the model folder, which is never done")
     return fields

@@ -17,10 +17,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NATIVE, check_class, check_config
-from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape, ModelSource
+from tidewheel.models.causal_lm import ForwardInput, KVLayer, ModelShape
 from tidewheel.models.model_folder import ConfigFields, architecture, one_line
 from tidewheel.models.trial_prompt import TOLERANCE, one_sequence, random_tokens, relative_difference
-from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, named
+from tidewheel.models.weights import named
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"
@@ -252,26 +252,23 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def load_transformers_model(source: ModelSource, cls: Any, config: Any) -> TransformersModel:
-    folder, _, settings, dtype, device, progress = source
-    is_dummy = settings.load_format == "dummy"
-    if not is_dummy:
-        files = checkpoint_files(folder)  # validates files before the library reads them
-        check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)
+def load_transformers_model(
+    cls: Any, config: Any, folder: Path, seed: int | None, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
+    """Load validated files, or random weights of a seed. Raise `ConfigError`."""
     try:
-        if is_dummy:
-            torch.manual_seed(settings.seed)
+        if seed is None:
+            model = _from_files(folder, cls, config, dtype)
+        else:
+            torch.manual_seed(seed)
             with device:
                 model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-        else:
-            model = _from_files(folder, cls, config, dtype)
     except ConfigError:
         raise
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # own attention table
             raise ConfigError(f"{cls.__name__} is not offered: {NO_INTERFACE}") from error
         raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
-    progress(STAGE, 1.0)
     return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
 
 

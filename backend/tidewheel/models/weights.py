@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from tidewheel.errors import ConfigError
+from tidewheel.model_formats import MAX_CONFIG_BYTES
 from tidewheel.models.causal_lm import Progress
-from tidewheel.models.model_folder import read_json
 from tidewheel.models.safetensors_file import FileChunk, SafetensorsFile, plan_chunks
 from tidewheel.models.weight_stream import SLOT_BYTES, sink_on, stream_chunks
+from tidewheel.regular_files import read_object
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.settings import shown_bytes
 
@@ -61,7 +62,7 @@ def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
 
 def _indexed_paths(folder: Path) -> list[Path]:
     where = folder / INDEX_NAME
-    weight_map = read_json(where).get("weight_map")
+    weight_map = read_object(where, MAX_CONFIG_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{where} has no weight_map: download it again")
     paths = []

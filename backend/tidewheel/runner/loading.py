@@ -4,7 +4,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -12,10 +11,11 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.causal_lm import DTYPES, CausalLM, ModelSource, Progress
+from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.loader import load_model
-from tidewheel.models.model_folder import ConfigFields, checkpoint_dtype, read_config, resolve_folder
+from tidewheel.models.loader import load_model, plan_model
+from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
+from tidewheel.models.weights import STAGE
 from tidewheel.runner.device import (
     check_deterministic,
     check_quantization,
@@ -86,37 +86,35 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
     check_quantization(config.quantization, dtype, device)
-    claim = _claim_host_memory(config, folder, fields, dtype) if device.type == "cpu" else None
-    loaded = load_model(ModelSource(folder, fields, config, dtype, device, stages))
+    stages(STAGE, 0.0)
+    plan, claim = plan_model(folder, fields, config, dtype, device), None
+    files = plan.files()
+    if device.type == "cpu":
+        claim = MemoryClaim(takes_share=config.has_automatic_cache, others=plan.weights_bytes(files))
+    model = load_model(plan, files, stages)
     if device.type == "cpu":
         keep_freed_memory()
         if config.num_threads is None:
-            limit_threads(loaded.model.weights_bytes)
-    layout = CacheLayout(loaded.model.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
+            limit_threads(model.weights_bytes)
+    layout = CacheLayout(model.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
     if of_cache == FP8:
-        layout = with_scales(layout, loaded.model, dtype, device, loaded.max_model_len)
+        layout = with_scales(layout, model, dtype, device, plan.max_model_len)
     info = RunnerInfo(
         model=str(folder),
-        architecture=loaded.architecture,
-        is_native=loaded.is_native,
+        architecture=plan.architecture,
+        is_native=plan.native is not None,
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         kv_cache_dtype=str(of_cache).removeprefix("torch.") if of_cache == FP8 else "",
         vocab_size=layout.shape.vocab_size,
-        max_model_len=loaded.max_model_len,
+        max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=layout.block_size,
-        weights_bytes=loaded.model.weights_bytes,
+        weights_bytes=model.weights_bytes,
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
     )
-    return RunnerParts(loaded.model, layout, info, device, stages, compile_log, claim)
-
-
-def _claim_host_memory(config: EngineConfig, folder: Path, fields: ConfigFields, dtype: torch.dtype) -> MemoryClaim:
-    as_stored = DTYPES.get(checkpoint_dtype(fields) or "", dtype)
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * dtype.itemsize // as_stored.itemsize
-    return MemoryClaim(takes_share=config.has_automatic_cache, others=weights)
+    return RunnerParts(model, layout, info, device, stages, compile_log, claim)
 
 
 class RunnerCache(NamedTuple):

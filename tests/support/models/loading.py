@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tidewheel.config import EngineConfig
+from tidewheel.models.causal_lm import CausalLM, no_progress
+from tidewheel.models.loader import load_model, plan_model
+from tidewheel.models.model_folder import read_config
+
+CPU = torch.device("cpu")
+
+
+def loaded(folder: Path, config: EngineConfig, device: torch.device = CPU) -> CausalLM:
+    plan = plan_model(folder, read_config(folder), config, torch.float32, device)
+    return load_model(plan, plan.files(), no_progress)

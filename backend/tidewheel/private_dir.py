@@ -5,9 +5,14 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from tidewheel.errors import ConfigError
 from tidewheel_process.locked_folder import FolderError, make_private
+
+T = TypeVar("T")
 
 RUN_DIR = "TIDEWHEEL_RUN_DIR"
 MAX_SOCKET_PATH = 107  # bytes, see unix(7)
@@ -44,10 +49,18 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written ({reason}): make room, or set TIDEWHEEL_RUN_DIR to another folder")
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def read_value(path: Path, kind: type[T]) -> T | None:
+    """Return the value in a JSON file; None if there is no such file, or a value of another kind."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    return None
+
+
+def write_value(path: Path, value: object) -> None:
+    """Write a value as JSON, atomically. Raise OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
+        temporary.write_bytes(msgspec.json.encode(value))
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

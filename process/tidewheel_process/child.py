@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from tidewheel_process.current_process import end_with_parent
+
+_TAIL_BYTES = 8192
 
 
 class StartError(Exception):
@@ -69,6 +73,15 @@ def describe_exit(code: int | None) -> str:
     if code is None:
         return "no exit code"
     return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank; empty without one."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").strip().split("\n")
+        return lines[-1].strip()
+    return ""
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, poll_s: float = 0.02) -> bool:

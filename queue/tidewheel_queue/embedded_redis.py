@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tidewheel_client.errors import RequestError, ServerUnavailable
 from tidewheel_process import locked_folder
-from tidewheel_process.child import Child
+from tidewheel_process.child import Child, last_line
 from tidewheel_process.locked_folder import FolderError, make_private, try_lock
 from tidewheel_queue import redis_guard
 
@@ -52,7 +52,8 @@ class EmbeddedRedis:
             if answer.startswith(b"-LOADING"):
                 end = now + _START_S
             elif now >= end:
-                raise ServerUnavailable(f"Redis in {self.folder} does not start{self._last_words()}")
+                words = last_line(self._log) or "it printed nothing"
+                raise ServerUnavailable(f"Redis in {self.folder} does not start: {words} ({self._log})")
             elif now >= next_spawn and not answer:
                 self._spawn()
                 next_spawn = now + _SPAWN_EVERY_S
@@ -84,13 +85,6 @@ class EmbeddedRedis:
                 umask=0o077,
                 env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "PYTHONPATH": packages},
             ).reap_on_thread()
-
-    def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self._log.read_text(encoding="utf-8", errors="replace")[-2000:].strip().splitlines()
-            if lines:
-                return f": {lines[-1]} ({self._log})"
-        return ""
 
 
 def _private(folder: Path) -> Path:

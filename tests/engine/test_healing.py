@@ -102,7 +102,7 @@ def test_failed_loads_are_no_crash_loop(connect: Connect, model: Path, folder: P
     wait_serves(client)
 
 
-@pytest.mark.parametrize("broken", ["write_status", "replace_file"])
+@pytest.mark.parametrize("broken", ["write_status", "write_value"])
 def test_a_run_directory_that_is_full_when_the_engine_dies(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, folder: Path, broken: str
 ) -> None:

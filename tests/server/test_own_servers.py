@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.engine.folder import CURRENT
-from tidewheel.private_dir import RUN_DIR
+from tidewheel.private_dir import RUN_DIR, read_value, write_value
 from tidewheel.server import ServeError, workdir
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.workdir import (
@@ -20,7 +20,6 @@ from tidewheel.server.workdir import (
     current_engines_of,
     running_servers,
     work_dir,
-    write_endpoints,
 )
 from tidewheel_process.locked_folder import LOCK
 
@@ -46,11 +45,11 @@ def seen_from(base: Path, port: int) -> list[Path]:
 
 def test_a_server_is_found_by_its_port(base: Path, tmp_path: Path) -> None:
     with work_dir(base, tmp_path) as one:
-        write_endpoints(one.endpoints_file, Endpoints(metrics=8002))
+        write_value(one.endpoints_file, Endpoints(metrics=8002))
         link = add_engine(one.run)
         os.environ[RUN_DIR] = str(base)
         with work_dir(base, tmp_path) as other:
-            write_endpoints(other.endpoints_file, Endpoints(metrics=9002))
+            write_value(other.endpoints_file, Endpoints(metrics=9002))
             add_engine(other.run, "other-1")
             assert seen_from(base, 8002) == [link]
             assert seen_from(base, 9002) == [other.run / "other-1" / CURRENT]
@@ -60,7 +59,7 @@ def test_a_server_is_found_by_its_port(base: Path, tmp_path: Path) -> None:
 def test_living_servers_are_listed(base: Path, tmp_path: Path) -> None:
     assert running_servers() == []
     with work_dir(base, tmp_path) as one:
-        write_endpoints(one.endpoints_file, Endpoints(metrics=8002))
+        write_value(one.endpoints_file, Endpoints(metrics=8002))
         os.environ[RUN_DIR] = str(base)
         with work_dir(base, tmp_path):  # has announced nothing yet
             os.environ[RUN_DIR] = str(base)
@@ -70,7 +69,7 @@ def test_living_servers_are_listed(base: Path, tmp_path: Path) -> None:
 def test_servers_of_a_cluster_are_listed(base: Path, tmp_path: Path) -> None:
     run = WorkDir(base / CLUSTER).run
     with work_dir(run, tmp_path) as one:
-        write_endpoints(one.endpoints_file, Endpoints(metrics=8002))
+        write_value(one.endpoints_file, Endpoints(metrics=8002))
         os.environ[RUN_DIR] = str(base)
         assert running_servers() == running_servers(run) == [(one, Endpoints(metrics=8002))]
         assert running_servers(base) == []
@@ -80,7 +79,7 @@ def test_the_socket_for_commands_is_that_of_one_server(base: Path, tmp_path: Pat
     with pytest.raises(ServeError, match="no server of this user runs here"):
         control_of(None)
     with work_dir(base, tmp_path) as one:
-        write_endpoints(one.endpoints_file, Endpoints(http=8000, grpc=8001))
+        write_value(one.endpoints_file, Endpoints(http=8000, grpc=8001))
         os.environ[RUN_DIR] = str(base)
         with pytest.raises(
             ServeError, match="port 8000 takes no such command: start it with --model-control explicit"
@@ -91,7 +90,7 @@ def test_the_socket_for_commands_is_that_of_one_server(base: Path, tmp_path: Pat
         with pytest.raises(ServeError, match="no server of this user runs here with port 9001"):
             control_of(9001)
         with work_dir(base, tmp_path) as other:
-            write_endpoints(other.endpoints_file, Endpoints(http=9000, grpc=9001))
+            write_value(other.endpoints_file, Endpoints(http=9000, grpc=9001))
             other.control.touch()
             os.environ[RUN_DIR] = str(base)
             assert control_of(9001) == other.control
@@ -104,7 +103,7 @@ def test_a_dead_server_is_not_found(base: Path) -> None:
     work = WorkDir(root)
     add_engine(work.run)
     (root / LOCK).touch()
-    write_endpoints(work.endpoints_file, Endpoints(metrics=8002))
+    write_value(work.endpoints_file, Endpoints(metrics=8002))
     assert current_engines_of(8002) == []
 
 
@@ -125,7 +124,7 @@ def test_folders_are_closed_to_others_and_theirs_are_not_read(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with work_dir(base, tmp_path) as work:
-        write_endpoints(work.endpoints_file, Endpoints(metrics=8002))
+        write_value(work.endpoints_file, Endpoints(metrics=8002))
         add_engine(work.run)
         assert stat.S_IMODE(work.root.stat().st_mode) == stat.S_IMODE(work.run.stat().st_mode) == 0o700
         assert seen_from(base, 8002)
@@ -137,9 +136,9 @@ def test_folders_are_closed_to_others_and_theirs_are_not_read(
 
 def test_ports_are_reported_while_the_server_lives(tmp_path: Path) -> None:
     path, endpoints = tmp_path / "ports.json", Endpoints(http=8000, grpc=8001)
-    assert workdir.read_endpoints(path) is None
+    assert read_value(path, Endpoints) is None
     with workdir.ports_file(path, endpoints):
-        assert workdir.read_endpoints(path) == endpoints
+        assert read_value(path, Endpoints) == endpoints
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ServeError, match=r"--ports-file .* cannot be written"):
         workdir.ports_file(tmp_path / "none" / "ports", endpoints).__enter__()

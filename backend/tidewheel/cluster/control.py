@@ -15,7 +15,7 @@ from tidewheel.cluster import ClusterError, local_ray
 from tidewheel.cluster.cluster_settings import APPLICATION, GATEWAY, MAX_REPLICAS, REPLICA, ClusterSettings
 from tidewheel.cluster.local_ray import ClusterFolder, connected, first_line
 from tidewheel.server.endpoints import check_keys, free_port
-from tidewheel_process.child import wait_until
+from tidewheel_process.child import last_line, wait_until
 
 _POLL_S = 0.2
 _ASK_S = 10.0
@@ -98,7 +98,7 @@ def _start(folder: ClusterFolder, lock: IO[bytes], settings: ClusterSettings, no
             if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ClusterError(f"the cluster cannot start: {found.message}")
             if ray.has_ended:
-                raise ClusterError(f"Ray ended at its start: {local_ray.last_line(folder.log)}")
+                raise ClusterError(f"Ray ended at its start: {last_line(folder.log) or local_ray.NO_OUTPUT}")
             time.sleep(_POLL_S)
     return settings.port
 

@@ -23,7 +23,7 @@ from tidewheel.cluster.cluster_settings import ClusterSettings
 from tidewheel.private_dir import MAX_SOCKET_PATH, RUN_DIR, private_dir, run_dir_path
 from tidewheel.server import workdir
 from tidewheel.server.workdir import CLUSTER
-from tidewheel_process.child import Child, StartError, wait_until
+from tidewheel_process.child import Child, StartError, last_line, wait_until
 from tidewheel_process.locked_folder import LOCK, LOOK_S, is_left_over, is_locked, try_lock
 from tidewheel_process.process_tree import arguments, signal_all, started_with
 
@@ -31,6 +31,7 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; tokens and weights bypass it
 START_LIMIT_S = 120.0
 _END_S = 15.0  # for Ray and servers to end
 _POLL_S = 0.1
+NO_OUTPUT = "it printed nothing"
 _LONGEST_BELOW = max(  # names of sockets
     len("/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store."),
     len("/run/serve-abcdefgh/run/16_letters_model-01234567/0123456789/engine.sock"),
@@ -176,7 +177,7 @@ def start(folder: ClusterFolder, lock: IO[bytes], num_cpus: int) -> Child:
     try:
         child.wait_ready(lambda: bool(folder.address), START_LIMIT_S)
     except StartError as error:
-        raise ClusterError(f"ray start {error}: {last_line(folder.log)}") from None
+        raise ClusterError(f"ray start {error}: {last_line(folder.log) or NO_OUTPUT}") from None
     return child
 
 
@@ -208,7 +209,3 @@ def connected(folder: ClusterFolder) -> Iterator[None]:
 
 def first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "no reason given")
-
-
-def last_line(log: Path) -> str:
-    return (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[-1]

@@ -17,9 +17,9 @@ from tidewheel.cluster.cluster_settings import read_settings
 from tidewheel.cluster.ray_scaling import figures_of
 from tidewheel.engine.connection import drain_all
 from tidewheel.health_endpoint import Readiness
-from tidewheel.private_dir import run_dir
+from tidewheel.private_dir import read_value, run_dir
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.workdir import current_engines_of, read_endpoints
+from tidewheel.server.workdir import current_engines_of
 from tidewheel_process import process_tree
 from tidewheel_process.child import Child, wait_until
 from tidewheel_process.locked_folder import new_folder, remove_left_over
@@ -145,7 +145,7 @@ class ServerChild:
     def endpoints(self) -> Endpoints | None:
         """Ports of the server; None until it has chosen them."""
         if self._endpoints is None:
-            self._endpoints = read_endpoints(self._ports)
+            self._endpoints = read_value(self._ports, Endpoints)
         return self._endpoints
 
     def check_alive(self) -> None:

@@ -14,7 +14,8 @@ import msgspec
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, replace_file, run_dir
+from tidewheel.private_dir import MAX_SOCKET_PATH, private_dir, read_value, run_dir, write_value
+from tidewheel_process.child import last_line
 from tidewheel_process.handle import start_ticks
 from tidewheel_process.locked_folder import LOCK, try_lock, unlock
 
@@ -114,9 +115,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "ready" and self.is_alive
 
 
-_decoder = msgspec.json.Decoder(Status)
-
-
 def first_status(pid: int, state: State, settings: dict[str, object], identity: str) -> Status:
     ticks = start_ticks(pid) or 0  # no process started at 0
     return Status(state=state, pid=pid, start_ticks=ticks, settings=settings, started=settings, identity=identity)
@@ -124,10 +122,7 @@ def first_status(pid: int, state: State, settings: dict[str, object], identity: 
 
 def read_status(engine_dir: Path) -> Status | None:
     """Return an engine's status; None if absent, or of another version."""
-    try:
-        return _decoder.decode((engine_dir / STATUS).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return None
+    return read_value(engine_dir / STATUS, Status)
 
 
 def read_serving(engine_dir: Path) -> Status | None:
@@ -137,8 +132,7 @@ def read_serving(engine_dir: Path) -> Status | None:
 
 
 def write_status(engine_dir: Path, status: Status) -> None:
-    stamped = msgspec.structs.replace(status, written_ns=time.monotonic_ns())
-    replace_file(engine_dir / STATUS, msgspec.json.encode(stamped))
+    write_value(engine_dir / STATUS, msgspec.structs.replace(status, written_ns=time.monotonic_ns()))
 
 
 def settings_digest(settings: Mapping[str, object]) -> str:
@@ -147,14 +141,7 @@ def settings_digest(settings: Mapping[str, object]) -> str:
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
     """Return the log's last line without time and level, cut to `limit` characters."""
-    try:
-        with (engine_dir / LOG).open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
-            lines = log.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return _LOG_PREFIX.sub("", last)[:limit]
+    return _LOG_PREFIX.sub("", last_line(engine_dir / LOG))[:limit]
 
 
 def find_engine(model_dir: Path) -> EngineTarget | None:

@@ -18,7 +18,7 @@ from tidewheel.engine import folder
 from tidewheel.engine.connection import ANSWER_S, drain_all
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, Draining, PermanentError
-from tidewheel.private_dir import check_room, private_dir, replace_file, unwritable
+from tidewheel.private_dir import check_room, private_dir, read_value, unwritable, write_value
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.settings import MIB
 from tidewheel_process.child import Child, wait_until
@@ -108,9 +108,6 @@ class Death(msgspec.Struct, frozen=True):
     pid: int
     start_ticks: int
     at: float  # monotonic seconds
-
-
-_deaths_decoder = msgspec.json.Decoder(list[Death])
 
 
 class EngineLauncher:
@@ -271,12 +268,11 @@ def _end(status: folder.Status, grace_s: float) -> None:
 
 def record_death(engine_dir: Path, status: folder.Status, window_s: float) -> list[Death]:
     """Return recent deaths with this engine's, oldest first. Future times are from before the last boot."""
-    path, now, deaths = engine_dir / folder.DEATHS, time.monotonic(), []
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        deaths = [death for death in _deaths_decoder.decode(path.read_bytes()) if now - window_s <= death.at <= now]
+    path, now = engine_dir / folder.DEATHS, time.monotonic()
+    deaths = [death for death in read_value(path, list[Death]) or () if now - window_s <= death.at <= now]
     if not any((death.pid, death.start_ticks) == (status.pid, status.start_ticks) for death in deaths):
         deaths.append(Death(status.pid, status.start_ticks, now))
-        replace_file(path, msgspec.json.encode(deaths))
+        write_value(path, deaths)
     return deaths
 
 

@@ -158,13 +158,11 @@ def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
 
 
 def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_runner) -> int:
-    parser = argparse.ArgumentParser(prog="tidewheel.engine.process", description="Runs one Tidewheel engine.")
-    parser.add_argument(
-        "--engine-dir", type=Path, required=True, help="its folder, made by the front end (mode 0700)"
-    )
-    parser.add_argument("--settings", required=True, help="the engine settings, a JSON object")
-    parser.add_argument("--identity", default="", help="a digest of what only another engine can change")
-    parser.add_argument("--linger-s", type=float, default=LINGER_S, help="how long it stays without a front end")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-dir", type=Path, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
+    parser.add_argument("--identity", default="")
+    parser.add_argument("--linger-s", type=float, default=LINGER_S)
     arguments = parser.parse_args(argv)
     protect_texts()
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
@@ -172,16 +170,16 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     faulthandler.register(signal.SIGUSR1)  # log all threads' stacks
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_bytes(b"tidewheel-eng\n")
-    identity, linger_s = arguments.identity, arguments.linger_s
+    engine_dir, identity = arguments.engine_dir, arguments.identity
     try:
-        config = EngineConfig.from_settings(settings := json.loads(arguments.settings))
+        config = EngineConfig.from_settings(arguments.settings)
     except ConfigError as error:
-        StatusFile(arguments.engine_dir, settings, identity).update(
+        StatusFile(engine_dir, arguments.settings, identity).update(
             state="failed", message=f"the engine does not know these settings: {error}", is_given_up=True
         )
         return EXIT_LOAD_FAILED
     try:
-        return serve(config, arguments.engine_dir, load, identity=identity, linger_s=linger_s)
+        return serve(config, engine_dir, load, identity=identity, linger_s=arguments.linger_s)
     except BlockingIOError:
         log.error("another engine runs in this folder: stop it first")
         return EXIT_CRASHED

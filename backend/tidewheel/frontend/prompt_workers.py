@@ -44,7 +44,8 @@ class PromptWorkers:
         self._limits = limits or PromptLimits()
         self._is_closed = False
         self._lock = threading.Lock()
-        self._workers: list[_Worker | None] = [_Worker(folder, self._limits, is_trial=True), *[None] * (count - 1)]
+        self._count = count
+        self._workers = {0: _Worker(folder, self._limits, is_trial=True)}
         # Single jobs go to the first process, which has read the vocabulary of grammars.
         self._idle: LifoQueue[int] = LifoQueue()
         for index in reversed(range(count)):
@@ -53,7 +54,7 @@ class PromptWorkers:
     def wait_tried(self) -> None:
         """Start all processes. Raise `ConfigError` if the model's tokenizer or template exceeds the limits."""
         self._worker(0).wait_started()
-        for index in range(1, len(self._workers)):
+        for index in range(1, self._count):
             self._worker(index)
 
     def encode(self, text: str, *, add_special_tokens: bool, plain: Spans = ()) -> Int32Array:
@@ -82,7 +83,7 @@ class PromptWorkers:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            workers = [worker for worker in self._workers if worker is not None]
+            workers = list(self._workers.values())
         for worker in workers:
             worker.end()
 
@@ -90,16 +91,12 @@ class PromptWorkers:
         with self._lock:
             if self._is_closed:
                 raise Draining("the server is shutting down")
-            worker = self._workers[index]
-            if worker is None:
-                worker = self._workers[index] = _Worker(self._folder, self._limits, is_trial=False)
-        return worker
+            if index not in self._workers:
+                self._workers[index] = _Worker(self._folder, self._limits, is_trial=False)
+            return self._workers[index]
 
     def _discard(self, index: int, job: Job) -> None:
-        worker = self._workers[index]
-        assert worker is not None
-        returncode = worker.end()
-        self._workers[index] = None
+        returncode = self._workers.pop(index).end()
         if self._is_closed:
             raise Draining("the server is shutting down")
         logger.warning("a process that makes token ids ended (%s) and is replaced", describe_exit(returncode))

@@ -19,7 +19,7 @@ import msgspec
 from tidewheel.gateway.api_keys import Ledger
 from tidewheel.gateway.counters import Counters
 from tidewheel.gateway.gateway_options import StandaloneOptions, announce
-from tidewheel.private_dir import replace_file, run_dir
+from tidewheel.private_dir import read_value, run_dir, write_value
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import free_port
 from tidewheel_process.child import Child, StartError
@@ -51,7 +51,7 @@ class GatewayWorker:
         if self.folder is None:
             return
         with contextlib.suppress(OSError):
-            replace_file(self._path(self.index), msgspec.json.encode(counters))
+            write_value(self._path(self.index), counters)
 
     def before(self) -> Counters:
         """Return counters of this worker's former process, so that totals never fall."""
@@ -62,10 +62,7 @@ class GatewayWorker:
         return [self._read(index) for index in range(self.num_workers) if index != self.index]
 
     def _read(self, index: int) -> Counters:
-        if self.folder is not None:
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                return msgspec.json.decode(self._path(index).read_bytes(), type=Counters)
-        return Counters()
+        return (None if self.folder is None else read_value(self._path(index), Counters)) or Counters()
 
     def _path(self, index: int) -> Path:
         assert self.folder is not None

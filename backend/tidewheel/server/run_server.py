@@ -16,7 +16,7 @@ from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.gateway.gateway_options import Address, StandaloneOptions
-from tidewheel.private_dir import unwritable
+from tidewheel.private_dir import unwritable, write_value
 from tidewheel.server import ServeError, model_control, repository, tritonserver, workdir
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, TritonHttp, check_keys
@@ -161,7 +161,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         models = _repository(options, work)
         names = repository.entries(models)
         endpoints = options.endpoints.chosen()
-        workdir.write_endpoints(work.endpoints_file, endpoints)
+        write_value(work.endpoints_file, endpoints)
         control, load = _control(options, models, endpoints)
         tritonserver.assemble(install, work.backends)
         faults = {FAULTS_ALLOWED: "1"} if options.allow_faults else {}

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from tidewheel.private_dir import RUN_DIR, replace_file, run_dir, run_dir_path, unwritable
+from tidewheel.private_dir import RUN_DIR, read_value, run_dir, run_dir_path, unwritable, write_value
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel_process import process_tree
@@ -28,7 +26,6 @@ _OWNER = "owner"  # lock file beside a server's shared memory, held while the se
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
 ENVIRONMENTS = Path("/tmp")  # noqa: S108 - where each Triton makes a folder `python_env_*`
-_endpoints_decoder = msgspec.json.Decoder(Endpoints)
 
 
 @dataclass
@@ -135,7 +132,7 @@ def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]
     bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
     roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
     running = [WorkDir(root) for root in roots if is_own(root) and not is_left_over(root)]
-    return [(work, ports) for work in running if (ports := read_endpoints(work.endpoints_file)) is not None]
+    return [(work, ports) for work in running if (ports := read_value(work.endpoints_file, Endpoints)) is not None]
 
 
 def current_engines_of(metrics_port: int) -> list[Path]:
@@ -175,25 +172,13 @@ def ports_file(path: Path | None, endpoints: Endpoints) -> Iterator[None]:
         yield
         return
     try:
-        write_endpoints(path, endpoints)
+        write_value(path, endpoints)
     except OSError as error:
         raise ServeError(f"--ports-file {str(path)!r} cannot be written: {error.strerror}") from None
     try:
         yield
     finally:
         _unlink(path)
-
-
-def write_endpoints(path: Path, endpoints: Endpoints) -> None:
-    """Write the ports to a file atomically. Raise OSError."""
-    replace_file(path, msgspec.json.encode(endpoints))
-
-
-def read_endpoints(path: Path) -> Endpoints | None:
-    """Return a file's ports, or None if it cannot be read."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return _endpoints_decoder.decode(path.read_bytes())
-    return None
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.top.watch import ServerWatch, WatchTarget
+    from tidewheel.top.watch import ServerWatch
 
     key = os.environ.get(KEY_VARIABLE, "")
-    watch = ServerWatch(WatchTarget(_pages(args), args.model, args.gateway_url, key))
+    watch = ServerWatch(_pages(args), args.model, gateway_url=args.gateway_url, api_key=key)
     if args.once or args.json:
         return _print_once(watch, args.interval_s, as_json=args.json)
     return _show(watch, args.interval_s)

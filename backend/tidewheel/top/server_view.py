@@ -16,7 +16,7 @@ import msgspec
 from tidewheel import metrics
 from tidewheel.engine.messages import RequestRow
 from tidewheel.request import Priority
-from tidewheel.top.metric_changes import MetricsPage, PageChange
+from tidewheel.top.metric_changes import PageChange, label_values
 
 Figure = float | None
 Line = TypeVar("Line", bound=msgspec.Struct)
@@ -171,21 +171,24 @@ def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[
 
 def tenants(change: PageChange) -> list[TenantLine]:
     """Return a line per tenant, the busiest first."""
-    names = change.after.labels(metrics.TENANT_REQUESTS, "tenant")
+    names = label_values(change.after, metrics.TENANT_REQUESTS, "tenant")
     lines = (read(TenantLine, change, labels={"tenant": name}, name=name) for name in names)
     return sorted(lines, key=lambda one: -(one.output_tokens or 0.0))
 
 
-def errors(change: PageChange, gateway: MetricsPage | None) -> list[ErrorLine]:
+def errors(change: PageChange, gateway: PageChange) -> list[ErrorLine]:
     """Return a line per error tag that occurred, the most frequent first."""
-    tags = {tag for metric in (metrics.REJECTED, metrics.FAILED) for tag in change.after.labels(metric, "tag")}
-    at_gateway = {}
-    if gateway is not None:
-        tags_there = gateway.labels(metrics.GATEWAY_ERRORS, "tag")
-        at_gateway = {tag: gateway.total(metrics.GATEWAY_ERRORS, tag=tag) for tag in tags_there}
+    tags = {tag for metric in (metrics.REJECTED, metrics.FAILED) for tag in label_values(change.after, metric, "tag")}
+    tags.update(label_values(gateway.after, metrics.GATEWAY_ERRORS, "tag"))
     lines = [
-        read(ErrorLine, change, labels={"tag": tag}, tag=tag, gateway=at_gateway.get(tag) or 0.0)
-        for tag in sorted(tags | at_gateway.keys())
+        read(
+            ErrorLine,
+            change,
+            labels={"tag": tag},
+            tag=tag,
+            gateway=gateway.total_or_zero(metrics.GATEWAY_ERRORS, tag=tag),
+        )
+        for tag in sorted(tags)
     ]
     seen = [one for one in lines if one.refused or one.failed or one.gateway]
     return sorted(seen, key=lambda one: -max(one.refused + one.failed, one.gateway))

@@ -16,12 +16,12 @@ from tidewheel.metrics import RECEIVED
 from tidewheel.server.endpoints import is_loopback
 from tidewheel.server.workdir import current_engines_of
 from tidewheel.top import TopError, server_view
-from tidewheel.top.metric_changes import MetricsPage, PageChange
+from tidewheel.top.metric_changes import PageChange, figures_of_model, label_values
 from tidewheel.top.server_view import RequestLine, ServerView
 from tidewheel.top.view_text import verdict
 from tidewheel_client.errors import InvalidRequest, RequestError
 from tidewheel_client.facade import run
-from tidewheel_client.server_pages import Figures, Health, ServerPages, read_figures
+from tidewheel_client.server_pages import Figures, ServerPages, read_figures
 
 WINDOW_S = 10.0  # of rates
 ANSWER_S = 1.0  # time limit of an engine
@@ -29,20 +29,20 @@ ELSEWHERE = "requests are listed on the server's own machine alone"
 NOT_OURS = "no engine of this user is here: requests are listed for the user who runs the server"
 TWIN = "requests are listed under the model that has the engine"
 SILENT = "an engine does not answer: its requests are not listed"
+_UNKNOWN = "unknown"  # state without an answer of /ready
+_NO_CHANGE = PageChange(Figures(()), Figures(()), 0.0)
 _START = "start a server with 'tidewheel serve', or name its addresses with --metrics-url and --health-url"
+
+
+class _Page(NamedTuple):
+    figures: Figures
+    seconds: float  # when it was read
 
 
 class RequestListing(NamedTuple):
     requests: list[RequestLine] | None  # the oldest of each engine; None: `note` says why
     num_sequences: int = 0
     note: str = ""
-
-
-class WatchTarget(NamedTuple):
-    pages: ServerPages
-    model: str = ""  # empty: all
-    gateway_url: str = ""  # of its metrics; empty: there is none
-    api_key: str = ""  # for the gateway
 
 
 def list_here(metrics_url: str, model: str) -> RequestListing:
@@ -81,37 +81,41 @@ class ServerWatch:
 
     def __init__(
         self,
-        target: WatchTarget,
+        pages: ServerPages,
+        model: str = "",  # empty: all
         *,
+        gateway_url: str = "",  # of its metrics; empty: there is none
+        api_key: str = "",  # for the gateway
         list_requests: Callable[[str, str], RequestListing] = list_here,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._target = target
+        self._server = pages
+        self._model = model
+        self._gateway_url = gateway_url
+        self._api_key = api_key
         self._list_requests = list_requests
         self._clock = clock
-        self._pages: deque[MetricsPage] = deque()
-        self._gateway_pages: deque[MetricsPage] = deque()
+        self._pages: deque[_Page] = deque()
+        self._gateway_pages: deque[_Page] = deque()
 
     def look(self) -> ServerView:
         """Read the server's pages into a view. Raise `TopError` or `RequestError` without page or model."""
-        target = self._target
-        health = self._health()
-        page = _of_model(MetricsPage(self._metrics(health), self._clock()), target)
-        change = _change(self._pages, page)
+        is_ready, state, reason = self._health()
+        change = self._change(self._pages, self._of_model(self._metrics(state, reason)))
         gateway, gateway_problem = self._gateway()
-        listing = self._list_requests(target.pages.metrics_url, target.model)
+        listing = self._list_requests(self._server.metrics_url, self._model)
         view = ServerView(
-            server=target.pages.metrics_url,
-            models=page.labels(RECEIVED, "model"),
-            is_ready=None if isinstance(health, RequestError) else health.is_ready,
-            state="unknown" if isinstance(health, RequestError) else health.state,
-            reason=str(health) if isinstance(health, RequestError) else health.reason,
+            server=self._server.metrics_url,
+            models=label_values(change.after, RECEIVED, "model"),
+            is_ready=is_ready,
+            state=state,
+            reason=reason,
             traffic=server_view.read(server_view.Traffic, change),
             classes=server_view.classes(change, listing.requests),
             tenants=server_view.tenants(change),
             cache=server_view.read(server_view.CacheLine, change),
             steps=server_view.read(server_view.StepLine, change),
-            errors=server_view.errors(change, gateway.after if gateway is not None else None),
+            errors=server_view.errors(change, gateway or _NO_CHANGE),
             gateway=server_view.read(server_view.GatewayLine, gateway) if gateway is not None else None,
             gateway_problem=gateway_problem,
             requests=listing.requests or [],
@@ -121,52 +125,47 @@ class ServerWatch:
         view.summary = verdict(view)
         return view
 
-    def _health(self) -> Health | RequestError:
+    def _health(self) -> tuple[bool | None, str, str]:
         try:
-            return run(self._target.pages.health())
+            return run(self._server.health())
         except RequestError as error:
-            return error
+            return None, _UNKNOWN, str(error)
 
-    def _metrics(self, health: Health | RequestError) -> Figures:
+    def _metrics(self, state: str, reason: str) -> Figures:
         try:
-            return run(self._target.pages.metrics())
+            return run(self._server.metrics())
         except InvalidRequest as error:
             raise TopError(error.message) from None
         except RequestError as error:
-            if isinstance(health, RequestError):
-                raise TopError(f"{error}, nor does one at {self._target.pages.health_url}: {_START}") from None
-            raise TopError(f"{error}; the server is {health.state} ({health.reason or 'no reason given'})") from None
+            if state == _UNKNOWN:
+                raise TopError(f"{error}, nor does one at {self._server.health_url}: {_START}") from None
+            raise TopError(f"{error}; the server is {state} ({reason or 'no reason given'})") from None
 
     def _gateway(self) -> tuple[PageChange | None, str]:
-        if not self._target.gateway_url:
+        if not self._gateway_url:
             return None, ""
         try:
-            figures = read_figures(self._target.gateway_url, self._target.api_key)
+            return self._change(self._gateway_pages, read_figures(self._gateway_url, self._api_key)), ""
         except RequestError as error:
             return None, str(error)
-        return _change(self._gateway_pages, MetricsPage(figures, self._clock())), ""
 
+    def _of_model(self, figures: Figures) -> Figures:
+        url, model, known = self._server.metrics_url, self._model, label_values(figures, RECEIVED, "model")
+        if not known:
+            raise TopError(
+                f"{url} has no figures of tidewheel: no model of this backend is loaded, or all have "
+                "REPORT_CUSTOM_METRICS false or disable_log_stats true (docs/metrics.md)"
+            )
+        if model and model not in (*known, *label_values(figures, RECEIVED, "model_name")):
+            raise TopError(f"model {model!r} has no figures on {url}: those with figures are {', '.join(known)}")
+        return figures_of_model(figures, model) if model else figures
 
-def _of_model(page: MetricsPage, target: WatchTarget) -> MetricsPage:
-    known = page.labels(RECEIVED, "model")
-    if not known:
-        raise TopError(
-            f"{target.pages.metrics_url} has no figures of tidewheel: no model of this backend is loaded, or all "
-            "have REPORT_CUSTOM_METRICS false or disable_log_stats true (docs/metrics.md)"
-        )
-    if target.model and target.model not in (*known, *page.labels(RECEIVED, "model_name")):
-        raise TopError(
-            f"model {target.model!r} has no figures on {target.pages.metrics_url}: those with figures are "
-            f"{', '.join(known)}"
-        )
-    return page.of_model(target.model) if target.model else page
-
-
-def _change(pages: deque[MetricsPage], page: MetricsPage) -> PageChange:
-    pages.append(page)
-    while len(pages) > 2 and page.seconds - pages[0].seconds > WINDOW_S:
-        pages.popleft()
-    return PageChange(pages[0], page)
+    def _change(self, pages: deque[_Page], figures: Figures) -> PageChange:
+        now = self._clock()
+        pages.append(_Page(figures, now))
+        while len(pages) > 2 and now - pages[0].seconds > WINDOW_S:
+            pages.popleft()
+        return PageChange(pages[0].figures, figures, now - pages[0].seconds)
 
 
 def _line(engine: str, pid: int, row: RequestRow) -> RequestLine:

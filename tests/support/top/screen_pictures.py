@@ -21,7 +21,7 @@ from support.faults.slowed import SECONDS_FILE, slow_down
 from support.gateway.browser import Browser, browser
 from support.triton.serving import REPOSITORY, Server, start_server, stop_server, wait_ready
 from tidewheel.top.terminal_app import TerminalApp
-from tidewheel.top.watch import ServerWatch, WatchTarget
+from tidewheel.top.watch import ServerWatch
 from tidewheel_client.server_pages import ServerPages
 
 SECONDS = 20.0  # of load before the picture
@@ -48,7 +48,7 @@ async def _screen_under_load(server: Server, rate: float) -> str:
     pages = ServerPages(
         server.grpc, f"http://127.0.0.1:{server.metrics_port}/metrics", f"http://127.0.0.1:{server.health_port}/ready"
     )
-    watch = ServerWatch(WatchTarget(pages, gateway_url=f"{server.openai}/metrics", api_key=KEY))
+    watch = ServerWatch(pages, gateway_url=f"{server.openai}/metrics", api_key=KEY)
     load = asyncio.create_task(offer(server.grpc, lambda _: rate, 2 * SECONDS))
     app = TerminalApp(watch, 1.0, await asyncio.to_thread(watch.look))
     async with app.run_test(size=(COLUMNS, ROWS)) as pilot:

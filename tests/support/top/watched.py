@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tidewheel.top.server_view import RequestLine, ServerView
-from tidewheel.top.watch import RequestListing, ServerWatch, WatchTarget
+from tidewheel.top.watch import RequestListing, ServerWatch
 from tidewheel_client.server_pages import Figures, Health, ServerPages
 
 RECORDED = Path(__file__).parents[2] / "top"
@@ -52,9 +52,7 @@ def watch_of(
     """Return a watch whose looks are so many seconds apart."""
     listed = RequestListing(list(requests), len(list(requests)))
     moments = iter(range(1_000_000))
-    return ServerWatch(
-        WatchTarget(pages, model), list_requests=lambda *_: listed, clock=lambda: seconds * next(moments)
-    )
+    return ServerWatch(pages, model, list_requests=lambda *_: listed, clock=lambda: seconds * next(moments))
 
 
 def second_look(

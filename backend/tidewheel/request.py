@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -169,9 +169,3 @@ class Request:
             f"Request({self.request_id!r}, {self.state.name}, prompt={self.num_prompt_tokens}, "
             f"output={self.num_output_tokens}/{self.max_tokens}, row={self.row})"
         )
-
-
-class Progress(NamedTuple):
-    request: Request
-    num_tokens: int  # prompt and output
-    num_preemptions: int

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -139,13 +138,7 @@ class EngineStats(msgspec.Struct):
         return BREAKER_STATES[self.breaker_state]
 
     def snapshot(self) -> EngineStats:
-        stats = copy(self)
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, list | Histogram):
-                setattr(stats, name, value.copy())
-        stats.tenants = {label: copy(figures) for label, figures in self.tenants.items()}
-        return stats
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=EngineStats)
 
 
 class BlockShortage(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -183,7 +183,7 @@ def test_a_snapshot_stands_still() -> None:
     recorder.received()
     recorder.tokens(1, 0.05, 7)
     assert not any(before.time_to_first_token.counts)
-    assert (before.num_received, recorder.snapshot().num_live) == (0, 1)
+    assert (before.num_received, recorder.snapshot().num_received) == (0, 1)
     assert len(before.time_to_first_token.counts) == len(TTFT_BOUNDS) + 1
 
 

@@ -13,7 +13,7 @@ import zmq
 from tidewheel.batch import Int64Array, RowArray, StepOutputs
 from tidewheel.engine import messages
 from tidewheel.errors import InvalidRequest, TidewheelError
-from tidewheel.request import FinishReason, Progress, Request
+from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import TopLogprobs
 from tidewheel.stats import WaitingRoom
 
@@ -102,19 +102,19 @@ class FrontEnds:
             self._routes[request_id] = _Route(front_end, key, index, n == 1, client_id)
         return list(ids.values())
 
-    def list_requests(self, unfinished: Iterable[Progress], now: float, limit: int) -> list[messages.RequestRow]:
+    def list_requests(self, unfinished: Iterable[Request], now: float, limit: int) -> list[messages.RequestRow]:
         """Return at most `limit` rows, ordered by the first sequence of each request."""
-        groups: dict[tuple[bytes, int], list[Progress]] = {}
-        for one in unfinished:
-            route = self._routes.get(one.request.request_id)
+        groups: dict[tuple[bytes, int], list[Request]] = {}
+        for request in unfinished:
+            route = self._routes.get(request.request_id)
             if route is None:  # of a lost front end
                 continue
             group = groups.setdefault((route.front_end.identity, route.key), [])
-            group.append(one)
+            group.append(request)
             if len(groups) > limit:
                 groups.popitem()
                 break
-        return [_row(group, self._routes[group[0].request.request_id].client_id, now) for group in groups.values()]
+        return [_row(group, self._routes[group[0].request_id].client_id, now) for group in groups.values()]
 
     def siblings(self, request_id: str) -> list[str]:
         """Return ids of all open sequences of the request, last first."""
@@ -224,9 +224,9 @@ class FrontEnds:
         return True
 
 
-def _row(group: Sequence[Progress], client_id: str, now: float) -> messages.RequestRow:
-    first = group[0].request
-    times = [one.request.first_token_time for one in group if one.request.first_token_time is not None]
+def _row(group: Sequence[Request], client_id: str, now: float) -> messages.RequestRow:
+    first = group[0]
+    times = [one.first_token_time for one in group if one.first_token_time is not None]
     return messages.RequestRow(
         number=int(first.request_id),
         request_id=client_id,
@@ -238,7 +238,7 @@ def _row(group: Sequence[Progress], client_id: str, now: float) -> messages.Requ
         first_token_s=min(times) - first.arrival_time if times else None,
         num_sequences=len(group),
         num_prompt_tokens=first.num_prompt_tokens,
-        num_output_tokens=sum(one.num_tokens - one.request.num_prompt_tokens for one in group),
+        num_output_tokens=sum(one.num_output_tokens for one in group),
         max_tokens=first.max_tokens * len(group),
         num_cached_tokens=first.num_cached_tokens,
         num_preemptions=sum(one.num_preemptions for one in group),

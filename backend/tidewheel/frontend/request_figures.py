@@ -43,10 +43,9 @@ def token_bounds(limit: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class FrontendStats:
-    """Counters with ``num_received == num_live + finished + rejected + failed``, and histograms."""
+    """Counters, where ``num_received`` is the sum of live, finished, rejected and failed requests, and histograms."""
 
     num_received: int = 0
-    num_live: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     rejected: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)  # by error tag
@@ -81,7 +80,6 @@ class StatsRecorder:
     def received(self) -> None:
         with self._lock:
             self._stats.num_received += 1
-            self._stats.num_live += 1
 
     def single_tokens(self, seconds: Float64Array) -> None:
         """Count tokens that came alone, by seconds since the sequence's last."""
@@ -104,7 +102,6 @@ class StatsRecorder:
     ) -> None:
         """Count a finished request, `seconds` after its arrival, by its first sequence's last chunk."""
         with self._lock:
-            self._stats.num_live -= 1
             self._stats.finished[first.finish_reason or ""] += 1
             if first.stats is not None and first.stats.first_scheduled_ns:
                 self._observe_stages(first.stats)
@@ -126,7 +123,6 @@ class StatsRecorder:
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
         """Count a failed request; `refused_after`: seconds from arrival to a refusal."""
         with self._lock:
-            self._stats.num_live -= 1
             is_rejection = error.tag in REJECTION_TAGS and not had_output
             (self._stats.rejected if is_rejection else self._stats.failed)[error.tag] += 1
             if refused_after is not None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +15,6 @@ NUM_KNOWN = 200  # outputs after which running requests are ignored
 _FORGET = 0.99  # per output
 _BINS_PER_OCTAVE = 4
 _NUM_BINS = 21 * _BINS_PER_OCTAVE
-_MAX_SCALE = 1e12
 _ERROR_SMOOTHING = 0.01
 
 _EDGES: list[float] = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]
@@ -30,36 +27,22 @@ _Floats = npt.NDArray[np.float64]
 class LengthHistogram:
     """Output lengths in bins of a quarter octave. Each output weighs `_FORGET` times as much as the next one."""
 
-    __slots__ = ("_scale", "_total", "_weights")
+    __slots__ = ("num_seen", "weights")
 
     def __init__(self) -> None:
-        self._weights = array("d", bytes(8 * _NUM_BINS))
-        self._scale = 1.0  # weight of the newest output
-        self._total = 0.0
-
-    @property
-    def num_seen(self) -> float:
-        """Faded number of observed outputs, at most 1 / (1 - `_FORGET`)."""
-        return self._total / self._scale
-
-    @property
-    def weights(self) -> _Floats:
-        return np.array(self._weights) / self._scale
+        self.weights = np.zeros(_NUM_BINS)
+        self.num_seen = 0.0  # sum of the weights, at most 1 / (1 - `_FORGET`)
 
     def add(self, length: int) -> None:
-        if self._scale > _MAX_SCALE:
-            self._weights = array("d", [weight / self._scale for weight in self._weights])
-            self._total /= self._scale
-            self._scale = 1.0
-        self._scale /= _FORGET
-        self._weights[bisect_left(_EDGES, length + 0.5, 1, _NUM_BINS) - 1] += self._scale
-        self._total += self._scale
+        self.weights *= _FORGET
+        self.weights[bisect_left(_EDGES, length + 0.5, 1, _NUM_BINS) - 1] += 1.0
+        self.num_seen = _FORGET * self.num_seen + 1.0
 
     def quantile(self, fraction: float) -> float:
-        sums = list(accumulate(self._weights))
+        sums: list[float] = self.weights.cumsum().tolist()
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
-        weight = self._weights[index]
+        weight = float(self.weights[index])
         inside = (wanted - (sums[index] - weight)) / weight
         return _EDGES[index] + inside * (_EDGES[index + 1] - _EDGES[index])
 

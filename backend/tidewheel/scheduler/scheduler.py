@@ -16,7 +16,7 @@ from tidewheel.batch import BoolArray, Int32Array, RowArray, SampledTokens, Sche
 from tidewheel.errors import DeadlineExceeded, InternalError, InvalidRequest, NumericError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.request import FinishReason, Progress, Request
+from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import TopLogprobs
 from tidewheel.scheduler.admission import AdmissionControl
 from tidewheel.scheduler.columns import RowColumns
@@ -174,14 +174,12 @@ class Scheduler:
         oldest = self._state.waiting.oldest_by_class()
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
-    def unfinished(self) -> Iterator[Progress]:
-        columns = self._state.columns
+    def unfinished(self) -> Iterator[Request]:
+        """Yield all requests with their output so far."""
         for request in self._state.requests.values():
-            if request.row < 0:
-                yield Progress(request, request.num_tokens, request.num_preemptions)
-            else:
-                num_tokens, num_preemptions = columns.num_tokens[request.row], columns.num_preemptions[request.row]
-                yield Progress(request, int(num_tokens), int(num_preemptions))
+            if request.row >= 0:
+                self._state.columns.write_back(request.row)
+            yield request
 
     def check_invariants(self) -> None:
         """Check all tables against each other, in O(blocks + requests). Raise `InternalError`."""

@@ -84,7 +84,8 @@ class ServerLog:
         self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
         self.version = ""
         self.failure: LoadFailure | None = None
-        self.on_load: Callable[[str, str], None] | None = None  # takes a model and its failure, empty if it serves
+        # Takes a model and its failure, empty if it serves.
+        self.on_load: Callable[[str, str], object] = lambda model, failure: None  # noqa: ARG005
 
     def feed(self, data: bytes) -> list[LogLine]:
         """Return the complete lines of new output, and copy them to the log file."""
@@ -130,14 +131,10 @@ class ServerLog:
             self._syntax_error = syntax["detail"]
         elif line.level == "E" and (failure := load_failure(line.message, self._syntax_error)) is not None:
             self.failure = self.failure or failure
-            self._report_load(*failure)
+            self.on_load(*failure)
         elif loaded := _LOADED.match(line.message):
-            self._report_load(loaded["model"], "")
+            self.on_load(loaded["model"], "")
         return line
-
-    def _report_load(self, model: str, failure: str) -> None:
-        if self.on_load is not None:
-            self.on_load(model, failure)
 
 
 def _one_line(reason: str) -> str:

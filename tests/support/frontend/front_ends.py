@@ -104,7 +104,7 @@ class FrontendHarness:
         self.frontend.close()
         for sink in self._sinks:
             sink.wait_end()
-        check_all_over({id(sink): sink.num_ends for sink in self._sinks}, self.frontend.stats().num_live)
+        check_all_over({id(sink): sink.num_ends for sink in self._sinks}, len(self.frontend._live))
 
     def message(self, key: int) -> AddRequest:
         return self.engine.added[key]

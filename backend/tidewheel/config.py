@@ -219,16 +219,14 @@ class EngineConfig(SchedulingSettings):
         if self.record or other.record:  # a recording holds for one set of settings
             return self == other
         fits = all(getattr(other, name) <= getattr(self, name) for name in SIZED)
-        return fits and all(
-            getattr(self, field.name) == getattr(other, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in LIVE
-        )
+        return fits and self._settings_without(LIVE) == other._settings_without(LIVE)
 
     def fixed_settings(self) -> dict[str, object]:
         """Return the settings whose change needs a new engine, buffer sizes included."""
-        live = LIVE - SIZED if not self.record else frozenset[str]()
-        return {name: value for name, value in self.to_settings().items() if name not in live}
+        return self._settings_without(frozenset() if self.record else LIVE - SIZED)
+
+    def _settings_without(self, names: frozenset[str]) -> dict[str, object]:
+        return {name: value for name, value in self.to_settings().items() if name not in names}
 
     def to_settings(self) -> dict[str, object]:
         """Return `model` and the settings that differ from the defaults."""

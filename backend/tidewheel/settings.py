@@ -18,7 +18,7 @@ _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024
 _MAX_NAME_BYTES = 255  # in Linux
 _CLOSE = 0.75  # likeness of a name that is suggested
-_BOOLEANS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
+BOOLEANS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 _ELSEWHERE = {
     "decoupled": "set model_transaction_policy { decoupled: … } in config.pbtxt",
     **dict.fromkeys(
@@ -54,7 +54,7 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
         raise ConfigError(f"{key} is {raw!r}: choose one of {', '.join(map(str, words))}")
     if kind is str:
         return _coerce_text(key, raw)
-    value = _BOOLEANS.get(str(raw).strip().lower()) if kind is bool else _number(raw, is_whole=kind is int)
+    value = BOOLEANS.get(str(raw).strip().lower()) if kind is bool else _number(raw, is_whole=kind is int)
     if value is None:
         is_scalar = isinstance(raw, str | int | float) and not isinstance(raw, bool)
         wanted = "true or false" if kind is bool else "an integer" if kind is int and is_scalar else "a number"

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 from tidewheel_client.errors import Busy, InvalidRequest, NotFound, RequestTimeout
 from tidewheel_client.facade import Facade, blocking, iterating, run
 from tidewheel_queue.jobs import (
-    MAX_JOB_BYTES,
     DeadJob,
     EnqueuedJob,
     Job,
@@ -45,18 +44,16 @@ class AsyncQueue:
         *,
         name: str = "default",
         bound: int = BOUND,
-        max_job_bytes: int = MAX_JOB_BYTES,
         result_ttl_s: float = RESULT_TTL_S,
     ) -> None:
         self._names = QueueNames(name)
         for limit, value, most, unit in (
             ("bound", bound, 10_000_000, " jobs"),
-            ("max_job_bytes", max_job_bytes, 64 * MAX_JOB_BYTES, ""),
             ("result_ttl_s", result_ttl_s, 30 * 86_400, " seconds"),
         ):
             if not 1 <= value <= most:
                 raise InvalidRequest(f"{limit} is {value}: 1 to {most}{unit}")
-        self._bound, self._max_job_bytes, self._ttl_ms = bound, max_job_bytes, int(result_ttl_s * 1000)
+        self._bound, self._ttl_ms = bound, int(result_ttl_s * 1000)
         self._where = where
 
     async def open(self, /) -> Self:
@@ -74,7 +71,7 @@ class AsyncQueue:
 
         A group is added whole or refused with `Busy`; earlier groups stay. Repeated ids are safe.
         """
-        packed = [pack(job, self._max_job_bytes) for job in jobs]
+        packed = [pack(job) for job in jobs]
         enqueued: list[EnqueuedJob] = []
         for piece in _pieces(packed):
             fields = [field for job in piece for field in job]
@@ -223,10 +220,9 @@ class Queue(Facade[AsyncQueue]):
         *,
         name: str = "default",
         bound: int = BOUND,  # jobs that wait or run
-        max_job_bytes: int = MAX_JOB_BYTES,
         result_ttl_s: float = RESULT_TTL_S,
     ) -> None:
-        core = _BlockingQueue(where, name=name, bound=bound, max_job_bytes=max_job_bytes, result_ttl_s=result_ttl_s)
+        core = _BlockingQueue(where, name=name, bound=bound, result_ttl_s=result_ttl_s)
         super().__init__(run(core.open()))
 
     def __enter__(self) -> Self:

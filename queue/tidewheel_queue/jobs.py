@@ -144,13 +144,13 @@ def job_of(given: object) -> Job:
     return job
 
 
-def pack(given: Job | Mapping[str, object], max_bytes: int = MAX_JOB_BYTES) -> PackedJob:
+def pack(given: Job | Mapping[str, object]) -> PackedJob:
     """Return a job as stored in Redis. Raise `InvalidRequest`."""
     job = job_of(msgspec.structs.asdict(given) if isinstance(given, Job) else given)
     job_id = check_id(job.id) if job.id else uuid.uuid4().hex
     payload = _payload(job)
-    if len(payload) > max_bytes:
-        raise PromptTooLarge(f"the job has {len(payload)} bytes; at most {max_bytes} are kept")
+    if len(payload) > MAX_JOB_BYTES:
+        raise PromptTooLarge(f"the job has {len(payload)} bytes; at most {MAX_JOB_BYTES} are kept")
     return PackedJob(job_id, job.priority or CLASSES.index("NORMAL") + 1, payload, int(job.stream))
 
 
@@ -162,7 +162,7 @@ def unpack(payload: str) -> Job:
         raise InvalidRequest(f"this version cannot read the job ({error})") from None
 
 
-def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> list[dict[str, object]]:
+def read_jobs(lines: Iterable[bytes]) -> list[dict[str, object]]:
     """Parse JSON lines. Raise `InvalidRequest` with the first bad line's number.
 
     A missing id is made from the file's hash and the line number: the same file gives the same ids.
@@ -177,7 +177,7 @@ def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> lis
             raise InvalidRequest(f"line {number}: a file has at most {MAX_FILE_BYTES} bytes")
         if not line.strip():
             continue
-        job = jobs[number] = _job_of_line(number, line, max_job_bytes)
+        job = jobs[number] = _job_of_line(number, line)
         job_id = job.get("id")
         if job_id and seen.setdefault(job_id, number) != number:
             raise InvalidRequest(f"line {number}: id {job_id!r} is that of line {seen[job_id]} too")
@@ -186,12 +186,12 @@ def read_jobs(lines: Iterable[bytes], max_job_bytes: int = MAX_JOB_BYTES) -> lis
     return list(jobs.values())
 
 
-def _job_of_line(number: int, line: bytes, max_job_bytes: int) -> dict[str, object]:
+def _job_of_line(number: int, line: bytes) -> dict[str, object]:
     try:
-        if len(line) > 8 * max_job_bytes:  # a character takes up to six
-            raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {max_job_bytes}")
+        if len(line) > 8 * MAX_JOB_BYTES:  # a character takes up to six
+            raise InvalidRequest(f"it has {len(line)} bytes, too many for a job of {MAX_JOB_BYTES}")
         job = _read_json(line)
-        pack(job, max_job_bytes)
+        pack(job)
         return dict(job)
     except RequestError as error:
         raise InvalidRequest(f"line {number}: {error.message}") from None

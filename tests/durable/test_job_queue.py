@@ -136,7 +136,6 @@ def test_async_queue(redis_folder: Path, name: str, queue: Queue) -> None:
         ({"name": "{a}"}, "queue name"),
         ({"bound": 0}, "bound is 0"),
         ({"result_ttl_s": 0}, "result_ttl_s is 0"),
-        ({"max_job_bytes": 0}, "max_job_bytes is 0"),
     ],
 )
 def test_wrong_arguments(short_path: Path, arguments: dict[str, Any], words: str) -> None:

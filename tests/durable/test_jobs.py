@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import support.durable.needed  # noqa: F401
 from tidewheel_client.errors import InvalidRequest, PromptTooLarge
-from tidewheel_queue.jobs import Job, pack, read_jobs, unpack
+from tidewheel_queue.jobs import MAX_JOB_BYTES, Job, pack, read_jobs, unpack
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: (
@@ -61,9 +61,9 @@ def test_a_float_may_be_of_a_subclass() -> None:
 
 
 def test_a_job_is_bounded() -> None:
-    assert pack({"prompt": "x" * 80}, max_bytes=100)
-    with pytest.raises(PromptTooLarge, match="the job has 113 bytes; at most 100 are kept"):
-        pack({"prompt": "x" * 100}, max_bytes=100)
+    assert pack({"prompt": "x" * (MAX_JOB_BYTES - 13)})
+    with pytest.raises(PromptTooLarge, match=f"the job has 1048577 bytes; at most {MAX_JOB_BYTES} are kept"):
+        pack({"prompt": "x" * (MAX_JOB_BYTES - 12)})
 
 
 @given(

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tidewheel.config import LIVE, SIZED, EngineConfig
 from tidewheel.engine_arguments import HONOURED
@@ -34,18 +34,13 @@ _KINDS: Mapping[object, str] = {bool: "true or false", int: "integer", float: "n
 
 # Headings in `EngineConfig` that are sections of scheduling.md too.
 _RULES = ("policies", "admission", "preemption", "strategies", "controllers", "sessions")
+_SETTING = ("setting", "type", "default", "meaning")  # head of a table
+
+Row = tuple[str, ...]
 
 
-class DocumentedSetting(NamedTuple):
-    heading: str
-    name: str
-    kind: str
-    default: str
-    meaning: str
-
-
-def read_settings(cls: type[Any]) -> list[DocumentedSetting]:
-    """Return the fields of a dataclass, then of its bases. Raise `ConfigError` for a field without a comment."""
+def read_settings(cls: type[Any]) -> dict[str, list[Row]]:
+    """Return rows by heading, of a dataclass and its bases. Raise `ConfigError` for a field without a comment."""
     comments: dict[str, tuple[str, str]] = {}
     for base in cls.__mro__[:-1]:
         comments |= _read_comments(inspect.getsource(base))
@@ -53,10 +48,12 @@ def read_settings(cls: type[Any]) -> list[DocumentedSetting]:
     for name in fields.keys() - comments.keys():
         raise ConfigError(f"{cls.__name__}.{name} has no meaning: write a comment behind it")
     hints = typing.get_type_hints(cls)
-    settings = []
+    settings: dict[str, list[Row]] = {}
     for name, (heading, meaning) in comments.items():
         kind = "JSON" if name in JSON_SETTINGS else _kind(hints[name])
-        settings.append(DocumentedSetting(heading, name, kind, _shown(fields[name].default), meaning))
+        if name in LIVE:
+            meaning += f" (**live**{', up to its start' if name in SIZED else ''})"
+        settings.setdefault(heading, []).append((f"`{name}`", kind, _shown(fields[name].default), meaning))
     return settings
 
 
@@ -103,30 +100,22 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Row, rows: Iterable[Row]) -> str:
     heading, *lines = (f"| {' | '.join(line)} |\n" for line in (head, *rows))
     return "".join((heading, f"|{'---|' * len(head)}\n", *lines))
 
 
-def _settings_table(settings: Iterable[DocumentedSetting]) -> str:
-    rows = ((f"`{item.name}`", item.kind, item.default, item.meaning) for item in settings)
-    return _table(("setting", "type", "default", "meaning"), rows)
-
-
-def _with_life(item: DocumentedSetting) -> DocumentedSetting:
-    if item.name not in LIVE:
-        return item
-    return item._replace(meaning=f"{item.meaning} (**live**{', up to its start' if item.name in SIZED else ''})")
-
-
 def _engine_settings() -> str:
-    settings = read_settings(EngineConfig)
     sections = []
-    for heading in dict.fromkeys(item.heading for item in settings):
+    for heading, rows in read_settings(EngineConfig).items():
         rules = f"[Rules](scheduling.md#{heading})\n\n" if heading in _RULES else ""
-        table = _settings_table(_with_life(item) for item in settings if item.heading == heading)
-        sections.append(f"### {heading[0].upper()}{heading[1:]}\n\n{rules}{table}")
+        sections.append(f"### {heading[0].upper()}{heading[1:]}\n\n{rules}{_table(_SETTING, rows)}")
     return "\n".join(sections)
+
+
+def _entry_settings() -> str:
+    (rows,) = read_settings(FrontendSettings).values()
+    return _table(_SETTING, rows)
 
 
 def _engine_arguments() -> str:
@@ -155,7 +144,7 @@ def _request_parameters() -> str:
     return _table(("parameter, other names", "type", "default", "meaning"), rows)
 
 
-def _parameter_row(field: ParameterField) -> tuple[str, ...]:
+def _parameter_row(field: ParameterField) -> Row:
     parameter = field.parameter
     name = f"`{field.name}`" + ("" if parameter.is_tensor else " \\*")
     names = ", ".join((name, *(f"`{alias}`" for alias in (*parameter.aliases, *parameter.tensor_aliases))))
@@ -166,7 +155,7 @@ def _parameter_row(field: ParameterField) -> tuple[str, ...]:
 PARTS: Mapping[str, Callable[[], str]] = {
     "request parameters": _request_parameters,
     "engine settings": _engine_settings,
-    "entry settings": lambda: _settings_table(read_settings(FrontendSettings)),
+    "entry settings": _entry_settings,
     "engine arguments": _engine_arguments,
     "errors": _errors,
     "metrics": _metrics,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.settings import BOOLEANS
 
 Coercion = Callable[[str, object], object]
 INPUT_TENSOR = "input tensor"  # origin of parameters
@@ -21,7 +22,6 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # longest in use: 2**64 - 1
 _INTEGER_LIMIT = 10**20
 _EXACT_LIMIT = 2**53  # of integers in a float, to which Triton turns request parameters beyond 64 bits
 _NUMBER = re.compile(r"[+-]?(nan|inf(inity)?|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?)", re.ASCII | re.IGNORECASE)
-_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 80
@@ -87,7 +87,7 @@ def to_float(name: str, value: object) -> float:
 
 
 def to_bool(name: str, value: object) -> bool:
-    meant = _BOOLEANS.get(to_text(name, value).strip().lower()) if isinstance(value, str | bytes) else value
+    meant = BOOLEANS.get(to_text(name, value).strip().lower()) if isinstance(value, str | bytes) else value
     if isinstance(meant, int | float) and meant in (0, 1):
         return bool(meant)
     raise InvalidRequest(f"{name} is {show(value)}: it must be true or false")

@@ -23,6 +23,7 @@ from tidewheel_process import process_tree
 
 CPUS_OF_A_REPLICA = 0.1  # so that all fit on few cores
 _RUN_DIR = "TIDEWHEEL_RUN_DIR"
+_PORTS_FILE = "--ports-file="
 _REPLICA, _GATEWAY = "ray::ServeReplica:tidewheel:replica", "ray::ServeReplica:tidewheel:gateway"
 
 
@@ -86,8 +87,9 @@ class RayServers:
 
     def _addresses(self, actor: psutil.Process) -> Iterator[Address]:
         """Yield where the server of an actor listens, once it has said so."""
-        report = self._place / "cluster" / "run" / "replicas" / f"{actor.pid}.json"
-        if report.exists():
+        words = [word for child in process_tree.children(actor.pid) for word in process_tree.arguments(child.pid)]
+        reports = [Path(word.removeprefix(_PORTS_FILE)) for word in words if word.startswith(_PORTS_FILE)]
+        for report in filter(Path.exists, reports):
             ports = msgspec.json.decode(report.read_bytes())
             grpc, http, metrics, health = (
                 f"127.0.0.1:{ports[name]}" for name in ("grpc", "http", "metrics", "health")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidewheel.gateway.counters import Counters, merge
-from tidewheel.gateway.workers import GatewayWorker
+from tidewheel.gateway.counters import Counters, GatewayWorker, merge
 from tidewheel_client.errors import KvCacheFull, ServerUnavailable, WrongKey
 
 TEXT = """\

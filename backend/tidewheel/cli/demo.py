@@ -33,57 +33,54 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.gateway.gateway_options import StandaloneOptions
     from tidewheel.server.endpoints import Endpoints
     from tidewheel.server.run_server import ServeOptions, serve
+    from tidewheel_client import Client
 
     if args.model is None and not args.model_repository.is_dir():
         raise UsageError(
             f"no folder {str(args.model_repository)!r} here: the demo model comes with Tidewheel's source; run this "
             "there, or name its model_repository with --model-repository"
         )
-    session = _Session(args.max_tokens, is_chat=args.model is not None)
+    errors: list[Exception] = []
+
+    def session(endpoints: Endpoints) -> None:
+        try:
+            with Client(endpoints.authority(endpoints.grpc), MODEL) as client:
+                if args.model is None:
+                    _write(client, args.max_tokens)
+                else:
+                    _talk(client, endpoints, args.max_tokens)
+        except Exception as error:  # raised by `run`, in its own thread
+            errors.append(error)
+
     what: dict[str, Any] = {"model_repository": args.model_repository, "settings": {}, "endpoints": Endpoints()}
     what["models"] = (MODEL,)  # loading the others takes time
     if args.model is not None:
         what = {"model": args.model, "model_name": MODEL, "settings": CHAT_SETTINGS, "endpoints": Endpoints(openai=0)}
         what["gateway"] = StandaloneOptions(playground=True)
-    options = ServeOptions(**what, drain_s=0.0, verbose=args.verbose)
-    code = serve(options, session.run)
-    if session.error is not None:
-        raise session.error
+    code = serve(ServeOptions(**what, drain_s=0.0, verbose=args.verbose), session)
+    if errors:
+        raise errors[0]
     return code
 
 
-class _Session:
-    def __init__(self, max_tokens: int, *, is_chat: bool) -> None:
-        self._max_tokens = max_tokens
-        self._is_chat = is_chat
-        self.error: Exception | None = None
+def _write(client: Client, max_tokens: int) -> None:
+    for seed, prompt in enumerate(PROMPTS):
+        print(f"\n> {prompt}", end="", flush=True)
+        with client.stream(prompt, max_tokens=max_tokens, temperature=0.7, seed=seed) as stream:
+            print(f"  ({show(stream).stats})", flush=True)
 
-    def run(self, endpoints: Endpoints) -> None:
-        from tidewheel_client import Client
 
-        try:
-            with Client(endpoints.authority(endpoints.grpc), MODEL) as client:
-                if self._is_chat:
-                    self._talk(client, endpoints)
-                    return
-                for seed, prompt in enumerate(PROMPTS):
-                    print(f"\n> {prompt}", end="", flush=True)
-                    with client.stream(prompt, max_tokens=self._max_tokens, temperature=0.7, seed=seed) as stream:
-                        print(f"  ({show(stream).stats})", flush=True)
-        except Exception as error:  # of this thread: `run` raises it in its own
-            self.error = error
-
-    def _talk(self, client: Client, endpoints: Endpoints) -> None:
-        conversation = TerminalChat(client, None, {"temperature": 0.0, "max_tokens": self._max_tokens}, stats=True)
-        for question in QUESTIONS:
-            print(f"\n> {question}", flush=True)
-            conversation.ask(question)
-        if sys.stdin.isatty():
-            authority = endpoints.authority(endpoints.grpc)
-            assert endpoints.openai is not None
-            print(
-                f"\nThe server stays. In a browser:  http://{endpoints.authority(endpoints.openai)}/playground"
-                f"\nIn another terminal:             tidewheel chat --url {authority} --model {MODEL}"
-                "\nHere: ask on; /new starts over, Ctrl-D ends the demo."
-            )
-            conversation.run()
+def _talk(client: Client, endpoints: Endpoints, max_tokens: int) -> None:
+    conversation = TerminalChat(client, None, {"temperature": 0.0, "max_tokens": max_tokens}, stats=True)
+    for question in QUESTIONS:
+        print(f"\n> {question}", flush=True)
+        conversation.ask(question)
+    if sys.stdin.isatty():
+        authority = endpoints.authority(endpoints.grpc)
+        assert endpoints.openai is not None
+        print(
+            f"\nThe server stays. In a browser:  http://{endpoints.authority(endpoints.openai)}/playground"
+            f"\nIn another terminal:             tidewheel chat --url {authority} --model {MODEL}"
+            "\nHere: ask on; /new starts over, Ctrl-D ends the demo."
+        )
+        conversation.run()

@@ -3,12 +3,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tidewheel.cli.usage import UsageError, fields_of, whole_number
+from tidewheel.cli.usage import UsageError, fields_of, seconds, whole_number
 from tidewheel.gateway import MAX_BODY_MB
 
 DEFAULT_UPSTREAM = "127.0.0.1:8001,metrics=8002,health=8003,http=8000"
 WORKERS_HELP = "processes that share the port, for more streams than one core serves (default: %(default)s)"
 workers = whole_number("number of processes", 1, 64)
+port = whole_number("port", 0, 65535)
+drain_s = seconds("time in seconds", 0, 86_400)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", action="append", metavar=form, help=text)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     text = "0 takes a free one (default: %(default)s)"
-    parser.add_argument("--port", type=int, default=8080, metavar="N", help=text)
+    parser.add_argument("--port", type=port, default=8080, metavar="N", help=text)
     parser.add_argument("--workers", type=workers, default=1, metavar="N", help=WORKERS_HELP)
     add_shared_options(parser)
     text = "seconds that open requests may go on after Ctrl-C or SIGTERM (default: %(default)g)"
-    parser.add_argument("--drain-s", type=float, default=30.0, metavar="S", help=text)
+    parser.add_argument("--drain-s", type=drain_s, default=30.0, metavar="S", help=text)
 
 
 def add_shared_options(group: argparse._ActionsContainer) -> None:
@@ -54,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.gateway.gateway_options import Address, StandaloneOptions
     from tidewheel.gateway.run_gateway import serve_gateway
 
-    if not 0 <= args.port < 65536 or not 0 <= args.drain_s <= 86_400:
-        raise UsageError("--port must be 0 to 65535, and --drain-s 0 to 86400")
     try:
         upstreams = tuple(Address.parse(url) for url in args.url or [DEFAULT_UPSTREAM])
     except ValueError as error:

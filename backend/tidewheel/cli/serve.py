@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, gateway_options, workers
-from tidewheel.cli.usage import UsageError, fields_of, printable, seconds, whole_number
+from tidewheel.cli.gateway import WORKERS_HELP, add_shared_options, drain_s, gateway_options, port, workers
+from tidewheel.cli.usage import UsageError, fields_of, printable, whole_number
 
 if TYPE_CHECKING:
     from tidewheel.server.run_server import ServeOptions
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
-    add, port = group.add_argument, whole_number("port", 0, 65535)
+    add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, number in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         add(f"--{name}-port", dest=name, type=port, default=number, metavar="N", help="default: %(default)s")
@@ -61,7 +61,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 def _add_manner(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     text = "seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)"
-    add("--drain-s", type=seconds("time in seconds", 0, 86_400), default=30.0, metavar="S", help=text)
+    add("--drain-s", type=drain_s, default=30.0, metavar="S", help=text)
     text = "stop, as after SIGTERM, when standard input ends: give it a pipe, and the server ends with its parent"
     add("--end-with-stdin", action="store_true", help=text)
     text = "end, with an exit code that is not 0, when tritonserver or a front end dies (default: start again)"

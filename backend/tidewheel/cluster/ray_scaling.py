@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tidewheel import metrics
@@ -24,7 +23,7 @@ _SUMS = {
     metrics.SCHEDULED_TOKENS.name: "tokens",
     metrics.ENGINE_RESTARTS.name: "engine_restarts",
 }
-_QUEUES: Mapping[str, Priority] = MappingProxyType({f"queue_s_{one.name.lower()}": one for one in Priority})
+_QUEUES = {f"queue_s_{one.name.lower()}": one for one in Priority}
 
 
 def figures_of(page: str) -> dict[str, float]:

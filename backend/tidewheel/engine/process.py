@@ -143,18 +143,13 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
 
 @contextlib.contextmanager
 def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
-    context = zmq.Context(io_threads=1)
-    socket = context.socket(zmq.ROUTER)
-    socket.set(zmq.ROUTER_MANDATORY, 1)
-    socket.set(zmq.SNDHWM, QUEUE_LIMIT)
-    socket.set(zmq.RCVHWM, QUEUE_LIMIT)
-    socket.set(zmq.LINGER, 1000)
-    socket.bind(folder.socket_address(engine_dir))
-    try:
+    with zmq.Context(io_threads=1) as context, context.socket(zmq.ROUTER) as socket:
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set(zmq.SNDHWM, QUEUE_LIMIT)
+        socket.set(zmq.RCVHWM, QUEUE_LIMIT)
+        socket.set(zmq.LINGER, 1000)  # the context waits so long for sent messages
+        socket.bind(folder.socket_address(engine_dir))
         yield socket
-    finally:
-        socket.close()
-        context.term()  # for sent messages, up to LINGER
 
 
 def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_runner) -> int:

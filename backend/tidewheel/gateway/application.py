@@ -16,11 +16,10 @@ from aiohttp import web
 from tidewheel.gateway import answers, bodies, errors, playground_pages, triton_proxy
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.counters import CONTENT_TYPE, Counters, merge
+from tidewheel.gateway.counters import CONTENT_TYPE, Counters, GatewayWorker, merge
 from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
 from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, R, Upstreams
-from tidewheel.gateway.workers import GatewayWorker
 from tidewheel_client import Chunk
 from tidewheel_client.errors import (
     InternalError,

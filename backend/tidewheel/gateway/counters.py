@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from prometheus_client import core as prometheus
@@ -12,6 +14,8 @@ from prometheus_client import generate_latest
 from prometheus_client.registry import Collector
 
 from tidewheel import metrics
+from tidewheel.gateway.api_keys import Ledger
+from tidewheel.private_dir import read_value, write_value
 from tidewheel_client.errors import RequestError, WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,6 +48,42 @@ class Counters(msgspec.Struct):
 
     def render(self, upstream_ready: Mapping[str, bool]) -> str:
         return generate_latest(_Collector(self, upstream_ready)).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayWorker:
+    """Gateway worker and the folder in which workers share key use and counters; a single worker has none."""
+
+    folder: Path | None = None
+    index: int = 0
+    num_workers: int = 1
+
+    def ledger(self) -> Ledger:
+        return Ledger() if self.folder is None else Ledger(self.folder / "ledger", self.index)
+
+    def is_listening(self) -> bool:
+        return self.folder is None or self._path(self.index).exists()
+
+    def publish(self, counters: Counters) -> None:
+        """Write the counters for other workers. On a full disk, older counters stay."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                write_value(self._path(self.index), counters)
+
+    def before(self) -> Counters:
+        """Return counters of this worker's former process, so that totals never fall."""
+        counters = self._read(self.index)
+        return msgspec.structs.replace(counters, num_open=0, open_upstream={})
+
+    def others(self) -> list[Counters]:
+        return [self._read(index) for index in range(self.num_workers) if index != self.index]
+
+    def _read(self, index: int) -> Counters:
+        return (None if self.folder is None else read_value(self._path(index), Counters)) or Counters()
+
+    def _path(self, index: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{index}.json"
 
 
 @dataclass

@@ -9,23 +9,34 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.errors import ConfigError
-from tidewheel.gateway.api_keys import ApiKeys
+from tidewheel.gateway.api_keys import ApiKeys, Ledger
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
+from tidewheel.gateway.counters import GatewayWorker
 from tidewheel.gateway.gateway_options import GatewayOptions, StandaloneOptions, announce
 from tidewheel.gateway.upstreams import Upstreams
-from tidewheel.gateway.workers import GatewayWorker, serve_workers
+from tidewheel.private_dir import run_dir
 from tidewheel.server import ServeError
-from tidewheel.server.endpoints import check_keys
-from tidewheel_process.restarts import CrashLoop
+from tidewheel.server.endpoints import check_keys, free_port
+from tidewheel_process.child import Child, StartError
+from tidewheel_process.current_process import StopSignals
+from tidewheel_process.locked_folder import new_folder, remove_left_over
+from tidewheel_process.restarts import CrashLoop, RestartedChild
 
+_START_S = 30.0
+_LOOK_S = 0.1
+_PREFIX = "gateway-"
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,11 +45,11 @@ def serve_gateway(options: StandaloneOptions) -> int:
     check_keys(options.host, options.key_file)
     if options.workers > 1:
         ApiKeys(options.key_file)  # reports errors once
-        return serve_workers(options)
-    return serve_alone(options, GatewayWorker())
+        return _serve_workers(options)
+    return _serve_alone(options, GatewayWorker())
 
 
-def serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
+def _serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
     """Serve in this process until a stop. Raise `ServeError` or `ConfigError`."""
     protect_texts()
     log_to_stderr(logging.WARNING)
@@ -75,11 +86,76 @@ async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> 
     await task
 
 
+def _serve_workers(options: StandaloneOptions) -> int:
+    """Serve by processes that share a port, restarted when they die. Raise `ServeError` or `CrashLoop`."""
+    remove_left_over(base := run_dir(), _PREFIX)
+    with (
+        StopSignals() as signals,
+        _reserved(options.host, options.port) as port,
+        new_folder(base, _PREFIX) as folder,
+    ):
+        Ledger.create(folder / "ledger")
+        options = msgspec.structs.replace(options, port=port)
+        workers = [GatewayWorker(folder, index, options.workers) for index in range(options.workers)]
+        with _running(options, workers, signals) as children:
+            announce(options.host, port)
+            while not signals.count:
+                for child in children:
+                    child.watch()
+                time.sleep(_LOOK_S)
+    return 0
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+@contextlib.contextmanager
+def _running(
+    options: StandaloneOptions, workers: Sequence[GatewayWorker], signals: StopSignals
+) -> Iterator[Sequence[RestartedChild]]:
+    commands = [[*options.command, str(worker.folder), str(worker.index)] for worker in workers]
+    children = [
+        RestartedChild(f"worker {index} of the gateway", partial(Child, command, ends_with_parent=True), _note)
+        for index, command in enumerate(commands)
+    ]
+    try:
+        for worker, restarted in zip(workers, children, strict=True):
+            restarted.child.wait_ready(partial(_is_settled, worker, signals), _START_S)
+        yield children
+        num_asked = -1
+        while not all(restarted.child.has_ended for restarted in children):
+            if signals.count > num_asked:
+                num_asked = signals.count
+                for restarted in children:
+                    restarted.child.terminate()
+            time.sleep(_LOOK_S)
+    except StartError:
+        raise ServeError("a worker of the gateway could not start: its error is above") from None
+    finally:
+        for restarted in children:
+            restarted.child.kill()
+
+
+def _is_settled(worker: GatewayWorker, signals: StopSignals) -> bool:
+    return signals.count > 0 or worker.is_listening()
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    # Each worker has a socket (SO_REUSEPORT): at a shared one, the first to wake takes a whole burst.
+    port = free_port(host, port, "--port")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+        yield port
+
+
 def main(text: str, folder: str = "", index: str = "0") -> int:
     options = msgspec.json.decode(text, type=StandaloneOptions)
     try:
         if folder:
-            return serve_alone(options, GatewayWorker(Path(folder), int(index), options.workers))
+            return _serve_alone(options, GatewayWorker(Path(folder), int(index), options.workers))
         return serve_gateway(options)
     except (ServeError, ConfigError, CrashLoop) as error:
         print(f"tidewheel: error: {error}", file=sys.stderr)  # noqa: T201

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from support.models.loading import loaded
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM
-from tidewheel.models.transformers_model import IMPLEMENTATION, AttentionCall, install, probe
+from tidewheel.models.transformers_model import IMPLEMENTATION, AttentionCall, attending, probe
 
 CPU = torch.device("cpu")
 
@@ -173,7 +174,7 @@ def dummy_gpt2() -> transformers.GPT2LMHeadModel:
 
 @torch.inference_mode()
 def probed(model: transformers.GPT2LMHeadModel) -> tuple[list[tuple[int, int]], int]:
-    return probe(model, install(model), "GPT2LMHeadModel", CPU)
+    return probe(model, "GPT2LMHeadModel", CPU)
 
 
 def test_the_probe_finds_attention_that_differs_from_the_model_s_own() -> None:
@@ -213,16 +214,12 @@ def test_the_probe_refuses_logits_of_tokens_that_cannot_be_read() -> None:
 
 
 @torch.inference_mode()
-def test_attention_belongs_to_one_model_and_one_step() -> None:
-    first, second = dummy_gpt2(), dummy_gpt2()
-    slot = install(first)
-    install(second)
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    recorder = Recorder()
-    with slot.holding(recorder.attend):
-        first(ids)
+def test_attention_belongs_to_one_step_and_one_thread() -> None:
+    model, ids, recorder = dummy_gpt2(), torch.zeros(1, 4, dtype=torch.long), Recorder()
+    with attending(recorder.attend), ThreadPoolExecutor(1) as other:
+        model(ids)
         assert recorder.layers == [0, 1]
         with pytest.raises(ValueError, match="outside of a step"):
-            second(ids)
+            other.submit(torch.inference_mode()(lambda: model(ids))).result()
     with pytest.raises(ValueError, match="outside of a step"):
-        first(ids)
+        model(ids)

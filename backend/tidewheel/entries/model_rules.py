@@ -19,16 +19,10 @@ from tidewheel.frontend.prompt_process import TokenizerFolder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.model_formats import foreign_format
 from tidewheel.models.loader import ModelPlan, plan_model
-from tidewheel.models.model_folder import cached_folder, checkpoint_dtype, read_config
+from tidewheel.models.model_folder import cached_folder, read_config
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
-from tidewheel.runner.device import (
-    check_deterministic,
-    check_quantization,
-    resolve_cache_dtype,
-    resolve_device,
-    resolve_dtype,
-)
+from tidewheel.runner.device import check_deterministic, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
 from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, cpu_budget, decide_size, full_bytes
 from tidewheel.runner.loading import BLOCK_SIZES
@@ -103,8 +97,7 @@ class ModelJudge:
         fields = read_config(folder)
         if fields.values.get("vocab_size") is not None:
             self._vocab_size = min(fields.integer("vocab_size"), UNKNOWN_VOCABULARY)
-        dtype = resolve_dtype(self._config.dtype, checkpoint_dtype(fields), self._device)
-        self._plan = plan = plan_model(folder, fields, self._config, dtype, self._device)
+        self._plan = plan = plan_model(folder, fields, self._config, self._device)
         if plan.native is not None:
             self._vocab_size, way = plan.native.shape.vocab_size, "native"
         else:
@@ -133,23 +126,21 @@ class ModelJudge:
         if self._plan is None:
             return ()
         if (decoder := self._plan.native) is not None:
-            of_cache = resolve_cache_dtype(self._config.kv_cache_dtype, self._plan.dtype, self._device)
-            self.cache_of_a_request = _cache_of_a_request(self._plan, CacheLayout(decoder.shape, 1, of_cache))
+            layout = CacheLayout(decoder.shape, 1, self._plan.cache_dtype)
+            self.cache_of_a_request = _cache_of_a_request(self._plan, layout)
         if not self._is_this_machine:
             return ()
         self.needs, shortened = self._needs(self._plan)
         return [note("", shortened)] if shortened else ()
 
     def _needs(self, plan: ModelPlan) -> tuple[MemoryNeeds, str]:
-        config, decoder, dtype, device = self._config, plan.native, plan.dtype, plan.device
+        config, decoder, device = self._config, plan.native, plan.device
         weights = plan.weights_bytes(self._files)
-        check_weights_fit(weights, dtype, device)
-        of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+        check_weights_fit(weights, plan.dtype, device)
         check_deterministic(config.deterministic, device)
-        check_quantization(config.quantization, dtype, device)
         cache, shortened = (config.kv_cache_memory_mb or 0) * MIB, ""
         if decoder is not None:
-            layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
+            layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
             budget = self._budget(layout, weights, plan)
             is_automatic = config.max_model_len == "auto"
             size = decide_size(config.num_blocks, budget, layout, plan.max_model_len, may_shorten=is_automatic)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import ModelConfig, native_traits, parse_config
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.model_folder import ConfigFields, architecture
+from tidewheel.models.model_folder import ConfigFields, architecture, checkpoint_dtype
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
+from tidewheel.runner.device import check_quantization, resolve_cache_dtype, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,9 @@ class ModelPlan(NamedTuple):
 
     folder: Path
     config: EngineConfig
-    dtype: torch.dtype
     device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
     architecture: str
     max_model_len: int
     native: Decoder | None  # on no device
@@ -40,17 +43,19 @@ class ModelPlan(NamedTuple):
         return sum(file.num_elements for file in files) * self.dtype.itemsize
 
 
-def plan_model(
-    folder: Path, fields: ConfigFields, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> ModelPlan:
+def plan_model(folder: Path, fields: ConfigFields, config: EngineConfig, device: torch.device) -> ModelPlan:
     """Return the plan of a model. Raise `ConfigError` for a model or a setting that is not offered."""
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+    check_quantization(config.quantization, dtype, device)
     name, traits = architecture(fields), native_traits(fields)
+    plan = partial(ModelPlan, folder, config, device, dtype, cache_dtype, name)
     if traits is not None:
         shape = parse_config(fields, traits)
         max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
         native = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
         native.check_quantization(config.quantization)
-        return ModelPlan(folder, config, dtype, device, name, max_model_len, native)
+        return plan(max_model_len, native)
     # Importing transformers takes seconds.
     from tidewheel.models.transformers_model import transformers_config
 
@@ -59,8 +64,7 @@ def plan_model(
     context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
     if context == "auto":
         raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
-    max_model_len = resolve_max_model_len(config.max_model_len, context)
-    return ModelPlan(folder, config, dtype, device, name, max_model_len, None, (cls, hf_config))
+    return plan(resolve_max_model_len(config.max_model_len, context), None, (cls, hf_config))
 
 
 def load_model(plan: ModelPlan, files: list[SafetensorsFile], progress: Progress) -> CausalLM:

@@ -1,12 +1,13 @@
 """Models that run through transformers, with its attention replaced by attention over the paged cache.
 
-The library passes the layer but not the step, so all layers share a slot with the step's attention.
+The library passes the layer but not the step, so a context variable holds the step's attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from tidewheel.models.weights import named
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"
-_SLOT = "tidewheel_attention"
 NO_INTERFACE = "its attention does not go through transformers' interface"
 NUM_TOKENS = 16
 # Arguments that do not change the attention.
@@ -56,25 +56,16 @@ class AttentionCall(NamedTuple):
 Attend = Callable[[AttentionCall], torch.Tensor]  # [T, num_q_heads, head_dim]
 
 
-class AttentionSlot:
-    """Holder of the running step's attention, for one thread."""
-
-    attend: Attend | None = None
-
-    @contextmanager
-    def holding(self, attend: Attend) -> Iterator[None]:
-        self.attend = attend
-        try:
-            yield
-        finally:
-            self.attend = None
+_step: ContextVar[Attend | None] = ContextVar("step", default=None)
 
 
-def install(model: torch.nn.Module) -> AttentionSlot:
-    slot = AttentionSlot()
-    for module in model.modules():
-        setattr(module, _SLOT, slot)
-    return slot
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    before = _step.set(attend)
+    try:
+        yield
+    finally:
+        _step.reset(before)
 
 
 def attention_forward(
@@ -88,7 +79,7 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    attend: Attend | None = getattr(module, _SLOT).attend
+    attend = _step.get()
     if attend is None:
         raise ValueError("attention is called outside of a step")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -153,7 +144,7 @@ def _check_call(call: AttentionCall, window: int | None) -> None:
         raise ValueError(f"layer {call.layer} has a window of {call.sliding_window}, its configuration says {window}")
 
 
-def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> tuple[list[tuple[int, int]], int]:
+def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, int]], int]:
     """Return (num_kv_heads, head_dim) of each layer, and the width of the logits.
 
     Raise `ConfigError` if paged attention gives other logits than transformers' own for a few tokens.
@@ -166,7 +157,7 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> t
     }
     probed = AttentionProbe(model.config, device)
     try:
-        with slot.holding(probed.attend):
+        with attending(probed.attend):
             paged = model(**inputs).logits.float()
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name} cannot run with paged attention: {one_line(error)}") from error
@@ -201,8 +192,7 @@ class TransformersModel:
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model
-        self._slot = install(model)
-        kv_shapes, vocab_size = probe(model, self._slot, name, device)
+        kv_shapes, vocab_size = probe(model, name, device)
         if len(set(kv_shapes)) != 1:
             raise ConfigError(f"{name} is not offered: its layers keep keys of different shapes")
         hidden_size = model.config.hidden_size
@@ -213,7 +203,7 @@ class TransformersModel:
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def forward(self, step: ForwardInput) -> torch.Tensor:
-        with self._slot.holding(lambda call: attend_paged(step.meta, step.kv_layers[call.layer], call)):
+        with attending(lambda call: attend_paged(step.meta, step.kv_layers[call.layer], call)):
             logits: torch.Tensor = self._model(
                 input_ids=step.token_ids.long().unsqueeze(0),
                 position_ids=step.positions.unsqueeze(0),

@@ -14,17 +14,9 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.loader import load_model, plan_model
-from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
+from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.weights import STAGE
-from tidewheel.runner.device import (
-    check_deterministic,
-    check_quantization,
-    device_name,
-    limit_threads,
-    resolve_cache_dtype,
-    resolve_device,
-    resolve_dtype,
-)
+from tidewheel.runner.device import check_deterministic, device_name, limit_threads, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes, keep_freed_memory
 from tidewheel.runner.host_tier import BlockTransfers, HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
@@ -83,11 +75,8 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     compile_log = prepare_kernels(device, progress)
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
-    dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
-    of_cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
-    check_quantization(config.quantization, dtype, device)
     stages(STAGE, 0.0)
-    plan, claim = plan_model(folder, fields, config, dtype, device), None
+    plan, claim = plan_model(folder, fields, config, device), None
     files = plan.files()
     if device.type == "cpu":
         claim = MemoryClaim(takes_share=config.has_automatic_cache, others=plan.weights_bytes(files))
@@ -96,16 +85,16 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
         keep_freed_memory()
         if config.num_threads is None:
             limit_threads(model.weights_bytes)
-    layout = CacheLayout(model.shape, config.block_size or BLOCK_SIZES[device.type], of_cache)
-    if of_cache == FP8:
-        layout = with_scales(layout, model, dtype, device, plan.max_model_len)
+    layout = CacheLayout(model.shape, config.block_size or BLOCK_SIZES[device.type], plan.cache_dtype)
+    if plan.cache_dtype == FP8:
+        layout = with_scales(layout, model, plan.dtype, device, plan.max_model_len)
     info = RunnerInfo(
         model=str(folder),
         architecture=plan.architecture,
         is_native=plan.native is not None,
         device=device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
-        kv_cache_dtype=str(of_cache).removeprefix("torch.") if of_cache == FP8 else "",
+        dtype=str(plan.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(FP8).removeprefix("torch.") if plan.cache_dtype == FP8 else "",
         vocab_size=layout.shape.vocab_size,
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -13,5 +14,6 @@ CPU = torch.device("cpu")
 
 
 def loaded(folder: Path, config: EngineConfig, device: torch.device = CPU) -> CausalLM:
-    plan = plan_model(folder, read_config(folder), config, torch.float32, device)
+    """Return a model in float32."""
+    plan = plan_model(folder, read_config(folder), dataclasses.replace(config, dtype="float32"), device)
     return load_model(plan, plan.files(), no_progress)

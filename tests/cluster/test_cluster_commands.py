@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import socket
 import subprocess
@@ -144,9 +145,12 @@ def test_a_start_ends_processes_of_a_folder_that_is_gone(run_dir: Path) -> None:
 def test_a_start_beside_another_leaves_that_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ClusterFolder.here()
     with folder.made():
-        monkeypatch.setattr(control, "_checked", lambda settings: folder)  # as if it had looked just before
+        check, calls = ClusterFolder.check_free, itertools.count()
+        monkeypatch.setattr(
+            ClusterFolder, "check_free", lambda one: next(calls) and check(one)
+        )  # it looked just before
         with pytest.raises(ClusterError, match="a cluster of yours is up"):
-            control.up(ClusterSettings(model="a/b"), print)
+            control.up(ClusterSettings(model="a/b", port=0), print)
         assert folder.token.exists()
 
 

@@ -108,9 +108,7 @@ def _settings(args: argparse.Namespace) -> ClusterSettings:
         "scaling_settings": dict(args.scaling_set),
         "api_keys": str(Path(args.api_keys).resolve()) if args.api_keys else "",
     }
-    settings = ClusterSettings(**(gateway_options(args, ClusterSettings) | others))
-    settings.check()
-    return settings
+    return ClusterSettings(**(gateway_options(args, ClusterSettings) | others))
 
 
 def _numbers(text: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -34,9 +34,32 @@ class ClusterStatus:
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
     """Start the cluster and return the gateway's port. After an error, nothing remains."""
-    folder = _checked(settings)
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
+    settings.check()
+    check_keys(settings.host, settings.api_keys)
+    folder = ClusterFolder.here()
+    folder.check_path()
+    folder.check_free()
+    free_port(settings.host, settings.port, "--openai-port")
     with folder.made() as lock:
-        return _start(folder, lock, settings, note)
+        note("starting Ray")
+        ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
+        with connected(folder):
+            # A restarted gateway listens on the same port.
+            settings = msgspec.structs.replace(
+                settings, port=free_port(settings.host, settings.port, "--openai-port")
+            )
+            first = settings.first_replicas
+            note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
+            _deploy(folder, settings)
+            while (found := _status(settings, with_figures=False)).state != "RUNNING":
+                if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise ClusterError(f"the cluster cannot start: {found.message}")
+                if ray.has_ended:
+                    raise ClusterError(f"Ray ended at its start: {last_line(folder.log) or local_ray.NO_OUTPUT}")
+                time.sleep(_POLL_S)
+        return settings.port
 
 
 def status(folder: ClusterFolder) -> ClusterStatus:
@@ -71,36 +94,6 @@ def down(folder: ClusterFolder) -> None:
             serve.delete(APPLICATION, _blocking=False)
             wait_until(lambda: APPLICATION not in serve.status().applications, settings.drain_s, _POLL_S)
     folder.remove()
-
-
-def _checked(settings: ClusterSettings) -> ClusterFolder:
-    if importlib.util.find_spec("ray") is None:
-        raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
-    settings.check()
-    check_keys(settings.host, settings.api_keys)
-    folder = ClusterFolder.here()
-    folder.check_path()
-    folder.check_free()
-    free_port(settings.host, settings.port, "--openai-port")
-    return folder
-
-
-def _start(folder: ClusterFolder, lock: IO[bytes], settings: ClusterSettings, note: Callable[[str], None]) -> int:
-    note("starting Ray")
-    ray = local_ray.start(folder, lock, len(os.sched_getaffinity(0)))
-    with connected(folder):
-        # A restarted gateway listens on the same port.
-        settings = msgspec.structs.replace(settings, port=free_port(settings.host, settings.port, "--openai-port"))
-        first = settings.first_replicas
-        note(f"starting {first} replica{'s' * (first > 1)} and the gateway")
-        _deploy(folder, settings)
-        while (found := _status(settings, with_figures=False)).state != "RUNNING":
-            if found.state in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise ClusterError(f"the cluster cannot start: {found.message}")
-            if ray.has_ended:
-                raise ClusterError(f"Ray ended at its start: {last_line(folder.log) or local_ray.NO_OUTPUT}")
-            time.sleep(_POLL_S)
-    return settings.port
 
 
 def _deploy(folder: ClusterFolder, settings: ClusterSettings) -> None:

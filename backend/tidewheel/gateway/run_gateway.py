@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 import time
@@ -30,14 +29,13 @@ from tidewheel.private_dir import run_dir
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import check_keys, free_port
 from tidewheel_process.child import Child, StartError
-from tidewheel_process.current_process import StopSignals
+from tidewheel_process.current_process import STOP_SIGNALS, StopSignals
 from tidewheel_process.locked_folder import new_folder, remove_left_over
 from tidewheel_process.restarts import CrashLoop, RestartedChild
 
 _START_S = 30.0
 _LOOK_S = 0.1
 _PREFIX = "gateway-"
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_gateway(options: StandaloneOptions) -> int:
@@ -63,7 +61,7 @@ def _serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
 async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in _STOP:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stopped.set)
     listener = await HttpListener.open(
         gateway.application(), options.host, options.port, options.drain_s, shares_port=shares_port
@@ -74,16 +72,11 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
         gateway.publish()
         await stopped.wait()
     finally:
-        # A second signal ends the wait for open requests.
+        cleaning = asyncio.ensure_future(listener.cleanup())
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, cleaning.cancel)  # a second signal ends the wait for open requests
         with contextlib.suppress(asyncio.CancelledError):
-            await _clean_up(listener, loop)
-
-
-async def _clean_up(listener: HttpListener, loop: asyncio.AbstractEventLoop) -> None:
-    task = asyncio.ensure_future(listener.cleanup())
-    for number in _STOP:
-        loop.add_signal_handler(number, task.cancel)
-    await task
+            await cleaning
 
 
 def _serve_workers(options: StandaloneOptions) -> int:

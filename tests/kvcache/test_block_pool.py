@@ -123,7 +123,7 @@ def test_misuse_is_told(misuse: str) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["ref_count", "num_free", "num_cached", "num_kept", "link", "hash"],
+    ["ref_count", "empty", "cached", "num_kept", "hash"],
 )
 def test_check_invariants_sees_damage(damage: str) -> None:
     pool = BlockPool(4)
@@ -133,14 +133,12 @@ def test_check_invariants_sees_damage(damage: str) -> None:
     pool.check_invariants()
     if damage == "ref_count":
         pool.ref_count[blocks[0]] = 1
-    elif damage == "num_free":
-        pool.num_free += 1
-    elif damage == "num_cached":
-        pool.num_cached += 1
+    elif damage == "empty":
+        pool._empty.append(pool._empty[0])
+    elif damage == "cached":
+        pool._empty.append(pool._cached.popitem()[0])
     elif damage == "num_kept":
         pool.num_kept += 1
-    elif damage == "link":
-        pool._previous[blocks[0]] = blocks[0]
     else:
         pool._blocks[HASHES[1]] = blocks[2]
     with pytest.raises(InternalError, match="invariant broken"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -14,44 +15,46 @@ class BlockPool:
         cached    ``ref_count == 0`` with a hash: `lookup` finds it, `allocate` may evict it
         empty     ``ref_count == 0`` without a hash
 
-    The host tier's slots are blocks, in use until copied. The free list is the order of eviction: empty blocks, then
-    cached ones, least recently used first.
+    The host tier's slots are blocks, in use until copied. Empty blocks are taken first, then cached ones are evicted,
+    least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
             raise InternalError(f"a block pool cannot have {num_blocks} blocks")
         self.num_blocks = num_blocks
-        self.num_free = num_blocks  # empty and cached
-        self.num_cached = 0
         self.num_kept = 0
         self.ref_count: list[int] = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
         self._keepers: dict[int, int] = {}
-        # Circular; the sentinel num_blocks precedes the next block to evict.
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._previous: list[int] = [num_blocks, *range(num_blocks)]
+        self._empty = list(reversed(range(num_blocks)))  # stack
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  # hashes, least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of empty and cached blocks."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take free blocks, evicting cached contents; None, without effect, if there are too few."""
         if count > self.num_free:
             return None
-        sentinel, links, hashes, ref_count = self.num_blocks, self._next, self._hashes, self.ref_count
+        empty, cached, hashes, ref_count = self._empty, self._cached, self._hashes, self.ref_count
         taken = []
-        block_id = links[sentinel]
         for _ in range(count):
-            taken.append(block_id)
-            ref_count[block_id] = 1
-            block_hash = hashes[block_id]
-            if block_hash is not None:
+            if empty:
+                block_id = empty.pop()
+            else:
+                block_id, block_hash = cached.popitem(last=False)
                 del self._blocks[block_hash]
                 hashes[block_id] = None
-                self.num_cached -= 1
-            block_id = links[block_id]
-        links[sentinel] = block_id
-        self._previous[block_id] = sentinel
-        self.num_free -= count
+            taken.append(block_id)
+            ref_count[block_id] = 1
         return taken
 
     def insert(self, block_hash: bytes) -> int | None:
@@ -142,54 +145,38 @@ class BlockPool:
         if block_hash is None or block_hash not in self._blocks:
             return
         block_id = self._blocks.pop(block_hash)
-        is_free = self.ref_count[block_id] == 0 and block_id not in self._keepers
-        if is_free:
-            self._unlink(block_id)
         self._hashes[block_id] = None
-        if is_free:
-            self._append(block_id)
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._empty.append(block_id)
 
     def free_blocks(self) -> Iterator[int]:
-        block_id = self._next[self.num_blocks]
-        while block_id != self.num_blocks:
-            yield block_id
-            block_id = self._next[block_id]
+        """Yield free blocks in the order in which `allocate` takes them."""
+        yield from reversed(self._empty)
+        yield from self._cached
 
     def check_invariants(self) -> None:
-        seen: set[int] = set()
-        before = self.num_blocks
-        for block_id in self.free_blocks():
-            require(block_id not in seen, f"block {block_id} is twice in the free list")
-            require(self._previous[block_id] == before, f"block {block_id} is linked wrongly")
+        free = set(self.free_blocks())
+        require(len(free) == self.num_free, "a block is twice among the free ones")
+        for block_id in free:
             require(self.ref_count[block_id] == 0, f"block {block_id} is free and in use")
             require(block_id not in self._keepers, f"block {block_id} is free and kept")
-            seen.add(block_id)
-            before = block_id
-        require(self._previous[self.num_blocks] == before, "the tail of the free list is linked wrongly")
+            is_cached = self._hashes[block_id] is not None
+            require((block_id in self._cached) == is_cached, f"block {block_id} is empty and cached")
         num_used = self.num_blocks - self.ref_count.count(0)
         num_kept = sum(self.ref_count[block_id] == 0 for block_id in self._keepers)
-        require(len(seen) == self.num_free, f"{len(seen)} blocks are free, not {self.num_free}")
         require(num_kept == self.num_kept, f"{num_kept} blocks are kept, not {self.num_kept}")
-        require(num_used + num_kept + len(seen) == self.num_blocks, "a block is in no state or in two")
-        num_cached = sum(self._hashes[block_id] is not None for block_id in seen)
-        require(num_cached == self.num_cached, f"{num_cached} blocks are cached, not {self.num_cached}")
+        require(num_used + num_kept + len(free) == self.num_blocks, "a block is in no state or in two")
         hashed = {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
         require(hashed == self._blocks, "blocks and their hashes disagree")
 
     def _append(self, block_id: int) -> None:
-        links, back = self._next, self._previous
-        if self._hashes[block_id] is None:
-            before, after = self.num_blocks, links[self.num_blocks]
+        block_hash = self._hashes[block_id]
+        if block_hash is None:
+            self._empty.append(block_id)
         else:
-            before, after = back[self.num_blocks], self.num_blocks
-            self.num_cached += 1
-        links[before] = back[after] = block_id
-        back[block_id], links[block_id] = before, after
-        self.num_free += 1
+            self._cached[block_id] = block_hash
 
     def _unlink(self, block_id: int) -> None:
-        before, after = self._previous[block_id], self._next[block_id]
-        self._next[before], self._previous[after] = after, before
-        self.num_free -= 1
-        if self._hashes[block_id] is not None:
-            self.num_cached -= 1
+        if self._cached.pop(block_id, None) is None:
+            self._empty.remove(block_id)  # rare, of few: a row takes over the tail of a session

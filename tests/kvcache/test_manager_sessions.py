@@ -118,7 +118,7 @@ def test_a_session_goes_to_the_host_tier_and_comes_back_with_its_tail() -> None:
     kv.transfers.done(100)
     kv.free(1)
     stats = kv.update_stats()
-    assert (stats.num_sessions, stats.num_session_blocks, kv.sessions.table.num_blocks("")) == (1, 0, 0)
+    assert (stats.num_sessions, stats.num_session_blocks, kv.sessions.num_blocks("")) == (1, 0, 0)
     assert turns.enter(turn(13)) == 10
     assert (stats.num_swapped_out, stats.num_swapped_in) == (3, 3)
     assert (stats.num_host_hits, stats.num_session_hits) == (10, 10)
@@ -134,7 +134,7 @@ def test_a_session_that_has_no_room_to_be_copied_gives_its_tail_to_the_row() -> 
     assert turns.kv.allocate(0, 12, hit)
     assert turns.kv.block_table(0)[2] == hit.tail_block
     assert len(turns.kv.take_transfers(7).copy_sources) == 0
-    assert turns.kv.sessions.table.num_blocks("") == 2
+    assert turns.kv.sessions.num_blocks("") == 2
     turns.kv.check_invariants()
 
 
@@ -183,10 +183,10 @@ def test_sessions_end_when_their_time_is_over() -> None:
 def test_quotas_cut_one_session_and_drop_others() -> None:
     turns = Turns(make_manager(16, max_session_blocks=2, tenants={"t": TenantLimits(max_blocks=3)}, max_sessions=3))
     turns.run(turn(14))
-    assert turns.kv.sessions.table.num_blocks("") == 2
+    assert turns.kv.sessions.num_blocks("") == 2
     turns.run(kv_request("a", [1] * 8, tenant="t", session_id="one"))
     turns.run(kv_request("b", [2] * 8, tenant="t", session_id="two"))
-    assert turns.kv.sessions.table.num_blocks("t") == 2
+    assert turns.kv.sessions.num_blocks("t") == 2
     for number in range(3):
         turns.run(kv_request(f"c{number}", [number + 5], session_id=f"more{number}"))
     assert turns.kv.update_stats().num_sessions == 3

@@ -63,7 +63,7 @@ class KVCacheManager:
         limits = session_limits or SessionLimits()
         self.sessions = SessionStore(self._pool, self._host, self.transfers, limits, block_size)
         self.prefixes = PrefixCache(
-            self._pool, self._host, self.sessions.table, block_size, is_enabled=enable_prefix_caching
+            self._pool, self._host, self.sessions, block_size, is_enabled=enable_prefix_caching
         )
         self._tables: dict[int, list[int]] = {}  # row → blocks
         self._num_sealed: dict[int, int] = {}  # row → full, computed blocks
@@ -77,7 +77,7 @@ class KVCacheManager:
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached
         stats.num_free_host_blocks = self._host.num_free
-        stats.num_sessions = len(self.sessions.table)
+        stats.num_sessions = len(self.sessions)
         stats.num_session_blocks = self._pool.num_kept
         return stats
 
@@ -228,7 +228,7 @@ class KVCacheManager:
         self._pool.check_invariants()
         self._host.check_invariants()
         self.transfers.check_invariants()
-        self.sessions.table.check_invariants()
+        self.sessions.check_invariants()
         require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
         require(self._tables.keys() >= set(self.prefixes.computing.values()), "rows that left are computing blocks")
         named = Counter(chain(self.transfers.held_blocks(), *self._tables.values()))

@@ -8,7 +8,7 @@ from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.request import Request
 
 
-class SessionStore:
+class SessionStore(SessionTable):
     """Blocks that sessions keep between turns; the pool counts them as free.
 
     Under pressure the least recently used session moves to the host tier, or ends. Requests share full blocks and
@@ -18,25 +18,20 @@ class SessionStore:
     def __init__(
         self, pool: BlockPool, host: BlockPool, transfers: TransferQueue, limits: SessionLimits, block_size: int
     ) -> None:
-        self.table = SessionTable(limits)
+        super().__init__(limits)
         self._pool = pool
         self._host = host
         self._transfers = transfers
         self._block_size = block_size
 
-    def reconfigure(self, limits: SessionLimits) -> None:
-        for gone in self.table.reconfigure(limits):
-            self._release(gone)
-
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
         """Keep the computed tokens within quotas. A session without time to live ends."""
         if request.session_ttl <= 0.0:
-            self._remove(request.tenant, request.session_id)
+            self.remove(request.tenant, request.session_id)
             return
         session = self._make(request, table, num_computed_tokens, now)
         self._pool.keep(session.blocks)
-        for gone in self.table.put(session):
-            self._release(gone)
+        self.put(session)
 
     def _make(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> KVSession:
         size = self._block_size
@@ -57,37 +52,27 @@ class SessionStore:
         return KVSession(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
 
     def _limited(self, tenant: str, num_blocks: int) -> int:
-        max_blocks = self.table.max_blocks(tenant)
+        max_blocks = self.max_blocks(tenant)
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
     def reclaim(self, num_free_blocks: int) -> None:
         while self._pool.num_free < num_free_blocks:
-            session = self.table.oldest_resident()
+            session = self.oldest_resident()
             if session is None:
                 return
             if self._write_out(session):
-                self._pool.release(self.table.give_up_blocks(session)[::-1])
+                self._pool.release(self.give_up_blocks(session)[::-1])
             else:
-                self._remove(*session.name)
+                self.remove(*session.name)
 
     def surrender_tail(self, session: KVSession) -> None:
-        self._pool.release(self.table.give_up_blocks(session, len(session.blocks) - 1))
+        self._pool.release(self.give_up_blocks(session, len(session.blocks) - 1))
         session.tail_tokens = session.tail_key = b""
-
-    def expire(self, now: float) -> None:
-        for session in self.table.expire(now):
-            self._release(session)
 
     def close(self, tenant: str, session_id: str) -> None:
         """End a session and free its blocks. Raise `NotFound` if it is unknown."""
-        if not self._remove(tenant, session_id):
+        if not self.remove(tenant, session_id):
             raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
-
-    def _remove(self, tenant: str, session_id: str) -> bool:
-        session = self.table.remove(tenant, session_id)
-        if session is not None:
-            self._release(session)
-        return session is not None
 
     def _write_out(self, session: KVSession) -> bool:
         blocks = self._pool.lookup_prefix(session.keys)  # wrong content is not found

@@ -150,7 +150,7 @@ class SchedulerState:
         limit = limits_of(self.config.tenants, tenant).max_blocks
         if limit is None or request.was_over_quota:
             return False
-        num_held = self.columns.num_slots_of(tenant) // kv.block_size + kv.sessions.table.num_blocks(tenant)
+        num_held = self.columns.num_slots_of(tenant) // kv.block_size + kv.sessions.num_blocks(tenant)
         return num_held + kv.num_blocks_for(request.num_tokens) > limit
 
     def drop_over_quota(self, request: Request, now: float) -> bool:

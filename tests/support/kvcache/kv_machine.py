@@ -162,7 +162,7 @@ class KVMachine(RuleBasedStateMachine):
     def num_host_hits(self, request: Request, num_pool_hits: int) -> int:
         """Count the blocks behind them that the host tier has."""
         pending = dict(zip(self.kv.transfers._out_slots, self.kv.transfers._out_blocks, strict=True))
-        tails = {session.tail_key for session in self.kv.sessions.table._sessions.values()}
+        tails = {session.tail_key for session in self.kv.sessions._sessions.values()}
         slots = [slot for key, slot in self.kv._host._blocks.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
         limit = (request.num_tokens - 1) // self.kv.block_size
@@ -171,7 +171,7 @@ class KVMachine(RuleBasedStateMachine):
     def num_session_tokens(self, request: Request, num_hit_blocks: int) -> int:
         """Count the tokens beyond whole blocks that a session in the pool must bring."""
         session = self.sessions.get((request.tenant, request.session_id))
-        actual = self.kv.sessions.table.get(request.tenant, request.session_id)
+        actual = self.kv.sessions.get(request.tenant, request.session_id)
         if session is None or actual is None or not actual.blocks or session.owner != self.owner(request):
             return 0
         size = self.kv.block_size
@@ -291,7 +291,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         kv = self.kv
-        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._blocks), len(kv.sessions.table)
+        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._blocks), len(kv.sessions)
 
     def take(self, block_ids: list[int]) -> None:
         """Note blocks that are new to their row: no other row may hold them, and their content is given up."""
@@ -470,7 +470,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def note_sessions(self) -> None:
         """Check that evicted sessions were the least recently used, of their tenant or of all."""
-        actual = self.kv.sessions.table._sessions
+        actual = self.kv.sessions._sessions
         assert list(actual) == [name for name in self.sessions if name in actual]
         for name in self.sessions.keys() - actual.keys():
             survivors = [other for other in list(self.sessions)[: list(self.sessions).index(name)] if other in actual]
@@ -488,7 +488,7 @@ class KVMachine(RuleBasedStateMachine):
         assert kv.num_free_blocks == self.num_free()
         assert kv.update_stats().num_sessions == len(self.sessions) <= MAX_SESSIONS
         for tenant in TENANTS:
-            assert self.max_tenant_blocks is None or kv.sessions.table.num_blocks(tenant) <= self.max_tenant_blocks
+            assert self.max_tenant_blocks is None or kv.sessions.num_blocks(tenant) <= self.max_tenant_blocks
         for row in self.rows.values():
             if row.last_step >= 0:
                 self.read(row, row.num_written)

@@ -213,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         running = [r for r in self.having(RequestState.RUNNING) if r.tenant == request.tenant]
         used = sum(len(self.driver.runner.rows[r.row].block_table) for r in running)
-        used += self.driver.kv.sessions.table.num_blocks(request.tenant)
+        used += self.driver.kv.sessions.num_blocks(request.tenant)
         return used + -(-request.num_tokens // self.driver.runner.block_size) > quota
 
     # --- steps ------------------------------------------------------------------------------------------------

@@ -145,12 +145,12 @@ def test_a_swap_without_a_tier_and_a_copy_that_fails_are_told() -> None:
 
 
 def test_the_setting_is_in_gib_and_must_be_possible() -> None:
-    assert decide_num_host_blocks(0.0, LAYOUT, None) == 0
-    assert decide_num_host_blocks(1.0, LAYOUT, None) == GIB // LAYOUT.block_bytes
+    assert decide_num_host_blocks(0.0, LAYOUT, 1 << 40) == 0
+    assert decide_num_host_blocks(1.0, LAYOUT, 1 << 40) == GIB // LAYOUT.block_bytes
     with pytest.raises(ConfigError, match=r"swap_space is 3 GiB, but 2.0 GiB of host memory are available: lower it"):
         decide_num_host_blocks(3.0, LAYOUT, 2 * GIB)
     with pytest.raises(ConfigError, match=r"swap_space is 1e-06 GiB, which does not hold one block of"):
-        decide_num_host_blocks(1e-6, LAYOUT, None)
+        decide_num_host_blocks(1e-6, LAYOUT, 1 << 40)
 
 
 def write(root: Path, **texts: str) -> None:
@@ -161,9 +161,11 @@ def write(root: Path, **texts: str) -> None:
         path.write_text(text)
 
 
+MEMINFO = "MemTotal:  9000 kB\nMemAvailable:  4000 kB\n"
+
+
 def test_available_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
-    assert available_host_bytes(tmp_path) is None
-    write(tmp_path, proc__meminfo="MemTotal:  9000 kB\nMemAvailable:  4000 kB\n", proc__self__cgroup="0::/\n")
+    write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/\n")
     assert available_host_bytes(tmp_path) == 4000 * 1024
     folder = tmp_path / "sys/fs/cgroup"
     write(folder, **{"memory.max": "max\n", "memory.current": "1000\n"})
@@ -177,7 +179,7 @@ def test_available_memory_is_the_least_of_machine_and_container(tmp_path: Path) 
 
 
 def test_a_limit_of_a_group_further_out_holds_too(tmp_path: Path) -> None:
-    write(tmp_path, proc__self__cgroup="0::/user.slice/shell\n")
+    write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/user.slice/shell\n")
     write(tmp_path / "sys/fs/cgroup/user.slice", **{"memory.max": "3000", "memory.current": "1000"})
     write(tmp_path / "sys/fs/cgroup/user.slice/shell", **{"memory.max": "max", "memory.current": "10"})
     assert available_host_bytes(tmp_path) == 2000
@@ -185,7 +187,7 @@ def test_a_limit_of_a_group_further_out_holds_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["docker/abc", ""], ids=["on the machine", "in a container"])
 def test_limits_of_control_groups_of_the_first_version(tmp_path: Path, folder: str) -> None:
-    write(tmp_path, proc__self__cgroup="9:cpu:/\n4:hugetlb,memory:/docker/abc\n0::/\n")
+    write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="9:cpu:/\n4:hugetlb,memory:/docker/abc\n0::/\n")
     files = {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2500", "memory.stat": "total_active_file 500"}
     write(tmp_path / "sys/fs/cgroup/memory" / folder, **files)
     assert available_host_bytes(tmp_path) == 1000

@@ -102,7 +102,6 @@ def test_a_cache_on_a_cpu_takes_half_of_what_is_free_and_no_more_than_requests_c
     full = cpu_budget(config, SpareMemory(10 * GIB, 1), GIB)
     assert (full.bytes, full.source) == (GIB, "all that max_num_seqs 4 can use")
     assert cpu_budget(config, SpareMemory(10 * GIB, 1), MIB).bytes == 512 * MIB  # room for cached prompts
-    assert cpu_budget(config, None, MIB).bytes == 512 * MIB
     explicit = dataclasses.replace(config, kv_cache_memory_mb=7)
     assert cpu_budget(explicit, SpareMemory(10 * GIB, 1), GIB).bytes == 7 * MIB
 

@@ -61,7 +61,6 @@ DEFECTS: dict[str, tuple[Facts, Facts, str, str, str]] = {  # machine, defect, s
     "an old GPU": (WITH_GPU, {"gpus": [T4]}, "gpu", "error", "8.0"),
     "little memory": (HEALTHY, {"memory": GIB // 2}, "memory", "error", "512 MiB available"),
     "not much memory": (HEALTHY, {"memory": 3 * GIB // 2}, "memory", "warning", "1.5 GiB available"),
-    "memory that cannot be read": (HEALTHY, {"memory": None}, "memory", "warning", "/proc/meminfo"),
     "an old torch": (HEALTHY, {"versions": {**VERSIONS, "torch": "2.9.1"}}, "packages", "error", "found: 2.9.1"),
     "a missing package": (HEALTHY, {"versions": {"torch": "2.13.0"}}, "packages", "error", "found: none"),
     "no installation": (HEALTHY, {"versions": {}}, "packages", "warning", "with pip"),

@@ -91,8 +91,7 @@ def _fits_beside(status: folder.Status, config: EngineConfig) -> bool:
     if info.device_bytes:
         used = info.weights_bytes + info.activation_bytes + info.graph_bytes + info.kv_cache_bytes
         return used + needed <= info.device_bytes
-    available = available_host_bytes()
-    return available is None or needed <= available
+    return needed <= available_host_bytes()
 
 
 def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:

@@ -157,10 +157,10 @@ class ModelJudge:
         step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
         steps = estimated_activation_bytes(step, layout.shape, plan.dtype)
         if device.type == "cpu" or config.kv_cache_memory_mb is not None:
-            spare, available = None, available_host_bytes()
-            if device.type == "cpu" and available is not None:
+            spare = None
+            if device.type == "cpu":
                 others = weights + steps + int(config.swap_space * GIB)
-                spare = MemoryClaim(takes_share=False, others=others).spare(available, others)
+                spare = MemoryClaim(takes_share=False, others=others).spare(available_host_bytes(), others)
             return cpu_budget(config, spare, full_bytes(config, layout, plan.max_model_len))
         free, total = torch.cuda.mem_get_info(device)
         source = (
@@ -181,7 +181,7 @@ def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None
 
 def _check_host_memory(needs: MemoryNeeds) -> None:
     available = available_host_bytes()
-    if available is None or needs.of_host <= available:
+    if needs.of_host <= available:
         return
     parts = {"weights": needs.weights, "KV cache": needs.cache} if needs.device == "cpu" else {}
     shown = ", ".join(f"{name} {shown_bytes(size)}" for name, size in {**parts, "swap_space": needs.host}.items())
@@ -203,7 +203,7 @@ def _cache_of_a_request(plan: ModelPlan, layout: CacheLayout) -> str:
 def together(engines: Mapping[str, tuple[EngineConfig, MemoryNeeds]]) -> Iterator[str]:
     names = ", ".join(sorted(engines))
     host, available = sum(needs.of_host for _, needs in engines.values()), available_host_bytes()
-    if available is not None and host > available:
+    if host > available:
         yield (
             f"{names} together need {shown_bytes(host)} of host memory, and {shown_bytes(available)} are free: "
             "lower kv_cache_memory_mb or swap_space, or serve fewer with --models"

@@ -29,8 +29,7 @@ def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) 
         free, total = torch.cuda.mem_get_info(device)
         room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"
     else:
-        available = available_host_bytes()
-        free = total = num_bytes if available is None else available
+        free = total = available_host_bytes()
         room = f"{shown_bytes(free)} of host memory are free"
     if num_bytes > free:
         needed = f"the weights need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"

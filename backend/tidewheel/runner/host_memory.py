@@ -30,11 +30,10 @@ _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "t
 _V2 = "memory.max", "memory.current", ("active_file", "inactive_file")
 
 
-def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return free host memory in bytes, the least of machine and cgroups; None if unknown."""
-    of_machine = _amounts(root / "proc/meminfo", 1024).get("MemAvailable:")
-    amounts = [of_machine, *(_left(*group) for group in _groups(root))]
-    return min((amount for amount in amounts if amount is not None), default=None)
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Return free host memory in bytes, the least of machine and cgroups."""
+    of_machine = 1024 * _amounts(root / "proc/meminfo")["MemAvailable:"]
+    return min([of_machine, *(left for group in _groups(root) if (left := _left(*group)) is not None)])
 
 
 def keep_freed_memory() -> None:
@@ -67,9 +66,9 @@ def _left(group: Path, files: _CgroupFiles) -> int | None:
     return max(int(limit) - max(int(use) - sum(stat.get(name, 0) for name in caches), 0), 0)
 
 
-def _amounts(path: Path, unit: int = 1) -> dict[str, int]:
+def _amounts(path: Path) -> dict[str, int]:
     rows = (line.split() for line in _read(path).splitlines())
-    return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1 and row[1].isdecimal()}
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
 def _read(path: Path) -> str:

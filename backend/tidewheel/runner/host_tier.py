@@ -66,12 +66,12 @@ class HostBlocks:
             yield index, slots[first : first + size].tolist()
 
 
-def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
+def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int) -> int:
     """Return the blocks in `swap_space` GiB. Raise `ConfigError` if under one block or over free memory."""
     if swap_space == 0.0:
         return 0
     num_bytes = int(swap_space * GIB)
-    if available_bytes is not None and num_bytes > available_bytes:
+    if num_bytes > available_bytes:
         raise ConfigError(
             f"swap_space is {swap_space:g} GiB, but {available_bytes / GIB:.1f} GiB of host memory are available: "
             "lower it"

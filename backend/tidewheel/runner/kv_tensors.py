@@ -23,7 +23,6 @@ from tidewheel.runner.host_memory import SpareMemory
 from tidewheel.settings import MIB, shown_bytes
 from tidewheel_kernels import FP8, copy_blocks
 
-UNKNOWN_MEMORY_BYTES = 512 * MIB  # if free memory is unknown
 LEAST_FULL_BYTES = 512 * MIB  # leaves room for cached prompts
 MOST_OF_A_GPU = 0.98  # highest recommended fraction
 
@@ -46,7 +45,7 @@ class MemoryBudget(NamedTuple):
     setting: str
     gpu_bytes: int | None = None  # memory of which `setting` is a fraction; None: `setting` is in MiB
     fraction: float = 0.0
-    host_bytes: int | None = None  # bound of a CPU cache; None: unknown
+    host_bytes: int | None = None  # bound of a CPU cache
 
     def least_setting(self, num_bytes: int) -> float | None:
         """Return the least `setting` (MiB, or fraction of the GPU) that holds `num_bytes`; None if none does."""
@@ -70,13 +69,12 @@ def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) ->
 
 
 def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
-    """Return the budget: `kv_cache_memory_mb`, else half of `spare`, at most max(`most_bytes`, 512 MiB)."""
+    """Return `kv_cache_memory_mb` (GPU: `spare` None), else half of `spare`, at most max(`most_bytes`, 512 MiB)."""
     setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
     megabytes = config.kv_cache_memory_mb
     if megabytes is not None:
         return MemoryBudget(megabytes * MIB, f"{setting} {megabytes}", setting, host_bytes=free)
-    if spare is None:
-        return MemoryBudget(UNKNOWN_MEMORY_BYTES, "the default where free memory is not known", setting)
+    assert spare is not None
     most, half = max(most_bytes, LEAST_FULL_BYTES), spare.bytes // 2
     if most <= half:
         return MemoryBudget(most, f"all that max_num_seqs {config.max_num_seqs} can use", setting, host_bytes=free)

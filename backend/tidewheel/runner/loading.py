@@ -161,9 +161,9 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
 def _budget(config: EngineConfig, parts: RunnerParts, reserved_bytes: int, host_bytes: int) -> MemoryBudget:
     if parts.device.type == "cuda" and config.kv_cache_memory_mb is None:
         return gpu_budget(config, reserved_bytes, parts.device)
-    spare, available = None, available_host_bytes()
-    if parts.claim is not None and available is not None:
-        spare = parts.claim.spare(available, parts.info.weights_bytes + reserved_bytes + host_bytes)
+    spare = None
+    if parts.claim is not None:
+        spare = parts.claim.spare(available_host_bytes(), parts.info.weights_bytes + reserved_bytes + host_bytes)
     return cpu_budget(config, spare, full_bytes(config, parts.layout, parts.info.max_model_len))
 
 

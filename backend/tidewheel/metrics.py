@@ -155,25 +155,17 @@ OLD_INTER_TOKEN_LATENCY = _histogram(
     "vllm:time_per_output_token_seconds", "Token to token, older name", "inter_token_latency"
 )
 
-# The gateway's own: fields of `gateway.counters.Counters`.
-GATEWAY_REQUESTS = _gateway_counter(
-    "tidewheel_gateway_requests_total", "answered requests", "requests", label="path and status"
-)
-GATEWAY_ERRORS = _gateway_counter(
-    "tidewheel_gateway_errors_total", "requests that ended with an error", "errors", label="tag"
-)
-GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests without a whole answer", "num_open")
-GATEWAY_HANG_UPS = _gateway_counter(
-    "tidewheel_gateway_hang_ups_total", "requests whose client went away", "num_hang_ups"
-)
-GATEWAY_MOVED = _gateway_counter(
-    "tidewheel_gateway_moved_total", "requests that went on to another server", "num_moved"
-)
+# The gateway's own figures.
+GATEWAY_REQUESTS = _gateway_counter("tidewheel_gateway_requests_total", "answered requests", label="path and status")
+GATEWAY_ERRORS = _gateway_counter("tidewheel_gateway_errors_total", "requests that ended with an error", label="tag")
+GATEWAY_OPEN = _gateway_gauge("tidewheel_gateway_open_requests", "requests without a whole answer")
+GATEWAY_HANG_UPS = _gateway_counter("tidewheel_gateway_hang_ups_total", "requests whose client went away")
+GATEWAY_MOVED = _gateway_counter("tidewheel_gateway_moved_total", "requests that went on to another server")
 UPSTREAM_READY = _gateway_gauge(
     "tidewheel_gateway_upstream_ready", "1 for a server that takes requests", label="upstream"
 )
 UPSTREAM_OPEN = _gateway_gauge(
-    "tidewheel_gateway_upstream_open_requests", "requests that a server works on", "open_upstream", label="upstream"
+    "tidewheel_gateway_upstream_open_requests", "requests that a server works on", label="upstream"
 )
 
 # The port of /ready and /live.

@@ -25,7 +25,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from common.serving import free_ports
 from common.study import Study, in_turns
-from tidewheel_client import AsyncClient, Client, codec
+from tidewheel_client import Ask, AsyncClient, Client, codec
 
 METHOD = "ModelStreamInfer"
 NUM_THREADS = 16
@@ -81,7 +81,7 @@ def serving(num_responses: int) -> Iterator[str]:
 
 async def raw(url: str, num_streams: int) -> int:
     async def once() -> AsyncIterator[pb.ModelInferRequest]:
-        yield codec.encode("demo", "x", {"text_input": "x"}, {}, stream=True)
+        yield codec.encode(Ask(model="demo", request_id="x", prompt={"text_input": "x"}, stream=True))
 
     async def read(stub: Any) -> int:
         return sum([1 async for _ in stub.ModelStreamInfer(once())])

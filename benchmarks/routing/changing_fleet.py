@@ -84,7 +84,7 @@ class FineRequests(TraceRequests):
         route = super().route(index)
         if not self.chunk_tokens:
             return route
-        chunks = chunk_hashes(self.contents.prompt(index).tobytes(), 4 * self.chunk_tokens, route.tenant)
+        chunks = chunk_hashes(self.contents.prompt(index).tobytes(), 4 * self.chunk_tokens, self.trace.tenant(index))
         return route._replace(chunks=chunks, chunk_tokens=self.chunk_tokens)
 
 

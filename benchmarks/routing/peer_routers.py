@@ -138,11 +138,10 @@ class LeastBlocks(Router[int]):
         return self.count(request, replica, num_uncached)
 
     def ended(self, routed: RoutedRequest[int], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        if not routed.has_ended:
-            active = self._active[routed.replica]
-            for chunk in routed.request.chunks:
-                active[chunk] -= 1
-                if not active[chunk]:
-                    del active[chunk]
-            self._private[routed.replica] -= 1
+        active = self._active[routed.replica]
+        for chunk in routed.request.chunks:
+            active[chunk] -= 1
+            if not active[chunk]:
+                del active[chunk]
+        self._private[routed.replica] -= 1
         super().ended(routed)

@@ -56,13 +56,13 @@ class Prompts:
         if kind > 0.7:
             chunks = (*self._system[group], *self._chunks(1))
             priority = Priority.CRITICAL if kind > 0.95 else Priority.NORMAL
-            return RouteRequest("", "", priority, len(chunks) * CHUNK_TOKENS + 100, chunks, CHUNK_TOKENS)
+            return RouteRequest("", priority, len(chunks) * CHUNK_TOKENS + 100, chunks, CHUNK_TOKENS)
         chunks = self._turns[session] or self._system[group]
         if len(chunks) > MAX_TURN_CHUNKS:  # it is over, and another begins
             chunks, self._epochs[session] = self._system[group], self._epochs[session] + 1
         chunks = self._turns[session] = (*chunks, *self._chunks(NEW_CHUNKS))
         name = f"session {session} {self._epochs[session]}"
-        return RouteRequest(name, "", Priority.NORMAL, len(chunks) * CHUNK_TOKENS + 100, chunks, CHUNK_TOKENS)
+        return RouteRequest(name, Priority.NORMAL, len(chunks) * CHUNK_TOKENS + 100, chunks, CHUNK_TOKENS)
 
     def _chunks(self, count: int) -> list[int]:
         return self._rng.integers(1, 2**63, count).tolist()

@@ -22,7 +22,7 @@ class PerfMetrics:
     kv_cache_reused_blocks: int
     kv_cache_alloc_new_blocks: int
     priority: int  # 1 CRITICAL to 4 LOW, at most the tenant's best
-    num_cached_tokens: int = 0  # of the prompt
+    num_cached_tokens: int  # of the prompt
 
 
 @dataclass(slots=True, kw_only=True)  # a frozen one costs 1.3 µs more a response

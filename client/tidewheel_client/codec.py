@@ -9,6 +9,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from tidewheel_client.errors import InvalidRequest
+from tidewheel_client.transport import Ask
 
 Message = str | Mapping[str, object]
 
@@ -23,24 +24,17 @@ OUTPUT_FLAGS: dict[str, bool] = {
 _MAX_TIMEOUT_MS = 1e12
 
 
-def encode(
-    model: str,
-    request_id: str,
-    prompt: Mapping[str, object],
-    params: Mapping[str, object],
-    *,
-    stream: bool,
-) -> service_pb2.ModelInferRequest:
-    """Return a request for Triton's gRPC; `prompt` is from `prompt_input`, perhaps with a `task`."""
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    for name, value in prompt.items():
+def encode(ask: Ask) -> service_pb2.ModelInferRequest:
+    """Return a request for Triton's gRPC."""
+    request = service_pb2.ModelInferRequest(model_name=ask.model, id=ask.request_id)
+    for name, value in ask.prompt.items():
         if name == "input_ids":
             ids = _token_ids(value)
             _add(request, name, "INT32", len(ids), ids.tobytes())
         else:
             _add_text(request, name, str(value))
-    flags, sampling = _flags_and_sampling(params)
-    for name, wanted in {"stream": stream, **flags}.items():
+    flags, sampling = _flags_and_sampling(ask.params)
+    for name, wanted in {"stream": ask.stream, **flags}.items():
         _add(request, name, "BOOL", 1, struct.pack("<?", wanted))
     _add_queue_fields(request, sampling)
     if sampling:
@@ -48,13 +42,11 @@ def encode(
     return request
 
 
-def json_body(
-    request_id: str, prompt: Mapping[str, object], params: Mapping[str, object], *, stream: bool
-) -> dict[str, object]:
+def json_body(ask: Ask) -> dict[str, object]:
     """Return the JSON body of a request to `generate_stream`."""
-    given = {name: _token_ids(value).tolist() if name == "input_ids" else value for name, value in prompt.items()}
-    flags, sampling = _flags_and_sampling(params)
-    body = {"id": request_id, **given, "stream": stream, **flags}
+    given = {k: _token_ids(value).tolist() if k == "input_ids" else value for k, value in ask.prompt.items()}
+    flags, sampling = _flags_and_sampling(ask.params)
+    body = {"id": ask.request_id, **given, "stream": ask.stream, **flags}
     return body | ({"sampling_parameters": _json("sampling parameters", sampling)} if sampling else {})
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import TYPE_CHECKING
 
 from tidewheel_client import errors
@@ -61,8 +63,14 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
     return from_tagged(text) or cls(text or f"the call failed with {status}")
 
 
-def from_http(status: int, text: str) -> RequestError:
-    """Return the error of an HTTP answer, by its text if possible: Triton answers 400 for almost every error."""
+def from_http(status: int, body: str) -> RequestError:
+    """Return the error of an HTTP answer, by its text if possible: Triton answers 400 for almost every error.
+
+    The text is the `error` of JSON, else the body.
+    """
+    text = body.strip()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text.removeprefix("data:"))["error"])
     found = from_text(text)
     if type(found) is RequestError and status in _BY_HTTP_STATUS:
         return _BY_HTTP_STATUS[status](text or f"the server answered with HTTP status {status}")

@@ -28,10 +28,6 @@ STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 Headers = Sequence[tuple[str, str]]
 
 
-def _encoded(ask: Ask) -> service_pb2.ModelInferRequest:
-    return codec.encode(ask.model, ask.request_id, ask.prompt, ask.params, stream=ask.stream)
-
-
 class _GrpcTransport:
     """Connection to Triton's service by `grpc` or `grpc.aio`."""
 
@@ -66,7 +62,7 @@ class GrpcTransport(_GrpcTransport):
     _library = grpc
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
-        return GrpcResponses(self._call_stream(_encoded(ask), timeout_s), self._url)
+        return GrpcResponses(self._call_stream(codec.encode(ask), timeout_s), self._url)
 
     async def call(self, method: str, request: Any) -> Any:
         try:
@@ -115,7 +111,7 @@ class AsyncGrpcTransport(_GrpcTransport):
     _library = grpc.aio
 
     def open(self, ask: Ask, timeout_s: float | None = None) -> AsyncGrpcResponses:
-        return self.send(_encoded(ask), timeout_s)
+        return self.send(codec.encode(ask), timeout_s)
 
     def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
         return AsyncGrpcResponses(self._call_stream(request, timeout_s), self._url)

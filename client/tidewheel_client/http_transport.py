@@ -46,7 +46,7 @@ class AsyncHttpTransport:
             raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
 
     def open(self, ask: Ask, timeout_s: float | None) -> AsyncHttpResponses:
-        body = codec.json_body(ask.request_id, ask.prompt, ask.params, stream=ask.stream)
+        body = codec.json_body(ask)
         path = f"/v2/models/{ask.model}/generate_stream"
         request = self._http.build_request("POST", path, content=json.dumps(body).encode())
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
@@ -64,7 +64,7 @@ class AsyncHttpTransport:
         if method == "ModelReady":
             return answer(ready=response.is_success)
         if not response.is_success:
-            raise from_http(response.status_code, _message(response.text))
+            raise from_http(response.status_code, response.text)
         try:
             content = response.json()
             return ParseDict({field: content} if field else content, answer(), ignore_unknown_fields=True)
@@ -128,7 +128,7 @@ class AsyncHttpResponses:
         response = await self._http.send(self._request, stream=True)
         try:
             if not response.is_success:
-                raise from_http(response.status_code, _message((await response.aread()).decode(errors="replace")))
+                raise from_http(response.status_code, (await response.aread()).decode(errors="replace"))
             async for event in httpx2.EventSource(response, _MAX_EVENT_BYTES):
                 values = json.loads(event.data)
                 if "error" in values:
@@ -210,9 +210,3 @@ def _foreign(url: str, error: Exception) -> ServerUnavailable:
 
 def _outputs(event: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in event.items()}
-
-
-def _message(text: str) -> str:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text.strip().removeprefix("data:"))["error"])
-    return text.strip()

@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,15 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from tidewheel_client.answers import Chunk, PerfMetrics, TokenLogprob
 
-_PERF = (
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_new_blocks",
-    "priority",
-)
+_PERF = tuple(field.name for field in fields(PerfMetrics))
 _PLAIN = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _NO_TEXT = bytes(4)
 _OPEN = (None, struct.pack("<I", 4) + b"None")  # finish reasons of an open sequence
@@ -141,8 +134,7 @@ def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> l
 def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
     if not all(outputs.get(name) for name in _PERF):
         return None
-    cached = _element(outputs, "num_cached_tokens", index) or 0
-    return PerfMetrics(**{name: outputs[name][index] for name in _PERF}, num_cached_tokens=cached)
+    return PerfMetrics(**{name: outputs[name][index] for name in _PERF})
 
 
 def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:

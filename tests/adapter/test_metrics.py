@@ -14,7 +14,6 @@ from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead, InvalidRequest, Unsupported
 from tidewheel.frontend.output import OutputChunk
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
-from tidewheel.gateway.counters import Counters
 from tidewheel.metrics import TABLE
 from tidewheel.request import Priority
 from tidewheel.scheduler.breaker import BreakerState
@@ -111,7 +110,7 @@ def test_every_figure_of_the_engine_is_published() -> None:
 
 
 def test_a_source_is_a_field_of_its_owner() -> None:
-    figures = {"engine": EngineStats(), "tenant": TenantFigures(), "requests": FrontendStats(), "gateway": Counters()}
+    figures = {"engine": EngineStats(), "tenant": TenantFigures(), "requests": FrontendStats()}
     for metric in TABLE:
         for field in metric.source.values() if isinstance(metric.source, dict) else filter(None, [metric.source]):
             assert hasattr(figures[metric.owner], field), metric.name

@@ -15,7 +15,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.cluster import replica_upstreams
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.cluster.replica_upstreams import KnownReplica, ReplicaFeed, ReplicaUpstreams, feed_of
+from tidewheel.cluster.replica_upstreams import KnownReplica, ReplicaFeed, ReplicaUpstreams
 from tidewheel.gateway.gateway_options import Address
 
 PATIENCE_S = 60.0
@@ -145,8 +145,3 @@ def test_a_request_waits_while_the_only_replica_has_no_models(
             answer.result(1)
         tritons[0].models = ("demo",)
         assert answer.result().ok, answer.result().text
-
-
-def test_a_feed_is_found_by_its_name() -> None:
-    assert feed_of("one") is feed_of("one")
-    assert feed_of("other") is not feed_of("one")

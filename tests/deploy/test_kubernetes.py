@@ -105,7 +105,7 @@ def test_the_server_is_started_as_its_ports_and_volumes_say() -> None:
     assert ports["openai"] == given.openai
     assert given.open_metrics  # the picker of the inference extension has no key
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert str(given.model_repository) in mounts and str(given.api_keys.parent) in mounts
+    assert str(given.model_repository) in mounts and str(Path(given.api_keys).parent) in mounts
     exchange = next(one for one in pod_of(deployment)["volumes"] if one["name"] == mounts["/dev/shm"])
     assert exchange["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
     assert grace_of(deployment) >= seconds_before_term(container) + given.drain_s + 10

@@ -23,6 +23,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
 from support.triton.serving import wait_for
 from tidewheel.gateway import client_connections
 from tidewheel.gateway.client_connections import ClientConnection, ConnectionTable, HttpListener
+from tidewheel.gateway.gateway_options import GatewayOptions
 
 NUM_DESCRIPTORS = 59
 TABLE = ConnectionTable(NUM_DESCRIPTORS)
@@ -187,7 +188,7 @@ def test_an_address_without_connections_leaves_nothing() -> None:
     def entered(address: str) -> tuple[Any, bool]:
         connection: Any = Connection(address=address)
         has_entered = table.enter(connection)
-        table.serve(connection)
+        table.note(connection, "served")
         return connection, has_entered
 
     held = [entered(f"192.0.2.{number % 2}") for number in range(table.most)]
@@ -196,8 +197,8 @@ def test_an_address_without_connections_leaves_nothing() -> None:
     assert len(table._groups) == 3
     for connection, _ in held:
         table.leave(connection)
-        table.serve(connection)
-    assert len(table._groups) == 1
+        table.note(connection, "served")
+    assert len(table._groups) == 0
 
 
 def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,7 @@ def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ConnectionTable, "make_room", lambda table: rooms.append(table))
 
     async def count_rooms() -> list[int]:
-        listener = await HttpListener.open(web.Application(), "127.0.0.1", 0, 0)
+        listener = await HttpListener.open(web.Application(), GatewayOptions(port=0, drain_s=0))
         loop = asyncio.get_running_loop()
         counts = []
         for _ in range(2):
@@ -222,7 +223,7 @@ def test_one_shortage_of_descriptors_makes_room_once(monkeypatch: pytest.MonkeyP
 
 def test_errors_of_the_loop_are_logged_without_their_messages(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
-        listener = await HttpListener.open(web.Application(), "127.0.0.1", 0, 0)
+        listener = await HttpListener.open(web.Application(), GatewayOptions(port=0, drain_s=0))
         context = {"message": "no task took it", "exception": ValueError("a prompt")}
         asyncio.get_running_loop().call_exception_handler(context)
         await listener.cleanup()

@@ -45,7 +45,8 @@ def test_tenants_and_salts_share_nothing() -> None:
     assert shared(plain, chat(SYSTEM, tenant="acme")) == 0
     assert shared(plain, chat(SYSTEM, cache_salt="s")) == 0
     assert shared(chat(SYSTEM, tenant="a", cache_salt="bc"), chat(SYSTEM, tenant="ab", cache_salt="c")) == 0
-    assert chat(SYSTEM, session_id="s", tenant="acme")[:2] == ("s", "acme")
+    assert chat(SYSTEM, session_id="s", tenant="acme").session == "acme\0s"
+    assert chat(SYSTEM, session_id="s", tenant="other").session != "acme\0s"
 
 
 def test_a_text_and_token_ids() -> None:

@@ -99,16 +99,19 @@ def test_what_the_gateway_refuses_is_an_error_as_triton_writes_them(
     assert (no_port.status_code, "http=PORT" in no_port.json()["error"]) == (400, True)
 
 
+@pytest.mark.parametrize("priority", [1, "1", " 2 ", "0", 0])
 def test_tenant_and_class_are_those_of_the_key(
-    addresses: list[Address], https: tuple[FakeHttpTriton, FakeHttpTriton], tmp_path: Path
+    priority: object, addresses: list[Address], https: tuple[FakeHttpTriton, FakeHttpTriton], tmp_path: Path
 ) -> None:
     (tmp_path / "keys.toml").write_text(entry("alice", tenant="acme", max_priority=3))
     with gateway_to(addresses=addresses, keys=tmp_path / "keys.toml") as gateway:
-        body = {"text_input": "a", "priority": 1}
+        body = {"text_input": "a", "priority": priority}
         assert post(gateway.url, "demo/generate", body).status_code == 401
         assert post(gateway.url, "demo/generate", body, Authorization="Bearer alice").ok
         named = post(gateway.url, "demo/generate", body | {"tenant": "b"}, Authorization="Bearer alice")
         assert (named.status_code, "tenant" in named.json()["error"]) == (400, True)
+        other = post(gateway.url, "demo/generate", body | {"priority": "+1"}, Authorization="Bearer alice")
+        assert (other.status_code, "priority is +1" in other.json()["error"]) == (400, True)
     ((_, sent),) = https[0].asked + https[1].asked
     assert (sent["tenant"], sent["priority"]) == ("acme", 3)
 

@@ -89,12 +89,6 @@ def test_two_routers_that_share_nothing_agree_on_new_sessions() -> None:
     assert 0 < moved < 2 * len(fresh) / 8
 
 
-def test_tenants_have_sessions_of_their_own() -> None:
-    router = router_of(50)
-    homes = {serve(router, RouteRequest(session="s", tenant=f"t{number}")) for number in range(20)}
-    assert len(homes) > 5
-
-
 def test_a_full_home_overflows_and_the_session_moves_there() -> None:
     router = router_of(2)
     home = serve(router, RouteRequest(session="s"))
@@ -113,7 +107,7 @@ def test_requests_that_end_at_once_move_no_session() -> None:
     for routed in routed_requests[:]:  # as many come as go
         router.ended(routed)
         routed_requests.append(router.chosen(prompt(), routed.replica))
-    ending = [routed for routed in routed_requests if not routed.has_ended and routed.replica != home]
+    ending = [routed for routed in routed_requests[64:] if routed.replica != home]
     for routed in ending[:30]:
         router.ended(routed)
     assert router.open_of(home) == 16 > load_bound(router.total_open, 4)

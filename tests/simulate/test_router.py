@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest, load_bound
-from tidewheel.fleet.routers import ROUTERS, HashRing, make_router
+from tidewheel.fleet.routers import ROUTERS, HashRing, check_router
 
 NOTHING = RouteRequest(num_tokens=10)
 
 
 def fleet(name: str, num_replicas: int, open_requests: dict[int, int] | None = None) -> Router[int]:
     """Return a router with replicas 0, 1, …, and so many open requests on some."""
-    router: Router[int] = make_router(name)
+    router: Router[int] = ROUTERS[name]()
     for replica in range(num_replicas):
         router.join(replica)
     for replica, count in (open_requests or {}).items():
@@ -129,4 +129,4 @@ def test_the_ring_goes_round_past_full_replicas() -> None:
 
 def test_an_unknown_router_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="router is 'random': choose one of round-robin, least-loaded"):
-        make_router("random")
+        check_router("random")

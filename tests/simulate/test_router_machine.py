@@ -70,7 +70,7 @@ class RouterMachine(RuleBasedStateMachine):
     )
     def send(self, session: str, priority: Priority, family: int, length: int, excluded: set[str]) -> None:
         chunks = tuple(100 * family + depth for depth in range(length))
-        request = RouteRequest(session, "", priority, CHUNK * length + 5, chunks, CHUNK)
+        request = RouteRequest(session, priority, CHUNK * length + 5, chunks, CHUNK)
         chosen = self.router.choose(request, excluded)
         assert chosen == self.router.choose(request, excluded), "a decision changes nothing"
         allowed = self.present - excluded
@@ -99,8 +99,7 @@ class RouterMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, cached: int | None) -> None:
         chosen = data.draw(st.sampled_from(self.open))
         self.open.remove(chosen)
-        for _ in range(2):
-            self.router.ended(chosen[0], cached)
+        self.router.ended(chosen[0], cached)
 
     @invariant()
     def loads_are_those_of_open_requests(self) -> None:

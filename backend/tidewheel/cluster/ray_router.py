@@ -12,17 +12,12 @@ class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Ray Serve router that passes the list of replicas to the gateway."""
 
     # `cluster up` imports this module, which needs the gateway only in the gateway's actor.
-    def initialize_state(self, deployment: str) -> None:
-        from tidewheel.cluster.replica_upstreams import feed_of
-
-        self._feed = feed_of(deployment)
-
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from tidewheel.cluster.replica_upstreams import KnownReplica
+        from tidewheel.cluster.replica_upstreams import FEED, KnownReplica
         from tidewheel.gateway.gateway_options import Address
 
         super().update_replicas(replicas)
-        self._feed.publish(
+        FEED.publish(
             {
                 one.replica_id.unique_id: KnownReplica(Address(**one.replica_metadata), one.routing_stats or {})
                 for one in replicas
@@ -32,8 +27,10 @@ class FeedingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Drop the replica before Ray's controller reports its death."""
+        from tidewheel.cluster.replica_upstreams import FEED
+
         super().on_replica_actor_died(replica_id)
-        self._feed.drop(replica_id.unique_id)
+        FEED.drop(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tidewheel.cluster.cluster_settings import ClusterSettings
-from tidewheel.fleet.routers import make_router
+from tidewheel.fleet.routers import ROUTERS
 from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstreams import Attempt, Upstreams
 from tidewheel_client.errors import Busy, RequestError
@@ -34,12 +34,7 @@ class ReplicaFeed:
         self.publish({key: one for key, one in self.replicas.items() if key != replica_id})
 
 
-_feeds: dict[str, ReplicaFeed] = {}
-
-
-def feed_of(deployment: str) -> ReplicaFeed:
-    """Return this process's feed of a deployment. Ray makes the router, so only the name connects both."""
-    return _feeds.setdefault(deployment, ReplicaFeed())
+FEED = ReplicaFeed()  # of this process: Ray makes the router, which has nothing else in common with the gateway
 
 
 class ReplicaUpstreams(Upstreams):
@@ -47,7 +42,7 @@ class ReplicaUpstreams(Upstreams):
 
     def __init__(self, handle: Any, feed: ReplicaFeed, settings: ClusterSettings) -> None:
         super().__init__(())
-        self._router = make_router(settings.router)
+        self._router = ROUTERS[settings.router]()
         self._may_be_empty = settings.replicas == 0  # then waiting requests start a replica
         self._patience_s = settings.patience_s
         self._handle = handle
@@ -56,10 +51,9 @@ class ReplicaUpstreams(Upstreams):
         self._num_held = 0
 
     async def __aenter__(self) -> ReplicaUpstreams:
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        self._feed.on_change = lambda: loop.call_soon_threadsafe(changed.set)
-        changed.set()
-        self._run(self._follow_feed(changed))
+        loop = asyncio.get_running_loop()
+        self._feed.on_change = lambda: loop.call_soon_threadsafe(self._read_feed)
+        self._read_feed()
         return self
 
     @property
@@ -77,12 +71,9 @@ class ReplicaUpstreams(Upstreams):
         """Return the model name; any name is accepted until a replica has listed its models."""
         return name if name and not self.models else super().model(name)
 
-    async def _follow_feed(self, changed: asyncio.Event) -> None:
-        while True:
-            await changed.wait()
-            changed.clear()
-            self._known_models = self.models
-            self._set_members("replica", (one.address for one in self._feed.replicas.values()))
+    def _read_feed(self) -> None:
+        self._known_models = self.models
+        self._set_members("replica", (one.address for one in self._feed.replicas.values()))
 
     async def _wait(self, attempt: Attempt[Any]) -> None:
         """Wait for a replica. If none exists, a call waits in Ray's queue, where the scaling policy sees it."""

@@ -30,7 +30,7 @@ class GatewayActor:
 
     async def __init__(self, arguments: dict[str, Any], handle: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """`handle`: Ray's handle to the replicas. Raise `ServeError` or `ConfigError`."""
-        from tidewheel.cluster.replica_upstreams import ReplicaUpstreams, feed_of  # only here: 0.5 s
+        from tidewheel.cluster.replica_upstreams import FEED, ReplicaUpstreams  # only here: 0.5 s
         from tidewheel.confidential import protect_texts
         from tidewheel.gateway.api_keys import ApiKeys
         from tidewheel.gateway.application import Gateway
@@ -39,17 +39,15 @@ class GatewayActor:
         settings = read_settings(arguments)
         protect_texts()
         check_keys(settings.host, settings.api_keys)
-        self._feed = feed_of(handle.deployment_name)
+        self._feed = FEED
         # `options` starts Ray's router, so that replicas are known before the first request.
         upstreams = ReplicaUpstreams(handle.options(), self._feed, settings)
-        gateway = Gateway(upstreams, ApiKeys(settings.key_file), settings)
+        gateway = Gateway(upstreams, ApiKeys(settings.api_keys), settings)
         loop = asyncio.get_running_loop()
         limit = loop.time() + _REBIND_S
         while True:
             try:
-                self._listener = await HttpListener.open(
-                    gateway.application(), settings.host, settings.port, settings.drain_s
-                )
+                self._listener = await HttpListener.open(gateway.application(), settings)
                 return
             except ServeError:
                 if loop.time() > limit:
@@ -96,7 +94,6 @@ def _replicas(settings: ClusterSettings) -> serve.Deployment:
         max_constructor_retry_count=_STARTS,
         request_router_config=RequestRouterConfig(
             request_router_class="tidewheel.cluster.ray_router:FeedingRouter",
-            request_router_kwargs={"deployment": REPLICA},
             request_routing_stats_period_s=LOOK_S,
         ),
         version=_VERSION,

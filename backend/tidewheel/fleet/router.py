@@ -19,8 +19,7 @@ _FIRST_SLOTS = 8
 
 
 class RouteRequest(NamedTuple):
-    session: str = ""  # unique within a tenant; empty: none
-    tenant: str = ""
+    session: str = ""  # unique, also among tenants; empty: none
     priority: Priority = Priority.NORMAL
     num_tokens: int = 0  # or an estimate
     chunks: tuple[int, ...] = ()  # result of `chunk_hashes`
@@ -34,7 +33,6 @@ class RoutedRequest(Generic[T]):
     epoch: int = 0  # the replica's stay in the fleet
     waiting_tokens: int = 0  # counted until the first token
     has_started: bool = False
-    has_ended: bool = False
     stamp: int = 0  # in the `PrefixIndex`
     known: tuple[int, ...] = ()  # earlier stamps of cached chunks
 
@@ -103,7 +101,7 @@ class Router(ABC, Generic[T]):
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
         """Record a request's first token, and its cached prompt tokens if known. Repeated calls do nothing."""
-        if routed.has_started or routed.has_ended:
+        if routed.has_started:
             return
         routed.has_started = True
         if (slot := self.slot_of(routed)) is not None:
@@ -111,10 +109,8 @@ class Router(ABC, Generic[T]):
             self.running[slot] += routed.request.num_tokens
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
-        """Remove a request from the counts. `num_cached_tokens`: unless `started` had it. Repeats do nothing."""
-        slot = None if routed.has_ended else self.slot_of(routed)
-        routed.has_ended = True
-        if slot is None:
+        """Remove a request from the counts. `num_cached_tokens`: unless `started` had it."""
+        if (slot := self.slot_of(routed)) is None:
             return
         self.num_open[slot] -= 1
         self._change_open(-1)

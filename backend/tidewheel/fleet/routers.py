@@ -94,12 +94,8 @@ class SessionAffinityRouter(Router[T]):
         if not request.session:
             return self.least_open(excluded)
         num_open = self.open_without(excluded)
-        slot = self._ring.first(_session_key(request), lambda slots: np.isfinite(num_open[slots]))
+        slot = self._ring.first(request.session, lambda slots: np.isfinite(num_open[slots]))
         return None if slot is None else self.names[slot]
-
-
-def _session_key(request: RouteRequest) -> str:
-    return f"{request.tenant}\0{request.session}"
 
 
 class PrefixAwareRouter(SessionAffinityRouter[T]):
@@ -144,7 +140,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
             num_replicas, total = max(len(present), 1), float(present.sum())
         bound = load_bound(total, num_replicas)
         if request.session:
-            key = _session_key(request)
+            key = request.session
             slot = self.slots.get(self._homes[key]) if key in self._homes else None
             if slot is None:
                 slot = self._first(key, request, num_open, load_bound(total, num_replicas, NEW_FACTOR))
@@ -193,7 +189,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         routed.stamp, routed.known = self.prefixes.touch(slot, request.chunks), known
         self._unstarted[slot].add(routed.stamp)
         if request.session:
-            key = _session_key(request)
+            key = request.session
             self._homes.pop(key, None)
             self._homes[key] = replica
             if len(self._homes) > self._max_sessions:
@@ -201,7 +197,7 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return routed
 
     def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        if routed.has_started or routed.has_ended:
+        if routed.has_started:
             return
         super().started(routed)
         if (slot := self.slot_of(routed)) is not None:
@@ -209,9 +205,8 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
             self._correct(routed, slot, num_cached_tokens)
 
     def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        slot = None if routed.has_ended else self.slot_of(routed)
         super().ended(routed)
-        if slot is None:
+        if (slot := self.slot_of(routed)) is None:
             return
         if routed.has_started:
             self._correct(routed, slot, num_cached_tokens)
@@ -249,9 +244,3 @@ def check_router(name: str) -> None:
     """Raise `ConfigError` for an unknown router name."""
     if name not in ROUTERS:
         raise ConfigError(f"router is {name!r}: choose one of {', '.join(ROUTERS)}")
-
-
-def make_router(name: str) -> Router[Any]:
-    """Return a router. Raise `ConfigError` for an unknown name."""
-    check_router(name)
-    return ROUTERS[name]()

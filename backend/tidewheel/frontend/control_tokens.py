@@ -7,6 +7,7 @@ template's control tokens get private names, and a second tokenizer that knows o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -67,7 +68,6 @@ class ControlTokens:
         self._endings = {text[start:] for text in self._texts for start in range(1, len(text))}
         self._longest = max(map(len, self._texts), default=0)
         self._normalizer = tokenizer.backend.normalizer if any(token.normalized for token in control) else None
-        self._renamed: _RenamedTokenizer | None = None
 
     def plain_spans(self, conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> Spans:
         """Return the spans of `text`, the rendered conversation, where messages spell control tokens.
@@ -103,14 +103,24 @@ class ControlTokens:
         tail = next((n for n in range(begin, len(text)) if text[n:] in self._beginnings), len(text))
         return [(start, end) for start, end in ((0, head), *spans, (tail, len(text))) if start < end]
 
-    def prepare(self) -> _RenamedTokenizer:
-        """Make the tokenizer that `encode` uses, in up to seconds; later calls are free."""
-        self._renamed = self._renamed or self._rename()
-        return self._renamed
+    @functools.cached_property
+    def renamed(self) -> _RenamedTokenizer:
+        """Tokenizer that `encode` uses, made in up to seconds."""
+        nonce = secrets.token_hex(8)
+        state = json.loads(self._tokenizer.backend.to_str())
+        names = {text: f"<{nonce}-{self._added[text]}>" for text in self._texts}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+        ids = {backend.token_to_id(names.get(text, text)): token_id for text, token_id in self._added.items()}
+        model = state["model"]
+        unknown = model.get("unk_id", self._added.get(model.get("unk_token")))
+        counted = frozenset(self._added[text] for text in self._texts) - {unknown}
+        return _RenamedTokenizer(Tokenizer(backend, vocab_size=self._tokenizer.vocab_size), names, ids, counted)
 
     def encode(self, text: str, plain: Spans, *, add_special_tokens: bool) -> Int32Array:
         """Return token ids [num_tokens] int32. Raise `InvalidRequest` if a plain span makes a control token."""
-        tokenizer, names, ids, counted = self.prepare()
+        tokenizer, names, ids, counted = self.renamed
         parts, written, begin = [], [], 0
         for start, end in (*plain, (len(text), len(text))):
             written += [self._added[control] for control in self._pattern.findall(text[begin:start])]
@@ -136,19 +146,6 @@ class ControlTokens:
         if self._normalizer is not None:
             found += self._pattern.findall(self._normalizer.normalize_str(text))
         return found
-
-    def _rename(self) -> _RenamedTokenizer:
-        nonce = secrets.token_hex(8)
-        state = json.loads(self._tokenizer.backend.to_str())
-        names = {text: f"<{nonce}-{self._added[text]}>" for text in self._texts}
-        for token in state["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        backend = tokenizers.Tokenizer.from_str(json.dumps(state))
-        ids = {backend.token_to_id(names.get(text, text)): token_id for text, token_id in self._added.items()}
-        model = state["model"]
-        unknown = model.get("unk_id", self._added.get(model.get("unk_token")))
-        counted = frozenset(self._added[text] for text in self._texts) - {unknown}
-        return _RenamedTokenizer(Tokenizer(backend, vocab_size=self._tokenizer.vocab_size), names, ids, counted)
 
 
 class _Marks:

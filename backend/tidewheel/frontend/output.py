@@ -115,6 +115,7 @@ class OutputStream:
         self.token_ids: list[int] = []  # not taken
         self._logprobs: list[TopLogprobs] = []
         self._prompt_logprobs: list[TopLogprobs] | None = None
+        self._embedding: Float32Array | None = None
         self._text = [self._prompt_text(given)] if given.echo else []
 
     def push(self, delta: Delta) -> None:
@@ -144,6 +145,7 @@ class OutputStream:
             prompt_ids=[] if self._prompt_logprobs is None else self._prompt_ids.tolist(),
             prompt_logprobs=self._prompt_logprobs,
             token_texts=self._token_texts(),
+            embedding=self._embedding,
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
             num_input_tokens=len(self._prompt_ids),
             finish_reason=self.finish_reason,
@@ -209,19 +211,11 @@ class PromptStream(OutputStream):
 class EmbeddingStream(OutputStream):
     """Output of an embedding request: the pooled hidden states, scaled to length 1."""
 
-    _embedding: Float32Array | None = None
-
     def push(self, delta: Delta) -> None:
         if delta.pooled:
             states = np.frombuffer(delta.pooled, dtype="<f4").astype(np.float32)
             self._embedding = states / max(float(np.linalg.norm(states)), _TINY)
-
-    def take(self, stats: RequestStats | None = None) -> OutputChunk:
-        reason = FinishReason.STOP.value if self._embedding is not None else self.finish_reason
-        num_tokens = len(self._prompt_ids)
-        return OutputChunk(
-            text="", num_input_tokens=num_tokens, finish_reason=reason, embedding=self._embedding, stats=stats
-        )
+            self.end(FinishReason.STOP.value)
 
 
 class Outputs:

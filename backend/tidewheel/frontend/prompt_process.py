@@ -132,7 +132,7 @@ class JobRunner:
             case GrammarTrial():
                 self._compiler.prepare()
             case EncodeJob(plain=plain) | TokenizeJob(EncodeJob(plain=plain)) if plain:
-                self._controls.prepare()
+                _ = self._controls.renamed
 
     def try_out(self) -> Iterator[str]:
         """Encode and render odd inputs. Yield the name of each part. Raise `ConfigError`."""

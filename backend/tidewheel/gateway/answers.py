@@ -9,15 +9,14 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
 from tidewheel.gateway.bodies import ChatBody, EmbeddingBody, GenerateBody, StreamOptions, UpstreamRequest
-from tidewheel.gateway.errors import openai_body
-from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning, ToolCall
+from tidewheel.gateway.output_parser import OutputParser, ParsedOutput, Reasoning, ToolCall, grammar_field
 from tidewheel_client import Chunk, Completion, TokenLogprob
-from tidewheel_client.errors import InternalError, InvalidRequest, RequestError
+from tidewheel_client.errors import InternalError, InvalidRequest
 
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS: Mapping[str, str] = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -26,7 +25,6 @@ _OPENAI_REASONS = ("stop", "length")
 
 Json = dict[str, Any]
 IndexedChunks = Sequence[tuple[int, Chunk]]  # with the index of the prompt
-R_contra = TypeVar("R_contra", contravariant=True)  # a server's response
 Logprobs = Sequence[Mapping[int, TokenLogprob]]  # by token
 
 
@@ -60,18 +58,6 @@ class _ChoiceState:
     has_role: bool = False  # the role was sent
 
 
-class StreamWriter(Protocol[R_contra]):
-    headers: Mapping[str, str]
-
-    def events(self, index: int, response: R_contra) -> bytes:
-        """Return server-sent events of a prompt's new output, empty if text is withheld."""
-
-    def end(self) -> bytes:
-        """Return the last server-sent events."""
-
-    def error(self, error: RequestError) -> bytes: ...
-
-
 class AnswerWriter:
     def __init__(self, request: UpstreamRequest, reasoning: Reasoning) -> None:
         body = request.body
@@ -82,7 +68,7 @@ class AnswerWriter:
         self._has_one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
         self._options = body.stream_options or StreamOptions()
         self._num_logprobs: int | None = request.params.get("logprobs")  # None: no log-probabilities
-        self._reasoning: Reasoning = "off" if request.follows_grammar else reasoning
+        self._reasoning: Reasoning = "off" if grammar_field(request.params) else reasoning
         self._usage = _Usage()
         name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
         self._head: Json = {
@@ -115,9 +101,6 @@ class AnswerWriter:
         if not self._options.include_usage:
             return DONE
         return _event({**self._head, "choices": [], "usage": self._usage.as_json()}) + DONE
-
-    def error(self, error: RequestError) -> bytes:
-        return b"data: " + openai_body(error) + b"\n\n"
 
     def _chunk_event(self, index: int, chunk: Chunk) -> bytes:
         self._usage.add(index, chunk)

@@ -7,8 +7,9 @@ import fcntl
 import hashlib
 import hmac
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ MAX_FILE_BYTES = 1 << 22
 MAX_WORKERS = 64
 MAX_KEYS = 1 << 16
 _RETRY_MS = 1000  # over max_concurrent
-_CLASSES = tuple(one.value for one in Priority)
+_CLASSES = {"0": Priority.NORMAL.value} | {str(one.value): one.value for one in Priority}
 _OFFSET = 4096  # of a ledger's rows
 _ROW = np.dtype(
     [
@@ -60,26 +61,17 @@ class Ledger:
     def __init__(self, path: Path | None = None, worker: int = 0) -> None:
         """Open the file; reset the open requests that this worker's former process left."""
         self.worker = worker
-        self._file = None if path is None else path.open("r+b")
-        if path is None:
-            self._count, self._rows = np.zeros(1, np.int64), np.zeros(MAX_KEYS, _ROW)
-        else:
-            self._count = np.memmap(path, np.int64, "r+", shape=(1,))
-            self._rows = np.memmap(path, _ROW, "r+", _OFFSET, (MAX_KEYS,))
+        descriptor = os.memfd_create("ledger") if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, _OFFSET + MAX_KEYS * _ROW.itemsize)
+        self._file = os.fdopen(descriptor, "r+b")
+        self._count = np.memmap(self._file, np.int64, "r+", shape=(1,))
+        self._rows = np.memmap(self._file, _ROW, "r+", _OFFSET, (MAX_KEYS,))
         with self.locked():
             self._rows["num_open"][: int(self._count[0]), worker] = 0
-
-    @staticmethod
-    def create(path: Path) -> None:
-        with path.open("xb") as file:
-            file.truncate(_OFFSET + MAX_KEYS * _ROW.itemsize)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Lock out other workers; the kernel releases a dead worker's lock."""
-        if self._file is None:
-            yield
-            return
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -102,23 +94,21 @@ class Ledger:
 class Account:
     """API key and its use; without a key, unlimited."""
 
-    def __init__(
-        self, key: ApiKey | None, ledger: Ledger, record: Any = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, key: ApiKey | None, ledger: Ledger, record: Any = None) -> None:
         self.key = key
         self._ledger = ledger
         self._record = record  # in the ledger
-        self._clock = clock
 
     def label(self, request: UpstreamRequest) -> UpstreamRequest:
-        """Set the request's tenant and limit its class by the key. Raise `InvalidRequest` if it names a tenant."""
+        """Set the request's tenant and limit its class by the key. Raise `InvalidRequest`."""
         if self.key is None:
             return request
         if "tenant" in request.params:
             raise InvalidRequest("tenant is set, and the API key decides it: leave it out")
-        priority = request.params.get("priority") or Priority.NORMAL.value
-        if priority in _CLASSES:  # the backend refuses others
-            priority = max(priority, self.key.max_priority)
+        asked = str(request.params.get("priority") or 0).strip()  # the backend takes a text for a number
+        if asked not in _CLASSES:
+            raise InvalidRequest(f"priority is {asked[:80]}: it must be 0 (default) to 4 (lowest)")
+        priority = max(_CLASSES[asked], self.key.max_priority)
         request.params |= {"tenant": self.key.tenant or self.key.name, "priority": priority}
         return request
 
@@ -145,7 +135,7 @@ class Account:
             )
         if key.requests_per_minute is None:
             return
-        row, now, rate = self._record, self._clock(), key.requests_per_minute / 60
+        row, now, rate = self._record, time.monotonic(), key.requests_per_minute / 60
         spent = max(0.0, float(row["spent"]) - (now - float(row["spent_at"])) * rate) + 1
         if spent > key.requests_per_minute:
             raise Busy(
@@ -156,15 +146,15 @@ class Account:
 
 
 class ApiKeys:
-    def __init__(self, path: Path | None, ledger: Ledger | None = None) -> None:
+    def __init__(self, path: Path | str | None, ledger: Ledger | None = None) -> None:
         """Read the keys; without a file, no key is needed. Raise `ConfigError`."""
-        self._path = path
+        self._path = Path(path) if path else None
         self._ledger = ledger or Ledger()
         self._accounts: dict[bytes, Account] = {}  # by hash
         self._anonymous = Account(None, self._ledger)
         self._version: tuple[int, int, int] | None = None
-        if path is not None:
-            self._read_changed(path)
+        if self._path is not None:
+            self._read_changed(self._path)
 
     def refresh(self) -> None:
         """Read the file again if it changed; on an error, keep the keys."""
@@ -205,6 +195,5 @@ class ApiKeys:
         accounts = {bytes.fromhex(key.sha256): Account(key, self._ledger, row) for key, row in rows}
         if len(accounts) < len(keys):
             raise ConfigError(f"{path}: two keys have the same sha256")
-        same = {known: one for known, one in self._accounts.items() if known in accounts}
-        self._accounts = accounts | {known: one for known, one in same.items() if one.key == accounts[known].key}
+        self._accounts = accounts
         return True

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
+from tidewheel import metrics
 from tidewheel.gateway import answers, bodies, errors, playground_pages, triton_proxy
 from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import UpstreamRequest
-from tidewheel.gateway.counters import CONTENT_TYPE, Counters, GatewayWorker, merge
+from tidewheel.gateway.counters import CONTENT_TYPE, WRONG_KEYS, Counts, GatewayWorker, merge, render, series
 from tidewheel.gateway.gateway_options import GatewayOptions
-from tidewheel.gateway.triton_proxy import ProxyAttempt, ProxyWriter
+from tidewheel.gateway.triton_proxy import ProxyAttempt
 from tidewheel.gateway.upstreams import Attempt, GrpcAttempt, R, Upstreams
 from tidewheel_client import Chunk
 from tidewheel_client.errors import (
@@ -71,7 +72,7 @@ class Gateway:
         self._options = options
         self._open_paths = (*_OPEN_PATHS, "/metrics") if options.open_metrics else _OPEN_PATHS
         self._worker = worker or GatewayWorker()
-        self._counters = self._worker.before()
+        self._counts = self._worker.before()
         self._started = int(time.time())
         self._large = asyncio.Lock()
 
@@ -118,7 +119,7 @@ class Gateway:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._counters.num_open += 1
+        self._counts[series(metrics.GATEWAY_OPEN)] += 1
         is_page = self._options.playground and playground_pages.is_playground(request.path)
         try:
             if request.path not in self._open_paths and not is_page:
@@ -133,23 +134,23 @@ class Gateway:
         except web.HTTPException as error:
             response = self._refuse(request, errors.from_aiohttp(request, error))
         except asyncio.CancelledError:
-            self._counters.num_hang_ups += 1
+            self._counts[series(metrics.GATEWAY_HANG_UPS)] += 1
             raise
         except ConnectionError:  # the client is gone
-            self._counters.num_hang_ups += 1
+            self._counts[series(metrics.GATEWAY_HANG_UPS)] += 1
             response = _error_response(request, InternalError("the connection was lost"))
         except Exception:
             logger.exception("a request to %s failed", request.path)
             response = self._refuse(request, InternalError("the gateway failed; its log says why"))
         finally:
-            self._counters.num_open -= 1
+            self._counts[series(metrics.GATEWAY_OPEN)] -= 1
         resource = request.match_info.route.resource
-        key = f"{'other' if resource is None else resource.canonical} {response.status}"
-        self._counters.requests[key] = self._counters.requests.get(key, 0) + 1
+        path = "other" if resource is None else resource.canonical
+        self._counts[series(metrics.GATEWAY_REQUESTS, path, str(response.status))] += 1
         return response
 
     def _refuse(self, http: web.Request, error: RequestError) -> web.Response:
-        self._counters.count_error(error)
+        self._counts[series(metrics.GATEWAY_ERRORS, error.label)] += 1
         return _error_response(http, error)
 
     async def _beside(self, size: int, work: Callable[[], T]) -> T:
@@ -164,31 +165,41 @@ class Gateway:
     ) -> web.StreamResponse:
         writer = answers.AnswerWriter(request, self._options.reasoning)
         if request.stream:
-            return await self._stream(http, writer, responses)
+            return await self._stream(http, writer.headers, responses, writer.events, writer.end)
         return _json_response(writer.whole(await _read_all(responses)), headers=writer.headers)
 
     async def _proxy(
         self, http: web.Request, request: UpstreamRequest, responses: Responses[bytes]
     ) -> web.StreamResponse:
-        return await self._stream(http, ProxyWriter(request), responses)
+        headers = answers.STREAM_HEADERS if request.stream else triton_proxy.JSON_HEADERS
+        return await self._stream(http, headers, responses, lambda _, part: part)
 
     async def _stream(
-        self, http: web.Request, writer: answers.StreamWriter[R], responses: Responses[R]
+        self,
+        http: web.Request,
+        headers: Mapping[str, str],
+        responses: Responses[R],
+        write: Callable[[int, R], bytes],
+        end: Callable[[], bytes] = bytes,
     ) -> web.StreamResponse:
-        """Stream the answer. An error before the first response becomes the whole answer."""
-        answer = _Streamed(headers=writer.headers)
+        """Stream the answer. An error before the first response becomes the whole answer.
+
+        `write` returns the part of the body for a prompt's response, empty if text is withheld.
+        """
+        answer = _Streamed(headers=headers)
         try:
             async for index, response in responses:
                 if not answer.prepared:
                     await answer.prepare(http)
-                if events := writer.events(index, response):
-                    await answer.write(events)
-            last = writer.end()
+                if part := write(index, response):
+                    await answer.write(part)
+            last = end()
         except RequestError as error:
             if not answer.prepared:
                 raise
-            self._counters.count_error(error)
-            last = writer.error(error)
+            body = self._refuse(http, error).body
+            assert isinstance(body, bytes)
+            last = b"data: " + body + b"\n\n"
         if not answer.prepared:
             await answer.prepare(http)
         await answer.write_eof(last)
@@ -205,29 +216,33 @@ class Gateway:
 
     async def _refresh(self) -> None:
         while True:
-            num_before = self._counters.errors[WrongKey.tag]
+            num_before = self._counts[WRONG_KEYS]
             await asyncio.sleep(_REFRESH_S)
             self._keys.refresh()
             self.publish()
-            if num_new := self._counters.errors[WrongKey.tag] - num_before:  # one line for all
+            if num_new := self._counts[WRONG_KEYS] - num_before:  # one line for all
                 logger.warning("[%s] %d requests without a known API key", WrongKey.tag, num_new)
 
     def publish(self) -> None:
-        self._worker.publish(self._figures())
+        self._worker.publish(self._current_counts())
 
-    def _figures(self) -> Counters:
-        num_moved = self._counters.num_moved + self._upstreams.num_moved  # before a restart, and since
-        open_upstream = {one.address.grpc: one.num_open for one in self._upstreams.each}
-        return msgspec.structs.replace(self._counters, num_moved=num_moved, open_upstream=open_upstream)
+    def _current_counts(self) -> Counts:
+        counts = self._counts.copy()
+        counts[series(metrics.GATEWAY_MOVED)] += self._upstreams.num_moved  # before a restart, and since
+        counts.update({series(metrics.UPSTREAM_OPEN, one.address.grpc): one.num_open for one in self._upstreams.each})
+        return counts
 
     async def _metrics(self, _: web.Request) -> web.Response:
         each = self._upstreams.each
         texts = await asyncio.gather(*(one.metrics() for one in each))
         of_servers = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
         self.publish()  # or counts go back at a restart
-        figures = Counters.sum_of([self._figures(), *self._worker.others()])
-        ready = {one.address.grpc: not one.not_ready for one in self._upstreams.each}
-        text = of_servers + figures.render(ready)
+        counts = self._current_counts()
+        for others in self._worker.others():
+            counts.update(others)
+        for one in self._upstreams.each:
+            counts[series(metrics.UPSTREAM_READY, one.address.grpc)] = not one.not_ready
+        text = of_servers + render(counts)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _health(self, _: web.Request) -> web.Response:

@@ -128,14 +128,6 @@ class UpstreamRequest:
     begun: float = field(default_factory=time.monotonic)  # start of `deadline_ms`
 
     @property
-    def follows_grammar(self) -> bool:
-        """Return whether a grammar covers the whole answer, so that it has no reasoning."""
-        answer_format = self.params.get("response_format")
-        if answer_format is not None and answer_format != {"type": "text"}:
-            return True
-        return any(name == "structured_outputs" or name.startswith("guided_") for name in self.params)
-
-    @property
     def left_ms(self) -> float | None:
         """Milliseconds to the deadline; None without a valid deadline."""
         deadline_ms = self.params.get("deadline_ms")

@@ -11,12 +11,13 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
 from tidewheel.confidential import TracebackFormatter
 from tidewheel.gateway import errors
+from tidewheel.gateway.gateway_options import GatewayOptions
 from tidewheel.server import ServeError
 from tidewheel_client.errors import Busy
 from tidewheel_process.current_process import raise_descriptor_limit
@@ -31,72 +32,54 @@ _MOST_AT_ONCE = 128  # accepted before asyncio serves one
 _IPV6_SITE = 64  # bits of one client's network
 _ALL = ""  # key of all connections
 
+_Activity = Literal["idle", "stalled", "served"]
+
 logger = logging.getLogger(__name__)
 
 
-class _Group:
-    def __init__(self) -> None:
-        self.num_open = 0
-        # Longest first.
-        self.idle: dict[ClientConnection, None] = {}
-        self.stalled: dict[ClientConnection, None] = {}
-
-
 class ConnectionTable:
-    """Open connections of a process. Not thread-safe."""
+    """Open connections of a process, by activity: idle, stalled or served. Not thread-safe."""
 
     def __init__(self, num_descriptors: int) -> None:
         """`num_descriptors`: limit of open files, of which a quarter is left for Triton and peaks."""
         self.most = max(num_descriptors * 3 // 4 - _OWN_DESCRIPTORS, 2)
         self.most_of_address = self.most // 2
-        self._groups = {_ALL: _Group()}  # and one for each address with connections
         self._open: set[ClientConnection] = set()
+        # By address, and of `_ALL`; by activity; longest first.
+        self._groups: dict[str, dict[_Activity, dict[ClientConnection, None]]] = {}
         self._num_closed = self._num_refused = 0  # since the last log line
         self._next_line_s = 0.0
 
     def enter(self, connection: ClientConnection) -> bool:
         """Add a connection, closing another if needed. Return False if none can be closed."""
         for address, most in ((connection.address, self.most_of_address), (_ALL, self.most)):
-            group = self._groups.get(address)
-            if group is not None and group.num_open >= most and not self.make_room(address):
+            if sum(map(len, self._groups.get(address, {}).values())) >= most and not self.make_room(address):
                 self._num_refused += 1
                 self._log()
                 return False
         self._open.add(connection)
-        self._groups.setdefault(connection.address, _Group())
-        for group in self._groups_of(connection):
-            group.num_open += 1
-        self.wait(connection)
+        self.note(connection, "stalled")
         return True
 
     def leave(self, connection: ClientConnection) -> None:
-        if connection not in self._open:
-            return
-        self.serve(connection)
-        self._open.remove(connection)
-        for group in self._groups_of(connection):
-            group.num_open -= 1
-        if not self._groups[connection.address].num_open:
-            del self._groups[connection.address]
+        self.note(connection, None)
+        self._open.discard(connection)
 
-    def wait(self, connection: ClientConnection, *, is_idle: bool = False) -> None:
-        """Mark a connection as idle or stalled."""
-        if connection in self._open:
-            self.serve(connection)
-            for group in self._groups_of(connection):
-                (group.idle if is_idle else group.stalled)[connection] = None
-
-    def serve(self, connection: ClientConnection) -> None:
-        """Mark a connection as waiting for an answer."""
-        if connection in self._open:
-            for group in self._groups_of(connection):
-                group.idle.pop(connection, None)
-                group.stalled.pop(connection, None)
+    def note(self, connection: ClientConnection, activity: _Activity | None) -> None:
+        """Set the activity of an open connection; None removes the connection."""
+        for address in (connection.address, _ALL) if connection in self._open else ():
+            group = self._groups.setdefault(address, {"idle": {}, "stalled": {}, "served": {}})
+            for connections in group.values():
+                connections.pop(connection, None)
+            if activity is not None:
+                group[activity][connection] = None
+            elif not any(group.values()):
+                del self._groups[address]
 
     def make_room(self, address: str = _ALL) -> bool:
         """Close an idle or stalled connection. Return False if all wait for answers."""
-        group = self._groups[address]
-        connection = next(iter(group.idle or group.stalled), None)
+        group = self._groups.get(address)
+        connection = next(iter(group["idle"] or group["stalled"]), None) if group else None
         if connection is None:
             return False
         self.leave(connection)
@@ -104,9 +87,6 @@ class ConnectionTable:
         self._num_closed += 1
         self._log()
         return True
-
-    def _groups_of(self, connection: ClientConnection) -> tuple[_Group, _Group]:
-        return self._groups[connection.address], self._groups[_ALL]
 
     def _log(self) -> None:
         if (now := time.monotonic()) < self._next_line_s:
@@ -172,7 +152,7 @@ class ClientConnection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._is_unread = True
-        self._table.wait(self)
+        self._table.note(self, "stalled")
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -189,7 +169,7 @@ class ClientConnection(web.RequestHandler):
             return await handler(request)
         finally:
             self._request = None
-            self._table.wait(self, is_idle=True)
+            self._table.note(self, "idle")
 
     def abort(self) -> None:
         if self.transport is not None:
@@ -201,7 +181,7 @@ class ClientConnection(web.RequestHandler):
 
     def _serve_if_waiting(self) -> None:
         if self._request is not None and self._is_read and not self._is_unread:
-            self._table.serve(self)
+            self._table.note(self, "served")
 
     def _limit_headers(self) -> None:
         self._deadline = asyncio.get_running_loop().call_later(HEADERS_S, self.abort)
@@ -221,11 +201,11 @@ class HttpListener:
 
     @classmethod
     async def open(
-        cls, application: web.Application, host: str, port: int, drain_s: float, *, shares_port: bool = False
+        cls, application: web.Application, options: GatewayOptions, *, shares_port: bool = False
     ) -> HttpListener:
         """Serve the application until `cleanup`. Raise `ServeError` if the port is in use."""
-        num_descriptors = raise_descriptor_limit()
-        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=drain_s)
+        host, port, num_descriptors = options.host, options.port, raise_descriptor_limit()
+        runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=options.drain_s)
         await runner.setup()
         server, table, loop = runner.server, ConnectionTable(num_descriptors), asyncio.get_running_loop()
         assert server is not None

@@ -1,14 +1,14 @@
-"""Counters of a gateway's workers, and the Prometheus text of gateway and servers."""
+"""Counts of a gateway's workers, and the Prometheus text of gateway and servers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
 from prometheus_client import core as prometheus
 from prometheus_client import generate_latest
 from prometheus_client.registry import Collector
@@ -16,43 +16,26 @@ from prometheus_client.registry import Collector
 from tidewheel import metrics
 from tidewheel.gateway.api_keys import Ledger
 from tidewheel.private_dir import read_value, write_value
-from tidewheel_client.errors import RequestError, WrongKey
+from tidewheel_client.errors import WrongKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METRICS = [metric for metric in metrics.TABLE if metric.owner == "gateway"]
+Counts = Counter[str]  # by series
 
 
-class Counters(msgspec.Struct):
-    requests: dict[str, int] = {}  # by "path status"
-    errors: dict[str, int] = msgspec.field(default_factory=lambda: {WrongKey.tag: 0})  # by tag, else class
-    num_open: int = 0
-    num_hang_ups: int = 0
-    num_moved: int = 0
-    open_upstream: dict[str, int] = {}  # requests by server's authority
+def series(metric: metrics.Metric, *labels: str) -> str:
+    """Return a series' key: the metric's name and the values of its labels."""
+    return " ".join((metric.name, *labels))
 
-    def count_error(self, error: RequestError) -> None:
-        self.errors[error.label] = self.errors.get(error.label, 0) + 1
 
-    @classmethod
-    def sum_of(cls, each: Iterable[Counters]) -> Counters:
-        total = cls()
-        for one in each:
-            for name in cls.__struct_fields__:
-                value = getattr(total, name)
-                if isinstance(value, dict):
-                    value = Counter(value)
-                    value.update(getattr(one, name))  # unlike `+`, keeps zeros
-                else:
-                    value += getattr(one, name)
-                setattr(total, name, value)
-        return total
-
-    def render(self, upstream_ready: Mapping[str, bool]) -> str:
-        return generate_latest(_Collector(self, upstream_ready)).decode()
+WRONG_KEYS = series(metrics.GATEWAY_ERRORS, WrongKey.tag)
+# Shown from the start.
+_ZEROS = dict.fromkeys((WRONG_KEYS, *(series(metric) for metric in _METRICS if not metric.label)), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorker:
-    """Gateway worker and the folder in which workers share key use and counters; a single worker has none."""
+    """Gateway worker and the folder in which workers share key use and counts; a single worker has none."""
 
     folder: Path | None = None
     index: int = 0
@@ -64,22 +47,22 @@ class GatewayWorker:
     def is_listening(self) -> bool:
         return self.folder is None or self._path(self.index).exists()
 
-    def publish(self, counters: Counters) -> None:
-        """Write the counters for other workers. On a full disk, older counters stay."""
+    def publish(self, counts: Counts) -> None:
+        """Write the counts for other workers. On a full disk, older counts stay."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
-                write_value(self._path(self.index), counters)
+                write_value(self._path(self.index), counts)
 
-    def before(self) -> Counters:
-        """Return counters of this worker's former process, so that totals never fall."""
-        counters = self._read(self.index)
-        return msgspec.structs.replace(counters, num_open=0, open_upstream={})
+    def before(self) -> Counts:
+        """Return the counters of this worker's former process, without gauges, so that totals never fall."""
+        counts = self._read(self.index)
+        return Counts({key: count for key, count in counts.items() if key.partition(" ")[0].endswith("_total")})
 
-    def others(self) -> list[Counters]:
+    def others(self) -> list[Counts]:
         return [self._read(index) for index in range(self.num_workers) if index != self.index]
 
-    def _read(self, index: int) -> Counters:
-        return (None if self.folder is None else read_value(self._path(index), Counters)) or Counters()
+    def _read(self, index: int) -> Counts:
+        return Counts((None if self.folder is None else read_value(self._path(index), dict[str, int])) or {})
 
     def _path(self, index: int) -> Path:
         assert self.folder is not None
@@ -88,26 +71,23 @@ class GatewayWorker:
 
 @dataclass
 class _Collector(Collector):
-    figures: Counters
-    ready: Mapping[str, bool]  # by authority
+    counts: Mapping[str, int]
 
     def collect(self) -> Iterator[prometheus.Metric]:
-        for metric in metrics.select("gateway"):
-            figure = getattr(self.figures, str(metric.source))
-            yield _family(metric, figure if isinstance(figure, dict) else {"": figure})
-        yield _family(metrics.UPSTREAM_READY, self.ready)
+        for metric in _METRICS:
+            labels = metric.label.split(" and ") if metric.label else []
+            kind = prometheus.CounterMetricFamily if metric.kind == "counter" else prometheus.GaugeMetricFamily
+            family: Any = kind(metric.name, metric.help, labels=labels)
+            for key, count in self.counts.items():
+                name, *values = key.split(" ")
+                if name == metric.name:
+                    family.add_metric(values, count)
+            yield family
 
 
-def _family(metric: metrics.Metric, values: Mapping[str, int]) -> prometheus.Metric:
-    labels = metric.label.split(" and ") if metric.label else []
-    is_counter = metric.kind == "counter"
-    kind = prometheus.CounterMetricFamily if is_counter else prometheus.GaugeMetricFamily
-    family: prometheus.CounterMetricFamily | prometheus.GaugeMetricFamily = kind(
-        metric.name, metric.help, labels=labels
-    )
-    for label_values, value in values.items():
-        family.add_metric(label_values.rsplit(" ", len(labels) - 1) if labels else (), value)
-    return family
+def render(counts: Mapping[str, int]) -> str:
+    """Return Prometheus's text of the gateway's metrics."""
+    return generate_latest(_Collector({**_ZEROS, **counts})).decode()
 
 
 def merge(texts: Mapping[str, str]) -> str:

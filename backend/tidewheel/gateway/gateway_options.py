@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -52,10 +51,6 @@ class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
     open_metrics: bool = False  # /metrics needs no key
     playground: bool = False
     drain_s: float = 30.0  # for open requests
-
-    @property
-    def key_file(self) -> Path | None:
-        return Path(self.api_keys) if self.api_keys else None
 
     @property
     def max_body_bytes(self) -> int:

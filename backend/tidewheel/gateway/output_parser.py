@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -24,8 +23,6 @@ _MISTRAL = "[TOOL_CALLS]"
 _CLOSINGS = {"<tool_call>": "</tool_call>", _MISTRAL: "", "<|python_tag|>": ""}  # empty: up to the end
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
 _BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\])*")
-_ID_CHARS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # as Mistral's templates want
 # Beginning of a forced call: the name, perhaps cut, and the arguments.
 _CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)(?:"\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
 _decoder = json.JSONDecoder()
@@ -196,7 +193,7 @@ def _cut_call(text: str, names: frozenset[str]) -> ToolCall:
 
 
 def _new_id() -> str:
-    return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
+    return secrets.token_hex(5)[:9]  # as Mistral's templates want
 
 
 # --- forced calls: a JSON schema that the answer follows -----------------------------------------------------------
@@ -214,14 +211,18 @@ def force_call(tools: Tools, tool_choice: ToolChoice, params: Mapping[str, objec
 
     The answer is `{"name": …, "arguments": {…}}` for all models.
     """
-    for name in _FIELDS:
-        if _is_grammar(name, params.get(name)):
-            raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
+    if name := grammar_field(params):
+        raise InvalidRequest(f"tool_choice forces a call, and {name} is set: send one of them")
     functions = _forced_functions(tools, tool_choice)
     calls = [_call_schema(name, function.get("parameters") or _NO_PARAMETERS) for name, function in functions.items()]
     joined = " or ".join(functions)
     schema_name = f"tools: parameters of {joined if len(joined) <= _MOST_CHARS else 'a function'}"
     return ForcedCall({"json": {"anyOf": calls}}, _without_strict(tools), frozenset(functions), schema_name)
+
+
+def grammar_field(params: Mapping[str, object]) -> str:
+    """Return the first parameter that asks for a grammar of the whole answer; empty: none does."""
+    return next((name for name in _FIELDS if _is_grammar(name, params.get(name))), "")
 
 
 def _is_grammar(name: str, value: object) -> bool:

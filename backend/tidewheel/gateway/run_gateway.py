@@ -19,7 +19,7 @@ import msgspec
 
 from tidewheel.confidential import log_to_stderr, protect_texts
 from tidewheel.errors import ConfigError
-from tidewheel.gateway.api_keys import ApiKeys, Ledger
+from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
 from tidewheel.gateway.client_connections import HttpListener
 from tidewheel.gateway.counters import GatewayWorker
@@ -40,9 +40,9 @@ _PREFIX = "gateway-"
 
 def serve_gateway(options: StandaloneOptions) -> int:
     """Serve until a stop, and return the exit code. Raise `ServeError` or `ConfigError`."""
-    check_keys(options.host, options.key_file)
+    check_keys(options.host, options.api_keys)
     if options.workers > 1:
-        ApiKeys(options.key_file)  # reports errors once
+        ApiKeys(options.api_keys)  # reports errors once
         return _serve_workers(options)
     return _serve_alone(options, GatewayWorker())
 
@@ -52,7 +52,7 @@ def _serve_alone(options: StandaloneOptions, worker: GatewayWorker) -> int:
     protect_texts()
     log_to_stderr(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
-    keys = ApiKeys(options.key_file, worker.ledger())
+    keys = ApiKeys(options.api_keys, worker.ledger())
     gateway = Gateway(Upstreams(options.upstreams), keys, options, worker)
     asyncio.run(_serve(gateway, options, shares_port=worker.folder is not None))
     return 0
@@ -63,9 +63,7 @@ async def _serve(gateway: Gateway, options: GatewayOptions, *, shares_port: bool
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stopped.set)
-    listener = await HttpListener.open(
-        gateway.application(), options.host, options.port, options.drain_s, shares_port=shares_port
-    )
+    listener = await HttpListener.open(gateway.application(), options, shares_port=shares_port)
     try:
         if not shares_port:
             announce(*listener.addresses[0][:2])
@@ -87,7 +85,6 @@ def _serve_workers(options: StandaloneOptions) -> int:
         _reserved(options.host, options.port) as port,
         new_folder(base, _PREFIX) as folder,
     ):
-        Ledger.create(folder / "ledger")
         options = msgspec.structs.replace(options, port=port)
         workers = [GatewayWorker(folder, index, options.workers) for index in range(options.workers)]
         with _running(options, workers, signals) as children:

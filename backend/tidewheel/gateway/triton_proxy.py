@@ -7,17 +7,15 @@ from collections.abc import AsyncGenerator, Mapping
 import aiohttp
 import msgspec
 
-from tidewheel.gateway.answers import STREAM_HEADERS
 from tidewheel.gateway.bodies import Fields, UpstreamRequest, check_parameters
-from tidewheel.gateway.errors import triton_body
 from tidewheel.gateway.upstream import PROBE_S, Upstream
 from tidewheel.gateway.upstreams import Attempt
 from tidewheel_client.error_translation import from_http
-from tidewheel_client.errors import InvalidRequest, RequestError, ServerUnavailable, Unsupported
+from tidewheel_client.errors import InvalidRequest, ServerUnavailable, Unsupported
 
 _PROMPTS = ("text_input", "input_ids", "messages")  # a router reads them
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, connect=PROBE_S)
-_JSON: Mapping[str, str] = {"Content-Type": "application/json"}
+JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 class ProxyAttempt(Attempt[bytes]):
@@ -35,27 +33,13 @@ class ProxyAttempt(Attempt[bytes]):
         method = "generate_stream" if self.request.stream else "generate"
         url = f"http://{authority}/v2/models/{model}/{method}"
         try:
-            async with upstream.http.post(url, data=self.message, timeout=_NO_LIMIT, headers=_JSON) as answer:
+            async with upstream.http.post(url, data=self.message, timeout=_NO_LIMIT, headers=JSON_HEADERS) as answer:
                 if not answer.ok:
-                    raise from_http(answer.status, _error_message(await answer.read()))
+                    raise from_http(answer.status, await answer.text(errors="replace"))
                 async for data in answer.content.iter_any():
                     yield data
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"the connection to {authority} was lost ({error})") from None
-
-
-class ProxyWriter:
-    def __init__(self, request: UpstreamRequest) -> None:
-        self.headers: Mapping[str, str] = STREAM_HEADERS if request.stream else _JSON
-
-    def events(self, index: int, response: bytes) -> bytes:  # noqa: ARG002
-        return response
-
-    def end(self) -> bytes:
-        return b""
-
-    def error(self, error: RequestError) -> bytes:
-        return b"data: " + triton_body(error) + b"\n\n"
 
 
 def read(fields: Fields, *, stream: bool = False) -> UpstreamRequest:
@@ -69,10 +53,3 @@ def read(fields: Fields, *, stream: bool = False) -> UpstreamRequest:
     prompt = {name: params.pop(name) for name in _PROMPTS if name in params}
     check_parameters(params)
     return UpstreamRequest(prompts=[prompt], params=params, stream=stream)
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return ""

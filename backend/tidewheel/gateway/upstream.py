@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,12 +16,6 @@ from tidewheel_client.grpc_transport import AsyncGrpcTransport
 LOOK_S = 0.5  # between looks
 FRESH_S = 0.1  # age of a fresh look, and the wait for another
 PROBE_S = 3.0
-
-
-class HealthReply(msgspec.Struct):
-    ready: bool
-    state: str = ""
-    reason: str = ""
 
 
 class Upstream:
@@ -83,7 +78,7 @@ class Upstream:
             self.not_ready = reason
         except RequestError as error:
             self.not_ready = str(error)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
             self.not_ready = f"its readiness cannot be asked at {self.address.health}: {error}"
         self._looked_at = time.monotonic()
 
@@ -91,8 +86,8 @@ class Upstream:
         """Return why the server is not ready; empty if ready. Triton's own readiness misses dead and hung engines."""
         if self.address.health:
             async with self.http.get(f"http://{self.address.health}/ready") as answer:
-                reply = msgspec.json.decode(await answer.read(), type=HealthReply)
-                return "" if reply.ready else f"{reply.state}: {reply.reason}"
+                page = msgspec.json.decode(await answer.read(), type=dict[str, Any])
+                return "" if page["ready"] else f"{page['state']}: {page['reason']}"
         reply = await self.triton.call("ServerReady", pb.ServerReadyRequest(), PROBE_S)
         return "" if reply.ready else "Triton is not ready"
 

@@ -18,7 +18,7 @@ from tidewheel.gateway.bodies import UpstreamRequest
 from tidewheel.gateway.gateway_options import Address
 from tidewheel.gateway.upstream import PROBE_S, Upstream
 from tidewheel.request import Priority
-from tidewheel_client import Chunk, codec
+from tidewheel_client import Ask, Chunk, codec
 from tidewheel_client.errors import Busy, EngineDead, NotFound, RequestError, ServerUnavailable
 from tidewheel_client.stream import Arrivals
 
@@ -65,7 +65,8 @@ class GrpcAttempt(Attempt[list[Chunk]]):
         request = self.request
         request_id = request.request_id if len(request.prompts) == 1 else f"{request.request_id}-{self.index}"
         prompt = request.prompts[self.index]
-        self.message = codec.encode(request.model, request_id, prompt, params, stream=request.stream)
+        ask = Ask(model=request.model, request_id=request_id, prompt=prompt, params=params, stream=request.stream)
+        self.message = codec.encode(ask)
         if request.traceparent:
             self.message.parameters["traceparent"].string_param = request.traceparent
 
@@ -94,8 +95,7 @@ def route_request(request: UpstreamRequest, index: int = 0) -> RouteRequest:
     params = request.params
     session, tenant, salt = (params.get(name, "") for name in ("session_id", "tenant", "cache_salt"))
     return RouteRequest(
-        session=session if isinstance(session, str) else "",
-        tenant=str(tenant),
+        session=f"{tenant}\0{session}" if session and isinstance(session, str) else "",
         priority=_CLASSES.get(str(params.get("priority")), Priority.NORMAL),
         num_tokens=max(len(data) // BYTES_PER_TOKEN, 1),
         chunks=chunk_hashes(data, CHUNK_TOKENS * BYTES_PER_TOKEN, str(tenant), str(salt)),
@@ -247,7 +247,7 @@ class Upstreams:
             attempt.encode(attempt.request.params_left())
 
     async def _wait(self, attempt: Attempt[R]) -> None:
-        """Wait for a server that fits. Raise `NoServer`."""
+        """Raise `NoServer`. A cluster waits for a replica instead."""
         model = attempt.request.model
         raise NoServer(f"no server of model {model!r} is ready: {self.not_ready or 'none has it'}")
 
@@ -285,7 +285,7 @@ class Upstreams:
         self._set_members(name.grpc, (name.at(str(info[4][0])) for info in found))
 
     def _set_members(self, name: str, addresses: Iterable[Address]) -> None:
-        """Add and remove servers, so that `name` has these."""
+        """Add and remove servers of a name, to match its addresses."""
         found = {address.grpc: address for address in addresses}
         for authority, address in found.items():
             if authority not in self._members:

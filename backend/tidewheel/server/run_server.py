@@ -110,7 +110,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     Raise `ServeError`, `ConfigError` or `CrashLoop`. No process is left.
     """
     if options.endpoints.openai is not None:
-        check_keys(options.endpoints.host, options.gateway.key_file)
+        check_keys(options.endpoints.host, options.gateway.api_keys)
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
     with (

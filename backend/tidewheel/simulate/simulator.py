@@ -10,7 +10,7 @@ import numpy as np
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.fleet.router import RoutedRequest, Router
-from tidewheel.fleet.routers import make_router
+from tidewheel.fleet.routers import ROUTERS
 from tidewheel.fleet.scaling import ReplicaReport
 from tidewheel.record.recorded_events import STOP_TOKEN, step_features
 from tidewheel.request import Priority, Request
@@ -197,7 +197,7 @@ class Simulator:
             max_tokens=max_tokens,
             has_contents=coarse is None,
         )
-        self._router: Router[int] = make_router(router) if isinstance(router, str) else router
+        self._router: Router[int] = ROUTERS[router]() if isinstance(router, str) else router
         self._routed: dict[int, RoutedRequest[int]] = {}  # by request
         self._turns: list[tuple[float, int]] = []  # heap of (time, replica), with stale entries
         self._next_turns: dict[int, float] = {}  # by replica

@@ -47,9 +47,9 @@ class TraceRequests:
         if self._contents is not None:
             prompt = self._contents.prompt(index)
             chunks = chunk_hashes(prompt.tobytes(), CHUNK_TOKENS * prompt.itemsize, tenant)
+        session = trace.session(index)
         return RouteRequest(
-            session=trace.session(index),
-            tenant=tenant,
+            session=f"{tenant}\0{session}" if session else "",
             priority=Priority(int(trace.priorities[index])),
             num_tokens=int(trace.prompt_tokens[index]),
             chunks=chunks,

@@ -66,7 +66,7 @@ def gateway_to(
     """Run it until the block ends. It has looked at every server once; `upstreams` take the place of addresses."""
     if upstreams is None:
         upstreams = Upstreams([*(Address(f"127.0.0.1:{port}") for port in ports), *addresses])
-    options = _Options(playground=playground, open_metrics=open_metrics, max_bytes=max_body_bytes)
+    options = _Options(port=0, drain_s=0, playground=playground, open_metrics=open_metrics, max_bytes=max_body_bytes)
     gateway = Gateway(upstreams, ApiKeys(keys), options)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -75,7 +75,7 @@ def gateway_to(
     def run(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    listener = run(HttpListener.open(gateway.application(), "127.0.0.1", 0, 0))
+    listener = run(HttpListener.open(gateway.application(), options))
     try:
         running = RunningGateway(f"http://127.0.0.1:{listener.addresses[0][1]}", upstreams)
         wait_for(lambda: all("not asked" not in one.not_ready for one in upstreams.each), 60, "looks")

@@ -57,7 +57,7 @@ SESSION_BLOCKS = _gauge("tidewheel_session_blocks", "Blocks that sessions alone 
 BUSY = _gauge("tidewheel_engine_busy_fraction", "Step time over wall time", "busy_fraction")
 TOKEN_BUDGET = _gauge("tidewheel_token_budget", "Tokens that a step may compute now", "token_budget")
 MAX_NUM_SEQS = _gauge("tidewheel_max_num_seqs", "Requests that may run now", "max_num_seqs")
-BREAKER = _gauge("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", "breaker_number")
+BREAKER = _gauge("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", "breaker_state")
 PREDICTION_ERROR = _gauge(
     "tidewheel_prediction_error_tokens", "Smoothed error of predicted lengths", "prediction_error"
 )

@@ -10,7 +10,6 @@ import numpy as np
 from tidewheel.batch import Float64Array
 from tidewheel.errors import KvCacheFull, WaitingSetFull
 
-BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}  # number on the metrics by state
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 # Upper bounds of tokens per step, as in Triton's vLLM backend.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -101,7 +100,7 @@ class EngineStats(msgspec.Struct):
     max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
     oldest_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
     num_shed_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
-    breaker_state: str = "closed"  # or open, half_open
+    breaker_state: int = 0  # closed; 1: half open, 2: open
     token_budget: int = 0
     max_num_seqs: int = 0
     num_predictions: int = 0  # ended requests with a predicted length
@@ -132,10 +131,6 @@ class EngineStats(msgspec.Struct):
     @property
     def kv_fragmentation(self) -> float:
         return 1.0 - self.num_used_slots / self.num_taken_slots if self.num_taken_slots else 0.0
-
-    @property
-    def breaker_number(self) -> int:
-        return BREAKER_STATES[self.breaker_state]
 
     def snapshot(self) -> EngineStats:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=EngineStats)

@@ -16,8 +16,7 @@ from tidewheel.frontend.output import OutputChunk
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.metrics import TABLE
 from tidewheel.request import Priority
-from tidewheel.scheduler.breaker import BreakerState
-from tidewheel.stats import BREAKER_STATES, STEP_BOUNDS, EngineStats, Histogram, Objective, TenantFigures
+from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, Objective, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -57,7 +56,7 @@ def test_figures_of_scheduling() -> None:
         num_swap_preemptions=1, num_expired=2, num_hopeless=3, num_rate_limited=4, num_aged=5,
         num_downgraded_quota=6, num_downgraded_deadline=7, started_by_class=[1, 2, 3, 4],
         evicted_by_class=[0, 0, 5, 6], max_wait_by_class=[0.5, 1.5, 2.5, 3.5], num_shed_by_class=[0, 1, 2, 3],
-        breaker_state="half_open", token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
+        breaker_state=1, token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
         num_host_blocks=100, num_free_host_blocks=90, num_swapped_out=11, num_swapped_in=12, num_sessions=13,
         num_session_blocks=14, num_hit_queries=150, num_device_hits=15, num_host_hits=16, num_session_hits=17,
         num_used_slots=24, num_taken_slots=32, num_wasted_slots=6, oldest_wait_by_class=[0.25, 0.5, 0.75, 1.0],
@@ -146,10 +145,6 @@ def test_figures_of_tenants_go_on_where_another_front_end_stopped() -> None:
 def test_figures_of_tenants_survive_the_wire() -> None:
     sent = msgspec.msgpack.encode(EngineStats(tenants=TENANTS))
     assert msgspec.msgpack.decode(sent, type=EngineStats).tenants == TENANTS
-
-
-def test_the_states_of_the_breaker_are_known() -> None:
-    assert set(BREAKER_STATES) == {state.value for state in BreakerState}
 
 
 def test_the_family_that_triton_makes_load_headers_of() -> None:

@@ -19,9 +19,9 @@ from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, H
 from support.scheduler.scheduling import make_request
 from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
+from tidewheel.engine import heartbeat
 from tidewheel.engine.connection import ANSWER_S, drain_all
 from tidewheel.engine.folder import LOG, Status, socket_address
-from tidewheel.engine.heartbeat import HangLimits
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -169,8 +169,10 @@ def test_the_step_that_failed_is_named(connect: Connect, folder: Path) -> None:
     assert "engine died: RuntimeError: the device fell over" in (folder / LOG).read_text()
 
 
-def test_hung_engine_is_killed(connect: Connect, folder: Path) -> None:
-    client = connect(hang=HangLimits(hung_s=0.5, end_s=2.0))
+def test_hung_engine_is_killed(connect: Connect, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HUNG_S", 0.5)
+    monkeypatch.setattr(heartbeat, "END_S", 2.0)
+    client = connect()
     client.add(request(0, 1))
     client.recorder.wait_ended(0)  # from now on the length of a step is known
     client.add(request(1, HANGS))

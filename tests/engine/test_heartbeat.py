@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tidewheel.engine.folder import CURRENT, HEARTBEAT, Status, first_status, write_status
-from tidewheel.engine.heartbeat import MAX_GAP_S, UNUSED_S, EngineWatch, HangLimits, HangWatch, Heartbeat
+from tidewheel.engine.heartbeat import MAX_GAP_S, UNUSED_S, EngineWatch, HangWatch, Heartbeat
 from tidewheel_process.locked_folder import LOCK, is_locked
 
 LOOK_S = 0.2
@@ -48,8 +48,8 @@ class World:
     def leave(self) -> None:
         fcntl.flock(self.lock, fcntl.LOCK_UN)
 
-    def hang_watch(self, limits: HangLimits | None = None) -> HangWatch:
-        return HangWatch(self.folder, limits, self.clock)
+    def hang_watch(self) -> HangWatch:
+        return HangWatch(self.folder, self.clock)
 
     def engine_watch(self) -> EngineWatch:
         return EngineWatch(self.folder.parent / CURRENT, clock=self.clock)

@@ -156,7 +156,7 @@ def test_the_breaker_sheds_low_when_requests_wait_too_long() -> None:
     driver = SchedulerDriver(max_num_seqs=1, breaker_queue_time_s=2.0, ageing_s=1000.0)
     for number in range(40):
         driver.add(make_request(f"r{number}", prompt=1, max_tokens=1, arrival_time=driver.now))
-    while driver.scheduler.stats().breaker_state == BreakerState.CLOSED.value:
+    while driver.scheduler.stats().breaker_state == BreakerState.CLOSED:
         assert driver.step() is not None
     with pytest.raises(Busy, match="class LOW are refused, queue time"):
         driver.add(make_request("low", priority=LOW, arrival_time=driver.now))
@@ -173,12 +173,12 @@ def test_the_breaker_counts_errors_of_ours_only() -> None:
     for number in range(5):
         driver.add(make_request(f"expires{number}", max_tokens=50, deadline=driver.now + 2.0))
     driver.run()
-    assert driver.scheduler.stats().breaker_state == "closed"
+    assert driver.scheduler.stats().breaker_state == BreakerState.CLOSED
     for number in range(25):
         driver.runner.not_finite.add(f"bad{number}")
         driver.add(make_request(f"bad{number}", priority=CRITICAL))
         driver.run()
-    assert driver.scheduler.stats().breaker_state == "open"
+    assert driver.scheduler.stats().breaker_state == BreakerState.OPEN
 
 
 def crowd_of(*tenants: str, **changes: object) -> SchedulerDriver:

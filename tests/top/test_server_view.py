@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from support.top.watched import READY, PagesOf, recorded, request_line, second_look, watch_of
-from tidewheel.top import TopError
+from tidewheel.top import TopError, watch
 from tidewheel.top.view_text import as_text, ordered, verdict
-from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, list_engines, list_here
+from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, list_here
 from tidewheel_client.errors import ServerUnavailable
 from tidewheel_client.server_pages import Health
 
@@ -217,10 +217,10 @@ def test_pages_without_figures(text: str, model: str, words: str) -> None:
         second_look(text, model=model)
 
 
-def test_requests_of_other_machines_are_not_looked_for() -> None:
+def test_requests_of_other_machines_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_here("http://gpu1:8002/metrics", "").note == ELSEWHERE
-    assert list_engines([]).note == NOT_OURS
-    assert list_engines([]).requests is None
+    monkeypatch.setattr(watch, "current_engines_of", lambda _: [])
+    assert list_here("http://127.0.0.1:8002/metrics", "") == (None, 0, NOT_OURS)
 
 
 def test_without_a_list_no_class_has_a_count() -> None:

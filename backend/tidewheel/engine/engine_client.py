@@ -15,7 +15,7 @@ from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine import messages
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import EngineTarget, read_status
-from tidewheel.engine.heartbeat import HangLimits, HangWatch
+from tidewheel.engine.heartbeat import HangWatch
 from tidewheel.engine.launcher import EngineLauncher, engine_command
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
@@ -54,7 +54,6 @@ class ClientOptions:
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     hold_s: float = 10.0  # for a restarting engine
-    hang: HangLimits = field(default_factory=HangLimits)
     ping_interval_s: float = 1.0
 
 
@@ -199,7 +198,7 @@ class EngineClient:
         status = self._launcher.seek(self._seeking_since_ns)
         if status is not None:
             connection = Connection(self._context, self._engine_dir, status)
-            self._hang = HangWatch(self._engine_dir, self._options.hang)
+            self._hang = HangWatch(self._engine_dir)
             self._set_connection(connection)
             connection.send(self._hello)
 

@@ -8,7 +8,6 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,9 @@ from tidewheel_process.locked_folder import LOCK, is_locked
 
 UNUSED_S = 2.0  # after a front end's end, until another takes over
 MAX_GAP_S = 1.0
+# Silence after which an engine counts as hung, or is killed: the longer of seconds and predicted step times.
+HUNG_S, HUNG_STEPS = 5.0, 10.0
+END_S, END_STEPS = 30.0, 20.0
 
 _LAYOUT = struct.Struct("<Qd?I")
 
@@ -48,16 +50,6 @@ class Heartbeat:
         _LAYOUT.pack_into(self._memory, 0, self._sequence, expected_s or 0.0, is_stepping, num_front_ends)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangLimits:
-    """Silence after which an engine counts as hung, or is killed: the longer of seconds and predicted step times."""
-
-    hung_s: float = 5.0
-    hung_steps: float = 10.0
-    end_s: float = 30.0
-    end_steps: float = 20.0
-
-
 class ListeningClock:
     """Clock of others' silence: a longer gap between readings, such as a pause of this process, is `MAX_GAP_S`."""
 
@@ -79,11 +71,8 @@ class HangWatch:
     A heartbeat read while it was written is corrected at the next look.
     """
 
-    def __init__(
-        self, engine_dir: Path, limits: HangLimits | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine_dir = engine_dir
-        self._limits = limits or HangLimits()
         self._listened = ListeningClock(clock)
         self._memory = _map(engine_dir / HEARTBEAT)
         self._beat = self._read()
@@ -92,11 +81,11 @@ class HangWatch:
 
     @property
     def is_hung(self) -> bool:
-        return self._exceeds(self._limits.hung_s, self._limits.hung_steps)
+        return self._exceeds(HUNG_S, HUNG_STEPS)
 
     @property
     def must_end(self) -> bool:
-        return self._exceeds(self._limits.end_s, self._limits.end_steps)
+        return self._exceeds(END_S, END_STEPS)
 
     def look(self) -> None:
         now = self._listened()

@@ -24,7 +24,6 @@ from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason
 from tidewheel.runner.grammar_compiler import GrammarCompiler
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.stats import EngineStats
 from tidewheel.tenants import parse_tenants
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class EngineServer:
             worked = self._core.step()
             self._front_ends.send_room(self._scheduler.admission.waiting_room(self._clock()))
             if worked and not self._core.has_unfinished:
-                self._send_figures()  # before the last answer, so that its client sees them
+                self._front_ends.broadcast(self._figures())  # before the last answer, so that its client sees them
             self._front_ends.flush()
             reason = self._maintain(must_stop)
             if reason:
@@ -113,7 +112,7 @@ class EngineServer:
         if now < self._next_stats:
             return ""
         self._next_stats = now + STATS_INTERVAL_S
-        self._send_figures()
+        self._front_ends.broadcast(self._figures())
         for front_end, reason in self._front_ends.find_gone(listened):
             self._drop(front_end, f"is gone ({reason})")
             self._send_disconnection(front_end.identity, f"the engine counts this front end as gone: {reason}")
@@ -123,13 +122,10 @@ class EngineServer:
             return "the last front end is gone"
         return must_stop()
 
-    def _send_figures(self) -> None:
-        self._front_ends.broadcast(messages.Stats(self._stats()))
-
-    def _stats(self) -> EngineStats:
+    def _figures(self) -> messages.Stats:
         stats = self._core.stats()
         stats.num_waiting += self._grammars.num_waiting
-        return stats
+        return messages.Stats(stats)
 
     def _drop(self, front_end: FrontEnd, how: str) -> None:
         self._grammars.cancel(front_end)
@@ -236,7 +232,7 @@ class EngineServer:
             self._is_draining = True
             self._note(is_draining=True)
             self._front_ends.broadcast(messages.Drain())
-        self._front_ends.send(identity, messages.Stats(self._stats()))
+        self._front_ends.send(identity, self._figures())
 
     def _list_requests(self, identity: bytes, message: messages.ListRequests) -> None:
         unfinished = list(self._scheduler.unfinished())

@@ -18,10 +18,10 @@ _MAX_LEVEL = 3
 _WORSE = 2.0
 
 
-class BreakerState(enum.Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
+class BreakerState(enum.IntEnum):
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
 
 
 @dataclass(slots=True)

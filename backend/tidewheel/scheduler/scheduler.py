@@ -162,7 +162,7 @@ class Scheduler:
         stats = state.kv.update_stats()
         state.columns.update_stats(stats)
         stats.num_waiting = state.num_waiting
-        stats.breaker_state = self.admission.breaker.state.value
+        stats.breaker_state = self.admission.breaker.state
         stats.token_budget = control.token_budget
         stats.max_num_seqs = control.max_num_seqs
         stats.num_predictions = state.predictor.num_observed

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +25,7 @@ _SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 _FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000
+_new_bar = partial(tqdm, total=_STEPS, bar_format=_FORMAT, leave=False)
 OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
 _PROMPT = "A tuple is"
@@ -142,18 +144,14 @@ class LoadProgress:
         is_ready = status.state == "ready"
         stage = "ready" if is_ready else status.stage or "starting"
         if self._on_terminal:
-            bar = self._bars.get(name) or self._add_bar(name, f"{name}: {stage:<10}")
+            text = f"{name}: {stage:<10}"
+            if (bar := self._bars.get(name)) is None:
+                bar = self._bars[name] = _new_bar(desc=text, file=self._stream, position=len(self._bars))
             bar.n = _STEPS if is_ready else round(_STEPS * min(max(status.fraction, 0.0), 1.0))
-            bar.set_description_str(f"{name}: {stage:<10}")
+            bar.set_description_str(text)
         elif self._stages.get(name) != stage:
             self._stages[name] = stage
             print(f"  {name}: {stage}", file=self._stream, flush=True)
-
-    def _add_bar(self, name: str, text: str) -> tqdm:
-        place = len(self._bars)
-        bar = tqdm(desc=text, total=_STEPS, file=self._stream, bar_format=_FORMAT, leave=False, position=place)
-        self._bars[name] = bar
-        return bar
 
 
 def describe_models(

@@ -74,11 +74,9 @@ class TerminalApp(App[None]):
         yield Static(id="verdict")
         with VerticalScroll(id="figures", can_focus=False):
             with Container(id="panels"):
-                for index in range(len(view_text.panels(self._view))):
-                    yield Static(classes="panel", id=f"panel{index}")
+                yield from (Static(classes="panel") for _ in view_text.panels(self._view))
             with Container(id="tables"):
-                for index in range(len(view_text.tables(self._view))):
-                    yield Static(classes="panel", id=f"table{index}")
+                yield from (Static(classes="panel") for _ in view_text.tables(self._view))
         yield DataTable(id="requests", cursor_type="row", zebra_stripes=True)
         yield Footer()
 
@@ -158,12 +156,11 @@ class TerminalApp(App[None]):
         word = shown.partition(":")[0]
         verdict.set_class(word in _GOOD, "good")
         verdict.set_class(word in _TOLERABLE, "tolerable")
-        for name, sections in (("panel", view_text.panels(view)), ("table", view_text.tables(view))):
-            for index, section in enumerate(sections):
-                panel = self.query_one(f"#{name}{index}", Static)
-                panel.border_title = escape(section.title)
-                panel.update(_rich(section))
-                panel.display = bool(section.table.rows)
+        sections = (*view_text.panels(view), *view_text.tables(view))
+        for panel, section in zip(self.query(".panel").results(Static), sections, strict=True):
+            panel.border_title = escape(section.title)
+            panel.update(_rich(section))
+            panel.display = bool(section.table.rows)
         self._draw_requests()
 
     def _draw_requests(self) -> None:

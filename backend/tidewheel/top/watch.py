@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -52,15 +52,9 @@ def list_here(metrics_url: str, model: str) -> RequestListing:
         return RequestListing(None, note=ELSEWHERE)
     engines = current_engines_of(address.port or 80)
     own = [link for link in engines if not model or label_of(link) == model_label(model)]
-    if engines and not own:
-        return RequestListing(None, note=TWIN)
-    return list_engines(own)
-
-
-def list_engines(links: Sequence[Path]) -> RequestListing:
-    if not links:
-        return RequestListing(None, note=NOT_OURS)
-    answers = [(link.resolve(), ask(link, ListRequests(MAX_LISTED), RequestList, ANSWER_S)) for link in links]
+    if not own:
+        return RequestListing(None, note=TWIN if engines else NOT_OURS)
+    answers = [(link.resolve(), ask(link, ListRequests(MAX_LISTED), RequestList, ANSWER_S)) for link in own]
     lines = [_line(str(folder), one.pid, row) for folder, one in answers if one is not None for row in one.rows]
     total = sum(one.num_sequences for _, one in answers if one is not None)
     is_whole = all(one is not None for _, one in answers)

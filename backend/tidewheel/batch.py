@@ -46,6 +46,20 @@ class NewRow(NamedTuple):
     logit_bias: LogitBias | None = None  # in place of the biases of `sampling`
 
 
+class TransferArrays(NamedTuple):
+    """Block copies before the forward pass of a batch: to the host tier, from there, then inside the cache."""
+
+    copy_sources: Int32Array  # [c]
+    copy_targets: Int32Array  # [c]
+    swap_out_blocks: Int32Array  # [o] as earlier steps left them
+    swap_out_slots: Int32Array  # [o]
+    swap_in_slots: Int32Array  # [i]
+    swap_in_blocks: Int32Array  # [i]
+
+
+NO_TRANSFERS = TransferArrays(*[no_ids()] * 6)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """One step, as columns that must not be written.
@@ -66,13 +80,7 @@ class ScheduledBatch:
     block_rows: Int32Array = field(default_factory=no_ids)  # [m] new block-table entries: row,
     block_indices: Int32Array = field(default_factory=no_ids)  # [m] logical index,
     block_ids: Int32Array = field(default_factory=no_ids)  # [m] and physical block
-    copy_sources: Int32Array = field(default_factory=no_ids)  # [c] blocks to copy before the forward pass
-    copy_targets: Int32Array = field(default_factory=no_ids)  # [c]
-    # Host tier, performed in this order: out, in, then the copies above.
-    swap_out_blocks: Int32Array = field(default_factory=no_ids)  # [o] as earlier steps left them
-    swap_out_slots: Int32Array = field(default_factory=no_ids)  # [o]
-    swap_in_slots: Int32Array = field(default_factory=no_ids)  # [i]
-    swap_in_blocks: Int32Array = field(default_factory=no_ids)  # [i]
+    transfers: TransferArrays = NO_TRANSFERS
 
 
 class RowError(Exception):

@@ -176,7 +176,7 @@ def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600 * MIB, 1000 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250 * MIB)
-    budget = gpu_budget(EngineConfig(model="m", gpu_memory_utilization=0.8), 150 * MIB, CPU)
+    budget = gpu_budget(EngineConfig(model="m", gpu_memory_utilization=0.8), {"steps and graphs": 150 * MIB}, CPU)
     assert budget.bytes == (800 - 400 - 150) * MIB
     assert budget.setting == "gpu_memory_utilization"
     assert budget.source == (

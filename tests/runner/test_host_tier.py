@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidewheel.batch import ScheduledBatch
+from tidewheel.batch import NO_TRANSFERS, ScheduledBatch, TransferArrays
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import ModelShape
@@ -38,9 +38,11 @@ def numbered_cache(num_blocks: int) -> KVTensors:
 
 
 def batch(step_id: int = 0, **columns: np.ndarray) -> ScheduledBatch:
+    moves = {name: columns.pop(name) for name in TransferArrays._fields if name in columns}
     return ScheduledBatch(
         step_id=step_id, rows=int32(0), start_positions=int32(0), num_scheduled_tokens=int32(1),
-        samples=np.array([True]), num_decodes=1, num_tokens=1, **columns,
+        samples=np.array([True]), num_decodes=1, num_tokens=1,
+        transfers=NO_TRANSFERS._replace(**moves), **columns,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 
 from support.models import tiny_models
 from support.runner.step_loop import StepLoop, request
-from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
+from tidewheel.batch import NO_TRANSFERS, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import Decoder
@@ -132,7 +132,7 @@ def test_copied_blocks_carry_their_content(runner: ModelRunner) -> None:
     expected = runner.run(decode(16))
     runner.run(prefill(prompt, blocks=(3, 4)))
     moved = decode(
-        16, copy_sources=int32(3), copy_targets=int32(7),
+        16, transfers=NO_TRANSFERS._replace(copy_sources=int32(3), copy_targets=int32(7)),
         block_rows=int32(0), block_indices=int32(0), block_ids=int32(7),
     )  # fmt: skip
     assert first.token_ids[0] >= 0

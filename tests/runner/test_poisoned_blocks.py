@@ -48,7 +48,7 @@ class PoisoningRunner:
         pool = state.kv._pool
         content = torch.zeros(self.info.num_blocks, self.info.block_size, dtype=torch.bool)
         known = [b for b in range(pool.num_blocks) if pool.hash_of(b) is not None or pool.num_keepers(b)]
-        content[[*known, *batch.copy_sources.tolist()]] = True
+        content[[*known, *batch.transfers.copy_sources.tolist()]] = True
         size = self.info.block_size
         for row, table in state.kv._tables.items():
             positions = np.arange(state.columns.num_computed_tokens[row])

@@ -20,7 +20,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import no_progress
 from tidewheel.request import FinishReason, Request
-from tidewheel.runner.loading import RunnerCache, load_parts
+from tidewheel.runner.host_tier import BlockTransfers
+from tidewheel.runner.loading import load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams, TopLogprobs
 
@@ -207,7 +208,7 @@ def test_logits_that_are_not_finite_end_one_request_only(config: EngineConfig, r
     poisoned = 11
     model = load_parts(config, no_progress).model
     model.embedding[poisoned] = float("nan")
-    runner = ModelRunner(model, RunnerCache(runner.kv, None), runner.info, torch.device("cpu"))
+    runner = ModelRunner(model, BlockTransfers(runner.kv), runner.info, torch.device("cpu"))
     prompts = [np.array([1, 2, 3], dtype=np.int32), np.array([4, poisoned, 6], dtype=np.int32)]
     asked = replace(GREEDY, logprobs=1)
     sampled = first_step(runner, [request(f"{i}", prompt, 3, asked) for i, prompt in enumerate(prompts)])

@@ -27,10 +27,9 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_tier import BlockTransfers, HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.warm_up import warm_up, warm_up_batches
 from tidewheel.sampling import SamplingParams
@@ -87,7 +86,7 @@ def runner(name: str) -> ModelRunner:
     layout = CacheLayout(model.shape, BLOCK_SIZE, torch.bfloat16)
     kv = KVTensors(layout, NUM_BLOCKS, CPU)
     facts = _info(model.shape, max_num_seqs, max_model_len, budget)
-    return ModelRunner(model, RunnerCache(kv, HostBlocks(kv, NUM_HOST_BLOCKS)), facts, CPU, HostAccelerator())
+    return ModelRunner(model, BlockTransfers(kv, HostBlocks(kv, NUM_HOST_BLOCKS)), facts, CPU, HostAccelerator())
 
 
 def _info(shape: ModelShape, max_num_seqs: int, max_model_len: int, budget: int) -> RunnerInfo:

@@ -59,12 +59,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.long_runs import examples
 from support.scheduler.scheduler_machine import SchedulerMachine, crowded_machine
-from tidewheel.batch import ScheduledBatch
+from tidewheel.batch import NO_TRANSFERS, ScheduledBatch
 from tidewheel.errors import DeadlineExceeded, InternalError
 from tidewheel.event_heap import EventHeap, TimedEvent
 from tidewheel.kvcache import prefix
 from tidewheel.kvcache.manager import FreedBlockCounter, KVCacheManager
-from tidewheel.kvcache.transfers import NO_TRANSFERS
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import cache_pressure, planner
 from tidewheel.scheduler.admission import AdmissionControl
@@ -229,7 +228,7 @@ def children_not_parked(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
-    change_batches(patch, **NO_TRANSFERS._asdict())
+    change_batches(patch, transfers=NO_TRANSFERS)
 
 
 def lower_classes_share(patch: pytest.MonkeyPatch) -> None:

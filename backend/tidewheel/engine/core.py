@@ -9,9 +9,8 @@ from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
+from tidewheel.batch import NO_TRANSFERS, BoolArray, RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
 from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.kvcache.transfers import NO_TRANSFERS
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.stats import EngineStats
@@ -232,7 +231,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
         samples=batch.samples[keep],
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
-        **NO_TRANSFERS._asdict(),
+        transfers=NO_TRANSFERS,
     )
 
 

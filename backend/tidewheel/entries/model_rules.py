@@ -24,8 +24,8 @@ from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
 from tidewheel.runner.device import check_deterministic, resolve_device
 from tidewheel.runner.host_memory import MemoryClaim, available_host_bytes
-from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, cpu_budget, decide_size, full_bytes
-from tidewheel.runner.loading import BLOCK_SIZES
+from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, decide_size
+from tidewheel.runner.loading import BLOCK_SIZES, cache_budget
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 from tidewheel.settings import GIB, MIB, shown_bytes
 
@@ -152,23 +152,14 @@ class ModelJudge:
         return needs, shortened
 
     def _budget(self, layout: CacheLayout, weights: int, plan: ModelPlan) -> MemoryBudget:
-        config, device = self._config, plan.device
+        config, claim = self._config, None
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
-        steps = estimated_activation_bytes(step, layout.shape, plan.dtype)
-        if device.type == "cpu" or config.kv_cache_memory_mb is not None:
-            spare = None
-            if device.type == "cpu":
-                others = weights + steps + int(config.swap_space * GIB)
-                spare = MemoryClaim(takes_share=False, others=others).spare(available_host_bytes(), others)
-            return cpu_budget(config, spare, full_bytes(config, layout, plan.max_model_len))
-        free, total = torch.cuda.mem_get_info(device)
-        source = (
-            f"gpu_memory_utilization {config.gpu_memory_utilization} of {total // MIB} MiB ({(total - free) // MIB} "
-            f"are taken, weights need {weights // MIB}, and steps about {steps // MIB})"
-        )
-        allowed = int(total * config.gpu_memory_utilization) - (total - free) - weights - steps
-        return MemoryBudget(allowed, source, "gpu_memory_utilization", total, config.gpu_memory_utilization)
+        needs = {"weights": weights, "steps": estimated_activation_bytes(step, layout.shape, plan.dtype)}
+        if plan.device.type == "cpu":
+            needs["swap_space"] = int(config.swap_space * GIB)
+            claim = MemoryClaim(takes_share=False, others=sum(needs.values()))
+        return cache_budget(config, layout, plan.max_model_len, needs, plan.device, claim)
 
 
 def _with_refusal(file: Path | None, step: Callable[[], Iterable[Problem] | None]) -> Iterator[Problem]:

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
+from tidewheel.batch import TransferArrays
 from tidewheel.errors import InternalError, require
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.prefix import NO_HIT, PrefixCache, PrefixHit, extend_block_hashes
 from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits
-from tidewheel.kvcache.transfers import IncomingBlocks, TransferArrays, TransferQueue
+from tidewheel.kvcache.transfers import IncomingBlocks, TransferQueue
 from tidewheel.request import Request
 from tidewheel.stats import EngineStats
 

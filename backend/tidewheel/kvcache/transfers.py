@@ -6,22 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array
+from tidewheel.batch import NO_TRANSFERS, TransferArrays
 from tidewheel.errors import require
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.stats import EngineStats
-
-
-class TransferArrays(NamedTuple):
-    copy_sources: Int32Array
-    copy_targets: Int32Array
-    swap_out_blocks: Int32Array
-    swap_out_slots: Int32Array
-    swap_in_slots: Int32Array
-    swap_in_blocks: Int32Array
-
-
-NO_TRANSFERS = TransferArrays(*[np.empty(0, dtype=np.int32)] * 6)
 
 
 class IncomingBlocks(NamedTuple):

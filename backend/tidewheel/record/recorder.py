@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import BinaryIO
@@ -119,7 +118,6 @@ class RecordingScheduler(Scheduler):
         self._recorder = recorder
         self._clock = clock
         self._prefixes: dict[str, bytes] = {}  # state of `PrefixNames` by request id
-        self._requests_in_flight: deque[list[Request]] = deque()
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
         try:
@@ -145,7 +143,6 @@ class RecordingScheduler(Scheduler):
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         ended = super().fail_all(error)
-        self._requests_in_flight.clear()
         self._recorder.write(events.FailEvent(self._ended(ended)))
         self._recorder.flush()
         return ended
@@ -167,16 +164,16 @@ class RecordingScheduler(Scheduler):
             self._recorder.write(events.ScheduleEvent(now))
             self._recorder.flush()
         elif self._recorder.is_open:
-            self._requests_in_flight.append(self._state.columns.requests(batch.rows.astype(np.intp)))
             self._recorder.write(describe_batch(now, batch, seconds))
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
+        requests = self._state.columns.requests(batch.rows.astype(np.intp))
         begin = self._clock()
         outputs = super().apply(batch, sampled, now)
         seconds = self._clock() - begin
         if self._recorder.is_open:
-            names = self._token_names(self._requests_in_flight.popleft(), sampled, set(outputs.requests))
+            names = self._token_names(requests, sampled, set(outputs.requests))
             ended, num_delivered = describe_ended(outputs), len(outputs.token_ids)
             self._recorder.write(
                 events.ApplyEvent(now, sampled.step_id, names, num_delivered, ended, seconds, sampled.launch)
@@ -255,8 +252,7 @@ def describe_batch(now: float, batch: ScheduledBatch, seconds: float = 0.0) -> e
 
 def batch_digest(batch: ScheduledBatch) -> str:
     digest = blake2b(digest_size=8)
-    for name in _COLUMNS:
-        column = getattr(batch, name)
+    for column in (*(getattr(batch, name) for name in _COLUMNS), *batch.transfers):
         digest.update(len(column).to_bytes(4, "little"))
         digest.update(column.tobytes())
     for new in batch.new_rows:

@@ -118,8 +118,8 @@ class BlockTransfers:
     The next batch waits for copies out; this one for copies in, or if it rewrites blocks being copied out.
     """
 
-    def __init__(self, kv: KVTensors, host: HostBlocks | None, stream: TransferStream | None = None) -> None:
-        self._kv = kv
+    def __init__(self, kv: KVTensors, host: HostBlocks | None = None, stream: TransferStream | None = None) -> None:
+        self.kv = kv
         self._host = host
         self._transfer_stream = stream or TransferStream(kv.device)
         self._is_writing_out = False
@@ -130,21 +130,23 @@ class BlockTransfers:
             if self._is_writing_out:
                 self._transfer_stream.join()
                 self._is_writing_out = False
-            if len(batch.swap_out_blocks) or len(batch.swap_in_blocks):
+            moves = batch.transfers
+            if len(moves.swap_out_blocks) or len(moves.swap_in_blocks):
                 self._swap(batch)
-            if len(batch.copy_sources):
-                self._kv.copy(batch.copy_sources, batch.copy_targets)
+            if len(moves.copy_sources):
+                self.kv.copy(moves.copy_sources, moves.copy_targets)
         except RuntimeError as error:  # not retried: the pool may have changed
             raise InternalError(f"step {batch.step_id}: blocks could not be copied: {error}") from error
 
     def _swap(self, batch: ScheduledBatch) -> None:
         if self._host is None:
             raise InternalError(f"step {batch.step_id} swaps blocks, and there is no host tier")
+        moves = batch.transfers
         with self._transfer_stream.running():
-            self._host.write_out(batch.swap_out_blocks, batch.swap_out_slots)
-            self._host.read_in(batch.swap_in_slots, batch.swap_in_blocks)
-        rewritten = np.concatenate((batch.block_ids, batch.copy_targets))
-        if len(batch.swap_in_blocks) or np.isin(batch.swap_out_blocks, rewritten).any():
+            self._host.write_out(moves.swap_out_blocks, moves.swap_out_slots)
+            self._host.read_in(moves.swap_in_slots, moves.swap_in_blocks)
+        rewritten = np.concatenate((batch.block_ids, moves.copy_targets))
+        if len(moves.swap_in_blocks) or np.isin(moves.swap_out_blocks, rewritten).any():
             self._transfer_stream.join()
         else:
             self._is_writing_out = True
@@ -153,7 +155,7 @@ class BlockTransfers:
         """Return the time of a copy, None without a host tier. Overwrites blocks: call before the first batch."""
         if self._host is None:
             return None
-        count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self._kv.blocks))
+        count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self.kv.blocks))
         ids = np.arange(count, dtype=np.int32)
         self._round_trip(self._host, ids[:1])
         started = time.perf_counter()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -106,22 +106,19 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     return RunnerParts(model, layout, info, device, stages, compile_log, claim)
 
 
-class RunnerCache(NamedTuple):
-    kv: KVTensors
-    host: HostBlocks | None
-
-
-def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[RunnerCache, RunnerInfo]:
+def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[BlockTransfers, RunnerInfo]:
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
-    reserved = memory.activations + memory.graphs + staging_bytes
-    budget = _budget(config, parts, reserved, num_host_blocks * layout.block_bytes)
+    needs = {"steps and graphs": memory.activations + memory.graphs + staging_bytes}
+    if parts.claim is not None:
+        needs |= {"weights": parts.info.weights_bytes, "swap_space": num_host_blocks * layout.block_bytes}
+    budget = cache_budget(config, layout, parts.info.max_model_len, needs, device, parts.claim)
     is_automatic = config.max_model_len == "auto"
     size = decide_size(config.num_blocks, budget, layout, parts.info.max_model_len, may_shorten=is_automatic)
     kv = _allocate(layout, size.num_blocks, device, budget)
     try:
-        host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
+        cache = BlockTransfers(kv, HostBlocks(kv, num_host_blocks) if num_host_blocks else None)
     except RuntimeError as error:
         raise ConfigError(
             f"swap_space is {config.swap_space:g} GiB: so much host memory cannot be had; lower it"
@@ -137,9 +134,9 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
         activation_bytes=memory.activations,
         kv_cache_bytes=kv.num_bytes,
         num_host_blocks=num_host_blocks,
-        swap_seconds_per_block=BlockTransfers(kv, host).seconds_per_block(),
+        swap_seconds_per_block=cache.seconds_per_block(),
     )
-    return RunnerCache(kv, host), info
+    return cache, info
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
@@ -158,13 +155,19 @@ def graph_sizes(config: EngineConfig, parts: RunnerParts) -> GraphSizes:
     return GraphSizes(decodes, prompts, unsplit)
 
 
-def _budget(config: EngineConfig, parts: RunnerParts, reserved_bytes: int, host_bytes: int) -> MemoryBudget:
-    if parts.device.type == "cuda" and config.kv_cache_memory_mb is None:
-        return gpu_budget(config, reserved_bytes, parts.device)
-    spare = None
-    if parts.claim is not None:
-        spare = parts.claim.spare(available_host_bytes(), parts.info.weights_bytes + reserved_bytes + host_bytes)
-    return cpu_budget(config, spare, full_bytes(config, parts.layout, parts.info.max_model_len))
+def cache_budget(
+    config: EngineConfig,
+    layout: CacheLayout,
+    max_model_len: int,
+    needs: Mapping[str, int],
+    device: torch.device,
+    claim: MemoryClaim | None,
+) -> MemoryBudget:
+    """Return the memory of the KV cache. `needs`: bytes by name, on a CPU of all else; `claim`: None on a GPU."""
+    if device.type == "cuda" and config.kv_cache_memory_mb is None:
+        return gpu_budget(config, needs, device)
+    spare = None if claim is None else claim.spare(available_host_bytes(), sum(needs.values()))
+    return cpu_budget(config, spare, full_bytes(config, layout, max_model_len))
 
 
 def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:

@@ -20,7 +20,7 @@ from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.inputs import ForwardBounds, HostInputs, RowTable, StepInputs
 from tidewheel.runner.kv_tensors import KVTensors
-from tidewheel.runner.loading import RunnerCache, RunnerParts, allocate_cache, graph_sizes, load_parts
+from tidewheel.runner.loading import RunnerParts, allocate_cache, graph_sizes, load_parts
 from tidewheel.runner.profiling import (
     StepMemory,
     StepSize,
@@ -54,14 +54,14 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        cache: RunnerCache,
+        cache: BlockTransfers,
         info: RunnerInfo,
         device: torch.device,
         accelerator: CudaAccelerator | None = None,
     ) -> None:
         self.info = info
         self.kv = cache.kv
-        self._transfers = BlockTransfers(cache.kv, cache.host)
+        self._transfers = cache
         self._accelerator = accelerator
         self._rows = RowTable(
             info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
@@ -103,7 +103,7 @@ class ModelRunner:
         trial, name = GraphTrial.of(parts.info), parts.info.architecture
         objection = f"max_model_len is {parts.info.max_model_len}, too short for a trial"
         if trial is not None:
-            cache = RunnerCache(KVTensors(parts.layout, trial.num_blocks, parts.device), None)
+            cache = BlockTransfers(KVTensors(parts.layout, trial.num_blocks, parts.device))
             objection = cls(parts.model, cache, parts.info, parts.device, accelerator)._objection_to_graphs(trial)
         if objection:
             logger.info("CUDA graphs: none, transformers' %s: %s", name, objection)
@@ -135,7 +135,7 @@ class ModelRunner:
         largest = largest_step(parts.info)
 
         def run(size: StepSize) -> ModelRunner:
-            cache = RunnerCache(KVTensors(layout, size.num_blocks(layout.block_size), device), None)
+            cache = BlockTransfers(KVTensors(layout, size.num_blocks(layout.block_size), device))
             runner = cls(parts.model, cache, parts.info, device, accelerator)
             runner.run(demanding_batch(size, layout.block_size))
             return runner

@@ -5,7 +5,7 @@ Graphs point into the cache, so they are captured after it is made; a trial of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -89,14 +89,16 @@ def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 
-def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:
+def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.device) -> MemoryBudget:
+    """Return what `gpu_memory_utilization` leaves beside `needs`, bytes by name that are not taken yet."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     fraction, taken = config.gpu_memory_utilization, total - free
     others = taken - torch.cuda.memory_reserved(device)
+    needed = " and ".join(f"{name} need {size // MIB}" for name, size in needs.items())
     source = (
         f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
-        f"by CUDA itself and other programs, and steps and graphs need {reserved_bytes // MIB})"
+        f"by CUDA itself and other programs, and {needed})"
     )
-    allowed = int(total * fraction) - taken - reserved_bytes
+    allowed = int(total * fraction) - taken - sum(needs.values())
     return MemoryBudget(allowed, source, "gpu_memory_utilization", total, fraction)

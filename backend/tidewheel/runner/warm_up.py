@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.info import RunnerInfo
@@ -138,7 +138,7 @@ def _batch(step_id: int, rows: Sequence[WarmUpRow], block_size: int, **moves: In
         block_rows=np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks),
         block_indices=block_ids,
         block_ids=block_ids,
-        **moves,
+        transfers=NO_TRANSFERS._replace(**moves),
     )
 
 

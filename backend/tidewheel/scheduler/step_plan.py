@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch
-from tidewheel.kvcache.transfers import TransferArrays
+from tidewheel.batch import Int32Array, Int64Array, NewRow, RowArray, ScheduledBatch, TransferArrays
 from tidewheel.request import Request
 from tidewheel.scheduler.policy import Rank
 
@@ -147,7 +146,7 @@ class StepPlan:
             block_rows=_ids(self._block_rows),
             block_indices=_ids(self._block_indices),
             block_ids=_ids(self._block_ids),
-            **transfers._asdict(),
+            transfers=transfers,
         )
 
 

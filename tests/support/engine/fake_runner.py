@@ -161,11 +161,12 @@ class FakeRunner:
 
     def _transfer(self, batch: ScheduledBatch) -> None:
         """Move blocks out, then in, then copy; the content of a block is what its slots hold."""
-        for block_id, slot in zip(batch.swap_out_blocks.tolist(), batch.swap_out_slots.tolist(), strict=True):
+        moves = batch.transfers
+        for block_id, slot in zip(moves.swap_out_blocks.tolist(), moves.swap_out_slots.tolist(), strict=True):
             self.host[slot] = self._read_block(block_id)
-        for slot, block_id in zip(batch.swap_in_slots.tolist(), batch.swap_in_blocks.tolist(), strict=True):
+        for slot, block_id in zip(moves.swap_in_slots.tolist(), moves.swap_in_blocks.tolist(), strict=True):
             self._write_block(block_id, self.host[slot])
-        for source, target in zip(batch.copy_sources.tolist(), batch.copy_targets.tolist(), strict=True):
+        for source, target in zip(moves.copy_sources.tolist(), moves.copy_targets.tolist(), strict=True):
             self._write_block(target, self._read_block(source))
 
     def _read_block(self, block_id: int) -> list[tuple[str, int] | None]:

@@ -15,9 +15,9 @@ from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import DType, EngineConfig
 from tidewheel.models.causal_lm import DTYPES, CausalLM, no_progress
 from tidewheel.request import Request
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_tier import BlockTransfers, HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import RunnerCache, load_parts
+from tidewheel.runner.loading import load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 from tidewheel.scheduler.scheduler import Scheduler
@@ -54,8 +54,8 @@ def with_model(plain: ModelRunner, model: CausalLM, sizes: GraphSizes | None = D
     info, device = plain.info, torch.device("cpu")
     kv = KVTensors(CacheLayout(model.shape, info.block_size, DTYPES[info.dtype]), info.num_blocks, device)
     if sizes is None:
-        return ModelRunner(model, RunnerCache(kv, None), info, device)
-    runner = ModelRunner(model, RunnerCache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
+        return ModelRunner(model, BlockTransfers(kv), info, device)
+    runner = ModelRunner(model, BlockTransfers(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
     poison(runner)
     with capturable.installed():
         runner.capture(sizes, lambda stage, fraction: None)

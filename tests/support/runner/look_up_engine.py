@@ -16,10 +16,9 @@ from support.runner.step_loop import StepLoop
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import ForwardInput, ModelShape
 from tidewheel.request import Request
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_tier import BlockTransfers, HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
 
 VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
@@ -69,7 +68,7 @@ class Engine:
             weights_bytes=0, activation_bytes=0, kv_cache_bytes=0, load_seconds=0.0,
         )  # fmt: skip
         kv = KVTensors(CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32), num_blocks, CPU)
-        cache = RunnerCache(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
+        cache = BlockTransfers(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
         self.runner = ModelRunner(LookUp(fails_at), cache, info, CPU, RecordingAccelerator() if is_staged else None)
         loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, **scheduling)
         self.scheduler = loop.scheduler

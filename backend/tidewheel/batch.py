@@ -13,9 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.grammar import RowGrammar
-from tidewheel.request import Pooling, Request
-from tidewheel.sampling import LogitBias, SamplingParams, TopLogprobs
+from tidewheel.request import Request
+from tidewheel.sampling import SamplingParams, TopLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -34,16 +33,9 @@ class NewRow(NamedTuple):
     """Request that takes a row, at its start or after a preemption."""
 
     row: int
-    request_id: str
+    request: Request  # only its constant parts: the scheduler goes on to change it
     token_ids: Int32Array  # [num_tokens] prompt, then output so far
-    num_prompt_tokens: int
     sampling: SamplingParams
-    seed: int
-    stop_token_ids: tuple[int, ...]  # masked until `sampling.min_tokens`
-    bad_words_ids: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
-    pooling: Pooling = ""
-    grammar: RowGrammar | None = None
-    logit_bias: LogitBias | None = None  # in place of the biases of `sampling`
 
 
 class TransferArrays(NamedTuple):

@@ -130,7 +130,7 @@ class EndingRunner:
     def launch(self, batch: ScheduledBatch) -> EndingTokens:
         trace = self._trace
         for new in batch.new_rows:
-            index = int(new.request_id)
+            index = int(new.request.request_id)
             self._last_positions[new.row] = int(trace.prompt_tokens[index]) + int(trace.output_tokens[index]) - 1
         return EndingTokens(self._runner.launch(batch), batch, self._last_positions.copy())
 

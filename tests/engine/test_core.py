@@ -232,7 +232,7 @@ class PickyDevice(SmallDevice):
 
     def _check_shape(self, batch: ScheduledBatch) -> None:
         for new in batch.new_rows:
-            if new.request_id.startswith("bad"):
+            if new.request.request_id.startswith("bad"):
                 self.num_steps -= 1
                 raise RowError(new.row) from ValueError("its bias")
 

@@ -118,7 +118,7 @@ def oldest_session_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def quota_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionTable, "max_blocks", lambda self, tenant: None)
+    patch.setattr(SessionTable, "most_blocks", lambda self, tenant, num_blocks: num_blocks)
 
 
 def wrong_content_kept(patch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,8 @@ def test_a_tenant_over_its_quota_pays_with_its_own_sessions() -> None:
 
 def test_one_session_may_take_what_the_tighter_quota_allows() -> None:
     table = RecordingTable(SessionLimits(max_session_blocks=5, tenants={"acme": TenantLimits(max_blocks=3)}))
-    assert (table.max_blocks("acme"), table.max_blocks("")) == (3, 5)
-    assert RecordingTable(SessionLimits()).max_blocks("") is None
+    assert (table.most_blocks("acme", 9), table.most_blocks("", 9), table.most_blocks("", 4)) == (3, 5, 4)
+    assert RecordingTable(SessionLimits()).most_blocks("", 9) == 9
 
 
 def filled(limits: SessionLimits, *tenants: str) -> RecordingTable:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tidewheel.batch import NewRow, ScheduledBatch
+from tidewheel.request import Request
 from tidewheel.runner.inputs import RowTable
 from tidewheel.sampling import SamplingParams
 
@@ -20,7 +21,8 @@ def int32(values: object) -> np.ndarray:
 
 
 def new_row(row: int, token_ids: np.ndarray) -> NewRow:
-    return NewRow(row, f"r{row}", token_ids, len(token_ids), SamplingParams(), 0, (), ())
+    request = Request(f"r{row}", token_ids, SamplingParams(), max_tokens=1, arrival_time=0.0)
+    return NewRow(row, request, token_ids, request.sampling)
 
 
 def make_batch(

@@ -18,6 +18,7 @@ from tidewheel.batch import NO_TRANSFERS, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.decoder import Decoder
+from tidewheel.request import Request
 from tidewheel.runner.loading import graph_sizes
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
@@ -28,6 +29,11 @@ def int32(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+def new_row(row: int, prompt: np.ndarray, sampling: SamplingParams, **fields: object) -> NewRow:
+    request = Request("r", prompt, sampling, max_tokens=1, arrival_time=0.0, **fields)
+    return NewRow(row, request, prompt, sampling)
+
+
 def prefill(
     tokens: np.ndarray, *, row: int = 0, blocks: tuple[int, ...] = (0,), samples: bool = True
 ) -> ScheduledBatch:
@@ -35,7 +41,7 @@ def prefill(
     return ScheduledBatch(
         step_id=5, rows=int32(row), start_positions=int32(0), num_scheduled_tokens=int32(len(tokens)),
         samples=np.array([samples]), num_decodes=0, num_tokens=len(tokens),
-        new_rows=(NewRow(row, "r", tokens, len(tokens), greedy, 0, (), ()),),
+        new_rows=(new_row(row, tokens, greedy),),
         block_rows=int32(*[row] * len(blocks)), block_indices=np.arange(len(blocks), dtype=np.int32),
         block_ids=int32(*blocks),
     )  # fmt: skip
@@ -103,9 +109,7 @@ def test_16_bit_formats_come_close_to_float32(config: EngineConfig, dtype: str) 
     def logprob(name: str) -> float:
         runner = ModelRunner.load(dataclasses.replace(config, dtype=name))
         assert runner.info.dtype == name
-        batch = dataclasses.replace(
-            prefill(prompt, blocks=(0, 1, 2)), new_rows=(NewRow(0, "r", prompt, 40, asked, 0, (), ()),)
-        )
+        batch = dataclasses.replace(prefill(prompt, blocks=(0, 1, 2)), new_rows=(new_row(0, prompt, asked),))
         logprobs = runner.run(batch).logprobs
         assert logprobs is not None
         return logprobs[0].logprob
@@ -155,7 +159,7 @@ def test_a_row_is_taken_over_without_a_trace(runner: ModelRunner) -> None:
     expected = runner.run(prefill(prompt)).token_ids.tolist()
     special = SamplingParams(temperature=2.0, logit_bias={1: 50.0}, repetition_penalty=2.0, logprobs=3)
     other = dataclasses.replace(
-        prefill(int32(5, 6)), new_rows=(NewRow(0, "o", int32(5, 6), 2, special, 9, (1,), ()),)
+        prefill(int32(5, 6)), new_rows=(new_row(0, int32(5, 6), special, seed=9, stop_token_ids=(1,)),)
     )
     assert runner.run(other).token_ids.tolist() == [1]
     again = runner.run(dataclasses.replace(prefill(prompt), freed_rows=int32(0)))

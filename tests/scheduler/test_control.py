@@ -48,7 +48,7 @@ def test_fair_serves_a_tenant_by_class() -> None:
         driver.add(make_request(f"r{number}", prompt=1, max_tokens=1, priority=level, tenant="t"))
     started = []
     while (batch := driver.schedule()) is not None:
-        started += [new.request_id for new in batch.new_rows]
+        started += [new.request.request_id for new in batch.new_rows]
         driver.apply()
     assert started == ["r1", "r2", "r0"]
 
@@ -64,7 +64,7 @@ def test_a_static_batch_runs_to_its_end_before_the_next() -> None:
         assert batch is not None
         if batch.new_rows:
             assert num_running == 0
-            joined.append([new.request_id for new in batch.new_rows])
+            joined.append([new.request.request_id for new in batch.new_rows])
         driver.apply()
     assert joined == [["r0", "r1"], ["r2", "r3"], ["r4"]]
 
@@ -177,7 +177,7 @@ def test_the_same_events_give_the_same_schedule(policy: str) -> None:
     for a, b in zip(first, second, strict=True):
         for name in ("rows", "start_positions", "num_scheduled_tokens", "samples", "block_ids", "freed_rows"):
             assert np.array_equal(getattr(a, name), getattr(b, name)), name
-        assert [new.request_id for new in a.new_rows] == [new.request_id for new in b.new_rows]
+        assert [new.request.request_id for new in a.new_rows] == [new.request.request_id for new in b.new_rows]
 
 
 def test_limits_of_a_tenant_are_its_own_or_those_of_everybody() -> None:

@@ -70,7 +70,7 @@ def test_requests_start_in_the_order_of_the_policy(policy: str) -> None:
         driver.add(make_request(f"r{number}", max_tokens=1, priority=level, arrival_time=float(number)))
     started = []
     while (batch := driver.schedule()) is not None:
-        started += [new.request_id for new in batch.new_rows]
+        started += [new.request.request_id for new in batch.new_rows]
         driver.apply()
     assert started == (["r0", "r1", "r2", "r3", "r4"] if policy == "fifo" else ["r2", "r4", "r3", "r0", "r1"])
 
@@ -96,7 +96,7 @@ def test_the_budget_goes_to_the_best_prompt_under_way_or_waiting() -> None:
     driver.add(make_request("later", prompt=[3] * 6, priority=LOW, arrival_time=1.0))
     batch = driver.schedule()
     assert batch is not None
-    assert [new.request_id for new in batch.new_rows] == ["high"]
+    assert [new.request.request_id for new in batch.new_rows] == ["high"]
     assert dict(zip(batch.rows.tolist(), batch.num_scheduled_tokens.tolist(), strict=True)) == {1: 5, 0: 3}
     driver.apply()
     driver.run()

@@ -83,9 +83,9 @@ def test_a_preempted_request_returns_with_its_output_before_its_class() -> None:
         if second.state is RequestState.PREEMPTED:
             driver.apply()
     assert batch is not None
-    new = next(new for new in batch.new_rows if new.request_id == "b")
+    new = next(new for new in batch.new_rows if new.request.request_id == "b")
     assert new.token_ids.tolist() == [*second.prompt_token_ids.tolist(), *kept]
-    assert new.num_prompt_tokens == 8
+    assert new.request.num_prompt_tokens == 8
     driver.apply()
     driver.run()
     assert first.num_preemptions == 0

@@ -211,7 +211,7 @@ def test_a_request_that_has_run_is_not_overtaken_and_overtakes_nobody(num_cached
 def order_of_entries(driver: SchedulerDriver) -> list[str]:
     entries: list[str] = []
     while (batch := driver.schedule()) is not None:
-        entries += [entry.request_id for entry in batch.new_rows]
+        entries += [entry.request.request_id for entry in batch.new_rows]
         driver.apply()
     return entries
 

@@ -33,7 +33,12 @@ def test_a_prompt_is_one_step_and_then_a_token_a_step() -> None:
     assert scheduled(first) == {0: (0, 6)}
     assert first.samples.tolist() == [True]
     (new,) = first.new_rows
-    assert (new.row, new.request_id, new.token_ids.tolist(), new.num_prompt_tokens) == (0, "a", [*range(6)], 6)
+    assert (new.row, new.request.request_id, new.token_ids.tolist(), new.request.num_prompt_tokens) == (
+        0,
+        "a",
+        [*range(6)],
+        6,
+    )
     assert first.block_indices.tolist() == [0, 1]
     driver.apply()
     assert scheduled(driver.schedule()) == {0: (6, 1)}

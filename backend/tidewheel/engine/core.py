@@ -134,7 +134,7 @@ class EngineCore:
         self._expected_s = self._first_step_s if predicted is None else predicted
         self._beat(before + self._expected_s)
         for new in batch.new_rows:
-            self._request_ids[new.row] = new.request_id
+            self._request_ids[new.row] = new.request.request_id
         self._in_flight.append(_StepInFlight(batch, _attempt(lambda: self._runner.launch(batch)), now))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:

@@ -39,21 +39,17 @@ class SessionStore(SessionTable):
         extend_block_hashes(request, num_full, size)
         hashes = request.block_hashes
         # One block of equal contents is found; wrong content is not.
-        blocks = self._pool.lookup_prefix(hashes[: self._limited(request.tenant, num_full)])
+        blocks = self._pool.lookup_prefix(hashes[: self.most_blocks(request.tenant, num_full)])
         keys = tuple(hashes[: len(blocks)])
         parent = parent_hash(request, len(keys))
         tail = b""
-        if len(keys) == num_full < self._limited(request.tenant, num_full + 1):
+        if len(keys) == num_full < self.most_blocks(request.tenant, num_full + 1):
             tail = tokens_between(request, num_full * size, num_computed_tokens)
         tail_key = tail_hash(parent, tail) if tail else b""
         if tail:
             blocks = (*blocks, table[num_full])
         expires_at = now + request.session_ttl
         return KVSession(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
-
-    def _limited(self, tenant: str, num_blocks: int) -> int:
-        max_blocks = self.max_blocks(tenant)
-        return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
     def reclaim(self, num_free_blocks: int) -> None:
         while self._pool.num_free < num_free_blocks:

@@ -79,9 +79,10 @@ class SessionTable:
         of_tenant = self._tenants(tenant).get(tenant)
         return 0 if of_tenant is None else of_tenant.num_blocks
 
-    def max_blocks(self, tenant: str) -> int | None:
+    def most_blocks(self, tenant: str, num_blocks: int) -> int:
+        """Return how many of the blocks one session of the tenant may keep."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return min([num_blocks, *(limit for limit in limits if limit is not None)])
 
     def put(self, session: KVSession) -> None:
         """Add a session; drop an older one of that name, and sessions beyond the limits."""

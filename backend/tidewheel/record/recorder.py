@@ -244,7 +244,7 @@ def describe_batch(now: float, batch: ScheduledBatch, seconds: float = 0.0) -> e
         batch.step_id,
         events.step_features(batch),
         digest=batch_digest(batch),
-        new_requests=[new.request_id for new in batch.new_rows],
+        new_requests=[new.request.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),
         seconds=seconds,
     )
@@ -256,7 +256,9 @@ def batch_digest(batch: ScheduledBatch) -> str:
         digest.update(len(column).to_bytes(4, "little"))
         digest.update(column.tobytes())
     for new in batch.new_rows:
-        digest.update(f"{new.row} {new.request_id} {len(new.token_ids)} {new.num_prompt_tokens}\n".encode())
+        digest.update(
+            f"{new.row} {new.request.request_id} {len(new.token_ids)} {new.request.num_prompt_tokens}\n".encode()
+        )
     return digest.hexdigest()
 
 

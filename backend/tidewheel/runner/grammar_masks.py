@@ -20,16 +20,16 @@ from tidewheel.runner.accelerator import CudaAccelerator
 
 class GrammarState:
     def __init__(self, new: NewRow) -> None:
-        assert new.grammar is not None
-        compiled, self._ends = new.grammar
+        assert new.request.grammar is not None
+        compiled, self._ends = new.request.grammar
         self._end_bit = compiled.end_bit
         self.num_words = compiled.num_words
-        self._stops = (*self._ends, *new.stop_token_ids)
-        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
+        self._stops = (*self._ends, *new.request.stop_token_ids)
+        self._first_stop_position = new.request.num_prompt_tokens + new.sampling.min_tokens
         self._avoids_end = new.sampling.ignore_eos
         allowed = new.sampling.allowed_token_ids
         self._allowed = packed(allowed, self.num_words) if allowed else None
-        self.matcher = compiled.matcher(new.token_ids[new.num_prompt_tokens :].tolist())
+        self.matcher = compiled.matcher(new.token_ids[new.request.num_prompt_tokens :].tolist())
         self.pool = compiled.pool
 
     def follows(self, token_id: int) -> bool:
@@ -109,7 +109,7 @@ class GrammarRows:
 
     def enter(self, new: NewRow) -> None:
         self.leave(new.row)
-        if new.grammar is not None:
+        if new.request.grammar is not None:
             self.states[new.row] = GrammarState(new)
 
     def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:

@@ -7,6 +7,7 @@ import torch
 
 from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.models.trial_prompt import random_tokens
+from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.warm_up import GREEDY, sampling_batch
 
@@ -46,8 +47,9 @@ class GraphTrial(NamedTuple):
 
 def _prompt(info: RunnerInfo, row: int, length: int, num_blocks: int) -> ScheduledBatch:
     tokens = random_tokens(length, info.vocab_size, CPU).numpy().astype(np.int32)
+    request = Request("", tokens, GREEDY, max_tokens=1, arrival_time=0.0)
     indices = np.arange(num_blocks, dtype=np.int32)
     return sampling_batch(
-        [row], [0], [length], new_rows=(NewRow(row, "", tokens, length, GREEDY, 0, (), ()),),
+        [row], [0], [length], new_rows=(NewRow(row, request, tokens, GREEDY),),
         block_rows=np.full_like(indices, row), block_indices=indices, block_ids=row * num_blocks + indices,
     )  # fmt: skip

@@ -46,25 +46,26 @@ class LogitRules:
     """A request's allowed tokens, biases, forbidden words, and stop tokens forbidden before `min_tokens`."""
 
     def __init__(self, new: NewRow, vocab_size: int) -> None:
-        token_ids, values = new.logit_bias or LogitBias.of(new.sampling.logit_bias)
+        request, sampling = new.request, new.sampling
+        token_ids, values = request.logit_bias or LogitBias.of(sampling.logit_bias)
         # Grammar masks handle stop and allowed tokens.
-        stops, allowed = ((), ()) if new.grammar else (new.stop_token_ids, new.sampling.allowed_token_ids)
+        stops, allowed = ((), ()) if request.grammar else (request.stop_token_ids, sampling.allowed_token_ids)
         self.allowed = packed(allowed, -(-vocab_size // 32)).view(np.int32) if allowed else None
         self._always = token_ids, values
         self._at_first = (
             np.concatenate((token_ids, np.array(stops, dtype=np.int32))),
             np.concatenate((values, np.full(len(stops), FORBIDDEN))),
         )
-        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
-        words = sorted(new.bad_words_ids, key=len)
+        self._first_stop_position = request.num_prompt_tokens + sampling.min_tokens
+        words = sorted(request.bad_words_ids, key=len)
         self._word_lengths = np.array([len(word) for word in words], dtype=np.int32)
         self._word_tokens = np.array([token for word in words for token in word], dtype=np.int32)
 
     @staticmethod
     def needed(new: NewRow) -> bool:
-        sampling = new.sampling
-        has_bias = new.logit_bias is not None or bool(sampling.logit_bias)
-        return has_bias or bool(sampling.min_tokens or new.bad_words_ids or sampling.allowed_token_ids)
+        request, sampling = new.request, new.sampling
+        has_bias = request.logit_bias is not None or bool(sampling.logit_bias)
+        return has_bias or bool(sampling.min_tokens or request.bad_words_ids or sampling.allowed_token_ids)
 
     def biases(self, position: int) -> tuple[Int32Array, Float32Array]:
         return self._at_first if position < self._first_stop_position else self._always
@@ -205,24 +206,24 @@ class SamplingTable:
                 raise RowError(new.row) from error
 
     def _fill(self, new: NewRow) -> None:
-        row, sampling = new.row, new.sampling
+        row, request, _, sampling = new
         for name, column in self._floats.items():
             column[row] = getattr(sampling, name)
         self._top_k[row] = max(sampling.top_k, 0)
-        self._seeds[row] = new.seed
-        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._seeds[row] = request.seed
+        self._num_prompt_tokens[row] = request.num_prompt_tokens
         self._has_penalties[row] = sampling.has_penalties
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
         of_prompt = sampling.prompt_logprobs
         self._num_prompt_logprobs[row] = NO_LOGPROBS if of_prompt is None else of_prompt
-        self._pools_last[row] = new.pooling == "last"
-        self._pools_all[row] = new.pooling == "mean"
-        if new.pooling or of_prompt is not None:
+        self._pools_last[row] = request.pooling == "last"
+        self._pools_all[row] = request.pooling == "mean"
+        if request.pooling or of_prompt is not None:
             self._with_more.add(row)
         self._has_rules[row] = LogitRules.needed(new)
         if self._has_rules[row]:
             self._rules[row] = LogitRules(new, self._vocab_size)
-        if new.grammar is not None or row in self.grammars.states:
+        if request.grammar is not None or row in self.grammars.states:
             self.grammars.enter(new)
 
     def plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:

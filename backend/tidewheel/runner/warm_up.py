@@ -16,6 +16,7 @@ import torch
 from tidewheel.batch import NO_TRANSFERS, Int32Array, NewRow, ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
+from tidewheel.request import Request
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.profiling import StepSize, largest_step
 from tidewheel.sampling import SamplingParams
@@ -159,9 +160,11 @@ def sampling_batch(
 
 
 def _new_row(index: int, row: WarmUpRow) -> NewRow:
-    token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # stale context tokens do
-    num_tokens = row.context + row.num_tokens
-    return NewRow(index, "", token_ids, num_tokens, row.sampling, index, (), row.bad_words_ids)
+    prompt = np.zeros(row.context + row.num_tokens, dtype=np.int32)
+    request = Request(
+        "", prompt, row.sampling, max_tokens=1, arrival_time=0.0, seed=index, bad_words_ids=row.bad_words_ids
+    )
+    return NewRow(index, request, prompt[: row.num_tokens], row.sampling)  # stale context tokens do
 
 
 def _ids(block_id: int) -> Int32Array:

@@ -154,19 +154,7 @@ def new_row(request: Request) -> NewRow:
     token_ids = request.prompt_token_ids
     if request.output_token_ids:
         token_ids = np.concatenate((token_ids, _ids(request.output_token_ids)))
-    return NewRow(
-        row=request.row,
-        request_id=request.request_id,
-        token_ids=token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.row_sampling,
-        seed=request.seed,
-        stop_token_ids=request.stop_token_ids,
-        bad_words_ids=request.bad_words_ids,
-        pooling=request.pooling,
-        grammar=request.grammar,
-        logit_bias=request.logit_bias,
-    )
+    return NewRow(request.row, request, token_ids, request.row_sampling)
 
 
 def _ids(values: list[int]) -> Int32Array:

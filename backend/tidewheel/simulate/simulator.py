@@ -133,7 +133,7 @@ class EngineReplica:
 
     def _launch(self, batch: ScheduledBatch, now: float) -> None:
         for new in batch.new_rows:
-            self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request_id]
+            self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request.request_id]
         seconds = self._cost.step_seconds(step_features(batch))
         self._device_free = max(now, self._device_free) + seconds
         self._in_flight.append((batch, self._device_free))

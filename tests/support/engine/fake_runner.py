@@ -149,8 +149,8 @@ class FakeRunner:
         starts = dict(zip(batch.rows.tolist(), batch.start_positions.tolist(), strict=True))
         for new in batch.new_rows:
             assert 0 <= new.row < self.num_rows and new.row not in self.rows
-            assert 1 <= new.num_prompt_tokens <= len(new.token_ids)
-            self.rows[new.row] = row = Row(new, self.salt_of(new.request_id), [], [], starts[new.row])
+            assert 1 <= new.request.num_prompt_tokens <= len(new.token_ids)
+            self.rows[new.row] = row = Row(new, self.salt_of(new.request.request_id), [], [], starts[new.row])
             for token_id in new.token_ids.tolist():
                 row.append(token_id)
         entries = zip(batch.block_rows.tolist(), batch.block_indices.tolist(), batch.block_ids.tolist(), strict=True)
@@ -216,15 +216,17 @@ class FakeRunner:
             return SampledTokens.NOT_SAMPLED
         row = self.rows[int(batch.rows[index])]
         new = row.new_row
-        if new.request_id in self.not_finite:
+        if new.request.request_id in self.not_finite:
             start = int(batch.start_positions[index])
             for position in range(start, row.num_computed_tokens):
                 self.slots[self._slot(row, position)] = (row.salt, POISON)
             row.is_broken = True
             row.append(0)
             return SampledTokens.NOT_FINITE
-        num_output_tokens = len(row.token_ids) - new.num_prompt_tokens
-        token_id = next_token(row.contents[-1], num_output_tokens, new.sampling.min_tokens, new.stop_token_ids)
+        num_output_tokens = len(row.token_ids) - new.request.num_prompt_tokens
+        token_id = next_token(
+            row.contents[-1], num_output_tokens, new.sampling.min_tokens, new.request.stop_token_ids
+        )
         row.append(token_id)
         return token_id
 

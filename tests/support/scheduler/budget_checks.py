@@ -53,7 +53,7 @@ def check_shares(
     if model.config.policy == "fair":
         return  # counters, which move in the step, decide who is behind whom
     missing, counts = missing_tokens(driver), scheduled_tokens(batch)
-    entered = [driver.requests[entry.request_id] for entry in batch.new_rows]
+    entered = [driver.requests[entry.request.request_id] for entry in batch.new_rows]
     running = [driver.scheduler._state.columns.request(row) for row in missing]
     chunks = sorted((r for r in running if counts.get(r.row, 0) > (r not in entered)), key=model.key)
     for index, cut in enumerate(chunks):

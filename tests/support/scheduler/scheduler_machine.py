@@ -247,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not ending & {request.request_id for request in victims}, "a row left that had all its tokens"
         for request in victims:  # also those that are back already
             self.model.preempt(request, now)
-        entered = [driver.requests[entry.request_id] for entry in batch.new_rows] if batch is not None else []
+        entered = [driver.requests[entry.request.request_id] for entry in batch.new_rows] if batch is not None else []
         self.check_victims(running, victims, entered)
         if driver.config.max_inflight_steps == 1 and not is_full:
             check_need(driver, blocks, victims, entered, self.model)
@@ -296,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         Exceptions are requests that wait for a prefix or the strategy, or that may be overtaken.
         """
         driver, config, model = self.driver, self.driver.config, self.model
-        entered = [driver.requests[entry.request_id] for entry in batch.new_rows]
+        entered = [driver.requests[entry.request.request_id] for entry in batch.new_rows]
         for request in entered:
             assert request.deadline is None or request.deadline > driver.now
             leader = request.leader

@@ -458,7 +458,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("max_num_seqs", "8"), ""),
         (("gpu_memory_utilization", "0.4"), "max_model_len is 1024 … gpu_memory_utilization 0.4 … raise"),
-        (("max_num_batched_tokens", "4000000"), "max_model_len is 1024 … steps about … use a larger GPU"),
+        (("max_num_batched_tokens", "4000000"), "max_model_len is 1024 … estimated steps need … use a larger GPU"),
         (("swap_space", "4000"), "host memory does not suffice: swap_space 4000.0 GiB … lower"),
         (("kv_cache_memory_mb", "1"), "max_model_len is 640 … kv_cache_memory_mb 1 gives no larger KV cache"),
     ],

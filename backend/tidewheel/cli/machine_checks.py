@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
-from tidewheel.runner.device import LEAST_CAPABILITY, cuda_obstacle
+from tidewheel.runner.device import LEAST_CAPABILITY, cuda_obstacle, dotted
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.server import ServeError, tritonserver
 from tidewheel.server.endpoints import Endpoints
@@ -82,7 +82,7 @@ def _check_system() -> CheckResult:
     if platform.system() != "Linux":
         return "error", seen, "use Linux, or a container with it"
     if not OLDEST_PYTHON <= version <= NEWEST_PYTHON:
-        return "error", seen, f"use Python {_dotted(OLDEST_PYTHON)} to {_dotted(NEWEST_PYTHON)}"
+        return "error", seen, f"use Python {dotted(OLDEST_PYTHON)} to {dotted(NEWEST_PYTHON)}"
     verdict: Verdict = "ok" if platform.machine() == "x86_64" else "warning"
     return verdict, seen, "use x86_64: nothing was tried on other processors"
 
@@ -136,8 +136,8 @@ def _check_gpu(gpus: list[Any]) -> CheckResult:
     if gpus:
         capabilities = [(one.major, one.minor) for one in gpus]
         pairs = zip(gpus, capabilities, strict=True)
-        seen = "; ".join(f"{one.name}, {_dotted(own)}, {one.total_memory / GIB:.0f} GiB" for one, own in pairs)
-        advice = f"use a GPU of at least compute capability {_dotted(LEAST_CAPABILITY)}, or set device to cpu"
+        seen = "; ".join(f"{one.name}, {dotted(own)}, {one.total_memory / GIB:.0f} GiB" for one, own in pairs)
+        advice = f"use a GPU of at least compute capability {dotted(LEAST_CAPABILITY)}, or set device to cpu"
         return "ok" if capabilities[0] >= LEAST_CAPABILITY else "error", seen, advice
     if cuda and not driver:
         seen = f"torch {build} is built for CUDA {cuda}, and there is no NVIDIA driver"
@@ -244,7 +244,3 @@ def _found_in(path: Path, pattern: str) -> re.Match[str] | None:
         return re.search(pattern, path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

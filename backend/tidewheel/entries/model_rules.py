@@ -155,7 +155,7 @@ class ModelJudge:
         config, claim = self._config, None
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
-        needs = {"weights": weights, "steps": estimated_activation_bytes(step, layout.shape, plan.dtype)}
+        needs = {"weights": weights, "estimated steps": estimated_activation_bytes(step, layout.shape, plan.dtype)}
         if plan.device.type == "cpu":
             needs["swap_space"] = int(config.swap_space * GIB)
             claim = MemoryClaim(takes_share=False, others=sum(needs.values()))

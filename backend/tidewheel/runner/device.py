@@ -35,8 +35,8 @@ def resolve_device(config: EngineConfig) -> torch.device:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}: bfloat16 and the "
-            f"kernels need at least {_dotted(LEAST_CAPABILITY)} (Ampere); use a newer GPU, or set device to 'cpu'"
+            f"{torch.cuda.get_device_name(device)} has compute capability {dotted(capability)}: bfloat16 and the "
+            f"kernels need at least {dotted(LEAST_CAPABILITY)} (Ampere); use a newer GPU, or set device to 'cpu'"
         )
     return device
 
@@ -56,8 +56,8 @@ def cuda_obstacle() -> str:
     return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
 
 
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def limit_threads(weights_bytes: int) -> None:
@@ -113,8 +113,8 @@ def check_quantization(wanted: Quantization, dtype: torch.dtype, device: torch.d
 def _check_converts(setting: str, other: str, device: torch.device) -> None:
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         raise ConfigError(
-            f"{setting}: {torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}, and "
-            f"8-bit floats need at least {_dotted(FP8_CAPABILITY)}; set it to {other}"
+            f"{setting}: {torch.cuda.get_device_name(device)} has compute capability {dotted(capability)}, and "
+            f"8-bit floats need at least {dotted(FP8_CAPABILITY)}; set it to {other}"
         )
 
 

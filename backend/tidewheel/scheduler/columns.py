@@ -38,7 +38,6 @@ class RowColumns:
         self.num_inflight_tokens = _int32(num_rows)
         self.num_inflight_samples = _int32(num_rows)
         self.num_slots = _int32(num_rows)
-        self.num_grown_blocks = _int32(num_rows)
         self.last_token_times: npt.NDArray[np.float64] = np.full(num_rows, NEVER)
         self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)
         self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # number of requests that left
@@ -85,7 +84,6 @@ class RowColumns:
         self.num_inflight_tokens[row] = 0
         self.num_inflight_samples[row] = 0
         self.num_slots[row] = num_blocks * block_size
-        self.num_grown_blocks[row] = 0
         self.last_token_times[row] = NEVER
         self.last_step[row] = -1
         self._set_stop_ids(row, request.stop_token_ids)
@@ -124,7 +122,6 @@ class RowColumns:
     def leave(self, row: int) -> None:
         """Free the row; results of steps in flight no longer count for it."""
         request = self.write_back(row)
-        request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
             request.last_token_time = float(self.last_token_times[row])
         request.row = -1

@@ -80,7 +80,6 @@ class StepPlanner:
             raise InternalError(f"admission left no blocks for {len(rows)} rows that grow")
         plan.add_blocks(rows.tolist(), (num_slots // block_size).tolist(), blocks)
         columns.num_slots[rows] = num_slots + block_size
-        columns.num_grown_blocks[rows] += 1
 
     def _plan_prompts(self, rows: RowArray) -> None:
         state, plan, columns = self._state, self._plan, self._state.columns

@@ -205,7 +205,6 @@ class SchedulerState:
             self.leaders[request.request_id] = request
         request.state = RequestState.RUNNING
         request.num_reused_blocks += len(hit.block_ids)
-        request.num_new_blocks += len(blocks) - len(hit.block_ids)
         return list(blocks)
 
     def preempt(self, row: int, now: float) -> None:
@@ -278,6 +277,7 @@ class SchedulerState:
             self.kv.commit(row, request, int(columns.num_computed_tokens[row]))
         else:
             self.kv.forget(row)
+        request.num_new_blocks += int(columns.num_slots[row] - columns.num_shared_slots[row]) // self.kv.block_size
         last_step = int(columns.last_step[row])
         self.kv.free(row, after_step=last_step if last_step > self.last_applied else None)
         columns.leave(row)

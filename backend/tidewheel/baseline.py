@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -26,15 +24,13 @@ logger = logging.getLogger(__name__)
 _PAD = 0  # any id: the mask hides it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     token_ids: Sequence[int]
     max_tokens: int
     ignore_eos: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOutput:
+class RowOutput(NamedTuple):
     token_ids: list[int]  # includes an end-of-sequence token
     finish_reason: str  # stop or length
     text: str
@@ -57,7 +53,10 @@ class Generator:
         device = resolve_device(config)
         folder = resolve_folder(config.model, config.revision, config.download_dir)
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
-        model = _load_model(folder, dtype, device)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+        model = model.to(device).eval()
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if device.type == "cpu" and config.num_threads is None:
             limit_threads(weights_bytes)
@@ -134,10 +133,3 @@ class RowEnds(StoppingCriteria):
         del scores, kwargs
         is_eos = torch.isin(input_ids[:, -1], self._eos) & self._heeds_eos
         return is_eos | (input_ids.shape[1] >= self._ends)
-
-
-def _load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
-    return model.to(device).eval()

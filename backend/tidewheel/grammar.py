@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ def _dumped(value: object, name: str) -> str:
 
 def check_bounds(name: str, schema: object) -> None:
     """Raise `Unsupported` for a numeric bound that a float cannot represent."""
-    for keyword, value in _keywords(schema):
+    for keyword, value in itertools.chain.from_iterable(part.items() for part in _parts(schema)):
         if keyword not in _BOUNDS or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         most = MOST_BOUND - keyword.startswith("exclusive")  # the next integer must be exact too
@@ -117,9 +118,8 @@ def check_bounds(name: str, schema: object) -> None:
 
 def check_options(name: str, schema: object) -> None:
     """Raise `Unsupported` for llguidance's options, which can produce invalid JSON."""
-    for keyword, _ in _keywords(schema):
-        if keyword == "x-guidance":
-            raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
+    if any("x-guidance" in part for part in _parts(schema)):
+        raise Unsupported(f"{name}: x-guidance is set: options of llguidance are not supported; leave it out")
 
 
 def read_plainly(schema: object) -> None:
@@ -131,11 +131,6 @@ def read_plainly(schema: object) -> None:
             value = part.get(keyword)
             if isinstance(value, float) and value.is_integer():
                 part[keyword] = int(value)
-
-
-def _keywords(schema: object) -> Iterator[tuple[str, object]]:
-    for part in _parts(schema):
-        yield from part.items()
 
 
 def _parts(schema: object) -> Iterator[dict[str, object]]:

@@ -248,28 +248,26 @@ def load_transformers_model(
     """Load validated files, or random weights of a seed. Raise `ConfigError`."""
     try:
         if seed is None:
-            model = _from_files(folder, cls, config, dtype)
+            model, found = _from_files(folder, cls, config, dtype)
         else:
             torch.manual_seed(seed)
+            found = {}
             with device:
                 model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    except ConfigError:
-        raise
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # own attention table
             raise ConfigError(f"{cls.__name__} is not offered: {NO_INTERFACE}") from error
         raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
+    if missing := found.get("missing_keys"):
+        raise ConfigError(f"{folder}: the checkpoint lacks {named(missing)}")
+    if unexpected := found.get("unexpected_keys"):
+        raise ConfigError(f"{folder}: the checkpoint has {named(unexpected)}, which has no place")
     return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
 
 
 def _from_files(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model, info = cls.from_pretrained(
+    return cls.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True,
         local_files_only=True, trust_remote_code=False, output_loading_info=True,
     )  # fmt: skip
-    if info["missing_keys"]:
-        raise ConfigError(f"{folder}: the checkpoint lacks {named(info['missing_keys'])}")
-    if info["unexpected_keys"]:
-        raise ConfigError(f"{folder}: the checkpoint has {named(info['unexpected_keys'])}, which has no place")
-    return model

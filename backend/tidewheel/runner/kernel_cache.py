@@ -30,20 +30,16 @@ class CompileLog:
 
     def __init__(self, report: Progress) -> None:
         self._report = report
-        self.num_compiled = 0
-        self.num_loaded = 0
+        self._counts = {"compiled": 0, "loaded": 0}
         self._is_serving = False
 
     def begin(self, **_: object) -> None:
         self._report("compile", 0.0)
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        if cache_hit:
-            self.num_loaded += 1
-        else:
-            self.num_compiled += 1
+        what = "loaded" if cache_hit else "compiled"
+        self._counts[what] += 1
         if self._is_serving:
-            what = "loaded" if cache_hit else "compiled"
             seconds = 1e-6 * times.total
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
             self._report("", 1.0)
@@ -53,7 +49,7 @@ class CompileLog:
 
         triton.knobs.runtime.jit_cache_hook = self.begin
         self._is_serving = True
-        logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
+        logger.info("kernels: %d compiled, %d loaded from the cache", *self._counts.values())
 
 
 def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:

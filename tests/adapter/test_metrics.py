@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
+from tidewheel.adapter import metrics as module
 from tidewheel.adapter.metrics import MAX_OBSERVATIONS, RENEWAL, EngineMetrics, MetricsPublisher, request_metrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import TAGS, Busy, EngineDead, InvalidRequest, Unsupported
@@ -297,14 +298,15 @@ def test_usage_before_the_first_block() -> None:
     assert value("vllm:kv_cache_usage_perc") == 0
 
 
-def test_the_publisher_flushes_at_the_end() -> None:
+def test_the_publisher_flushes_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 3600.0)
     flushed: list[bool] = []
 
     def flush() -> bool:
         flushed.append(True)
         return False
 
-    publisher = MetricsPublisher(flush, interval_s=3600)
+    publisher = MetricsPublisher(flush)
     publisher.flush()
     assert len(flushed) == 1
     publisher.close()
@@ -320,9 +322,10 @@ def test_the_publisher_goes_on_at_once_while_figures_are_left(monkeypatch: pytes
             return len(waits) == 4
 
     answers = iter([True, True, False, False])
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 9.0)
     monkeypatch.setattr(threading, "Event", Stopped)
     monkeypatch.setattr(threading, "Thread", lambda target, **_: SimpleNamespace(start=target, join=lambda: None))
-    MetricsPublisher(lambda: next(answers), interval_s=9.0).close()
+    MetricsPublisher(lambda: next(answers)).close()
     assert waits == [9.0, 0.0, 0.0, 9.0]
 
 
@@ -341,7 +344,8 @@ def test_all_steps_are_told_once_there_is_time() -> None:
     assert value("vllm:iteration_tokens_total_sum", **LABELS) == pytest.approx(15000, abs=3)
 
 
-def test_a_flush_that_fails_is_said_once_and_tried_again() -> None:
+def test_a_flush_that_fails_is_said_once_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.0)
     calls, third = [], threading.Event()
 
     def flush() -> bool:
@@ -350,7 +354,7 @@ def test_a_flush_that_fails_is_said_once_and_tried_again() -> None:
             third.set()
         raise RuntimeError("server is gone")
 
-    publisher = MetricsPublisher(flush, interval_s=0.0)
+    publisher = MetricsPublisher(flush)
     assert third.wait(60)
     publisher.close()
     assert len([line for _, line in Logger.lines if "server is gone" in line]) == 1

@@ -123,16 +123,21 @@ def test_the_error_output_may_take_the_lines(capfd: pytest.CaptureFixture[str]) 
 # --- the queue ----------------------------------------------------------------------------------------------------
 
 
-def test_all_that_was_put_is_passed_on_at_the_end() -> None:
+def test_all_that_was_put_is_passed_on_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_requests, "FLUSH_S", 60.0)
     taken: list[int] = []
-    queue = EventQueue("log", taken.extend, interval_s=60)
+    queue = EventQueue("log", taken.extend)
     for number in range(100):
         queue.put(number)
     queue.close()
     assert taken == list(range(100)) and queue.num_lost == 0
 
 
-def test_a_slow_consumer_loses_events_and_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_consumer_loses_events_and_holds_up_nobody(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ended_requests, "MAX_EVENTS", 10)
+    monkeypatch.setattr(ended_requests, "FLUSH_S", 0.001)
     may_go_on, is_busy = threading.Event(), threading.Event()
     taken: list[int] = []
 
@@ -141,7 +146,7 @@ def test_a_slow_consumer_loses_events_and_holds_up_nobody(caplog: pytest.LogCapt
         assert may_go_on.wait(60)
         taken.extend(events)
 
-    queue = EventQueue("request_log", consume, max_events=10, interval_s=0.001)
+    queue = EventQueue("request_log", consume)
     queue.put(-1)
     assert is_busy.wait(60)
     for number in range(25):
@@ -157,6 +162,7 @@ def test_a_consumer_that_fails_is_told_of_seldom_and_asked_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ended_requests, "_WARN_S", 1000.0)
+    monkeypatch.setattr(ended_requests, "FLUSH_S", 0.001)
     calls: list[list[int]] = []
 
     def consume(events: list[int]) -> None:
@@ -164,7 +170,7 @@ def test_a_consumer_that_fails_is_told_of_seldom_and_asked_again(
         if len(calls) < 4:
             raise OSError("No space left on device")
 
-    queue = EventQueue("request_log", consume, interval_s=0.001)
+    queue = EventQueue("request_log", consume)
     for number in range(4):
         queue.put(number)
         wait_for(lambda number=number: len(calls) > number, 60, "the next flush")

@@ -200,11 +200,10 @@ def request_metrics(labels: Labels, stats: FrontendStats) -> SeriesTable:
 
 
 class MetricsPublisher:
-    """Thread that calls `publish` every `interval_s`, at the end, and at once if values are left."""
+    """Thread that calls `publish` every `FLUSH_INTERVAL_S`, at the end, and at once if values are left."""
 
-    def __init__(self, publish: Callable[[], bool], interval_s: float = FLUSH_INTERVAL_S) -> None:
+    def __init__(self, publish: Callable[[], bool]) -> None:
         self._publish = publish
-        self._interval_s = interval_s
         self._lock = threading.Lock()
         self._last_problem = ""
         self._stopped = threading.Event()
@@ -229,7 +228,7 @@ class MetricsPublisher:
     def _run(self) -> None:
         is_last = is_behind = False
         while not is_last:
-            is_last = self._stopped.wait(0.0 if is_behind else self._interval_s)
+            is_last = self._stopped.wait(0.0 if is_behind else FLUSH_INTERVAL_S)
             is_behind = self.flush()
 
 

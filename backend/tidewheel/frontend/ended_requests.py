@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +21,6 @@ from tidewheel.frontend.request_parameters import Task
 from tidewheel.frontend.settings import STDERR
 from tidewheel.request import FinishReason, Priority
 
-T = TypeVar("T")
 MAX_EVENTS = 8192
 FLUSH_S = 0.2
 _STDERR_FD = 2
@@ -194,39 +193,30 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-class EventQueue(Generic[T]):
+class EventQueue:
     """Bounded queue of ended requests in front of a slow consumer.
 
-    `put` never waits. A thread passes events on, every `interval_s` and at the end. Dropped events are logged.
+    `put` never waits. A thread passes events on, every `FLUSH_S` and at the end. Dropped events are logged.
     """
 
-    def __init__(
-        self,
-        name: str,
-        consume: Callable[[list[T]], None],
-        *,
-        max_events: int = MAX_EVENTS,
-        interval_s: float = FLUSH_S,
-    ) -> None:
+    def __init__(self, name: str, consume: Callable[[list[EndedRequest]], None]) -> None:
         self.num_lost = 0
         self._name = name
         self._consume = consume
-        self._max_events = max_events
-        self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._events: list[T] = []
+        self._events: list[EndedRequest] = []
         self._problem = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, event: T) -> None:
+    def put(self, event: EndedRequest) -> None:
         with self._lock:
-            if len(self._events) < self._max_events:
+            if len(self._events) < MAX_EVENTS:
                 self._events.append(event)
             else:
                 self.num_lost += 1
-                self._problem = f"more than {self._max_events} wait"
+                self._problem = f"more than {MAX_EVENTS} wait"
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Pass on the remaining events, for at most `timeout_s`."""
@@ -236,7 +226,7 @@ class EventQueue(Generic[T]):
     def _run(self) -> None:
         is_last, num_reported, next_warning = False, 0, 0.0
         while not is_last:
-            is_last = self._stopped.wait(self._interval_s)
+            is_last = self._stopped.wait(FLUSH_S)
             self._flush()
             num_new, now = self.num_lost - num_reported, time.monotonic()
             if num_new and (is_last or now >= next_warning):

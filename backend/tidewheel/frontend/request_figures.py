@@ -65,10 +65,6 @@ class FrontendStats:
     output_tokens: Histogram = field(default_factory=partial(Histogram, ()))  # of each sequence
     num_sequences: Histogram = field(default_factory=partial(Histogram, SEQUENCE_BOUNDS))
 
-    def snapshot(self) -> FrontendStats:
-        values = ((part.name, getattr(self, part.name)) for part in fields(self))
-        return replace(self, **{name: value.copy() for name, value in values if not isinstance(value, int)})
-
 
 class StatsRecorder:
     def __init__(self, max_model_len: int, objective: Objective | None = None) -> None:
@@ -130,7 +126,8 @@ class StatsRecorder:
 
     def snapshot(self) -> FrontendStats:
         with self._lock:
-            return self._stats.snapshot()
+            values = ((part.name, getattr(self._stats, part.name)) for part in fields(self._stats))
+            return replace(self._stats, **{name: one.copy() for name, one in values if not isinstance(one, int)})
 
     def _observe_stages(self, times: RequestStats) -> None:
         start_ns = times.first_scheduled_ns

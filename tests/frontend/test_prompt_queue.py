@@ -12,9 +12,10 @@ from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness
 from tidewheel.frontend.coercion import ParameterSource
 from tidewheel.frontend.live_request import LiveRequest
-from tidewheel.frontend.request_parameters import GenerateRequest, Urgency, read_urgency
+from tidewheel.frontend.request_parameters import GenerateRequest, read_urgency
 from tidewheel.frontend.threads import _AGEING_NS, _LONG_PROMPT_BYTES, PromptQueue
 from tidewheel.request import Priority
+from tidewheel.request_options import RequestOptions
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
@@ -39,10 +40,11 @@ class Queue:
     ) -> int:
         self.num_put += 1
         now = self.now_ns
-        moments = [now + int(seconds * SECOND) if seconds else 0 for seconds in (deadline_s, soft_s)]
         source = ParameterSource(origin="sampling_parameters", values=parameters)
         asked = GenerateRequest(text="x" * num_bytes, parameters=(source,))
-        urgency = Urgency(priority, *moments)
+        urgency = RequestOptions(
+            priority=Priority(priority), deadline_ms=1e3 * deadline_s or None, soft_deadline_ms=1e3 * soft_s or None
+        )
         self.queue.put(LiveRequest(self.num_put, asked, RecordingSink(), arrival_ns=now, urgency=urgency))
         return self.num_put
 
@@ -134,16 +136,18 @@ def test_a_closed_queue_drops_what_waits() -> None:
 # --- urgency before the parameters are checked --------------------------------------------------------------------
 
 
-def urgency(timeout_us: int = 0, **parameters: object) -> Urgency:
+def urgency(**parameters: object) -> RequestOptions:
     source = ParameterSource(origin="sampling_parameters", values=parameters)
-    request = GenerateRequest(text="x", parameters=(source,), timeout_us=timeout_us)
-    return read_urgency(request, 5, {"batch": TenantLimits(max_priority=LOW)})
+    request = GenerateRequest(text="x", parameters=(source,))
+    return read_urgency(request, {"batch": TenantLimits(max_priority=LOW)})
 
 
 def test_urgency_is_what_the_engine_will_be_told() -> None:
-    assert urgency() == Urgency(NORMAL, 0, 0)
-    assert urgency(priority="1", deadline_ms=2, soft_deadline_ms=1) == Urgency(CRITICAL, 2_000_005, 1_000_005)
-    assert urgency(timeout_us=7, deadline_ms=2) == Urgency(NORMAL, 7_005, 0)
+    assert urgency() == RequestOptions()
+    given = urgency(priority="1", deadline_ms=2, soft_deadline_ms=1)
+    assert (given.priority, given.deadline_ns(5), given.soft_deadline_ns(5)) == (CRITICAL, 2_000_005, 1_000_005)
+    asked = GenerateRequest(text="x", timeout_us=7)
+    assert LiveRequest(1, asked, RecordingSink(), arrival_ns=5, urgency=given).expires_ns == 7_005
 
 
 def test_a_tenant_has_no_better_place_than_it_may_ask_for() -> None:
@@ -153,7 +157,7 @@ def test_a_tenant_has_no_better_place_than_it_may_ask_for() -> None:
 
 @pytest.mark.parametrize("wrong", [{"priority": 9}, {"priority": "x"}, {"deadline_ms": -1}, {"deadline_ms": []}])
 def test_malformed_urgency_has_the_default_place(wrong: dict[str, object]) -> None:
-    assert urgency(**wrong, timeout_us=7) == Urgency(NORMAL, 7_005, 0)
+    assert urgency(**wrong) == RequestOptions()
 
 
 def test_urgency_looks_at_no_other_parameter() -> None:

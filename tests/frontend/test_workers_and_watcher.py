@@ -18,6 +18,7 @@ from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.request_figures import TTFT_BOUNDS, StatsRecorder, token_bounds
 from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.threads import Watcher, Workers
+from tidewheel.request_options import RequestOptions
 from tidewheel.stats import Histogram
 
 
@@ -60,7 +61,7 @@ def opened() -> Iterator[list[Watched]]:
 
 
 def make_request(sink: RecordingSink, key: int = 1, text: str = "x") -> LiveRequest:
-    return LiveRequest(key, GenerateRequest(text=text), sink, arrival_ns=1)
+    return LiveRequest(key, GenerateRequest(text=text), sink, 1, RequestOptions())
 
 
 def test_a_round_stops_when_its_time_is_up_and_the_next_goes_on(opened: list[Watched]) -> None:

@@ -100,8 +100,8 @@ class EndedRequest(msgspec.Struct, frozen=True):
             sequences=1 if message is None else message.options.n,
             responses=request.num_responses,
             preemptions=sum(one.num_preemptions for one in stats) if stats else None,
-            deadline_ms=milliseconds(request.arrival_ns, urgency.deadline_ns),
-            session=urgency.has_session,
+            deadline_ms=milliseconds(request.arrival_ns, request.deadline_ns),
+            session=bool(urgency.session_id),
             traceparent=request.asked.traceparent,
         )
 

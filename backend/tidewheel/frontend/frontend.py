@@ -86,7 +86,7 @@ class Frontend:
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Take a request and return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
-        urgency = read_urgency(request, arrival_ns, self._tenants)
+        urgency = read_urgency(request, self._tenants)
         live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
         self._recorder.received()
         with self._lock:
@@ -251,7 +251,7 @@ class Frontend:
         """End a request past its deadline; an engine that knows the deadline gets a little time to end it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
-            request.expires_ns = request.urgency.deadline_ns + _DEADLINE_GRACE_NS
+            request.expires_ns = request.deadline_ns + _DEADLINE_GRACE_NS
         elif request.has_output:
             self._end(request, Ending(FinishReason.DEADLINE))
         else:

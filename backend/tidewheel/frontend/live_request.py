@@ -20,9 +20,10 @@ from tidewheel.batch import BoolArray, Float64Array, Int32Array, Int64Array
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta
 from tidewheel.errors import DeadlineExceeded, TidewheelError, require
 from tidewheel.frontend.output import Response
-from tidewheel.frontend.request_parameters import GenerateRequest, Urgency
+from tidewheel.frontend.request_parameters import GenerateRequest
 from tidewheel.frontend.request_reader import PreparedRequest
 from tidewheel.request import FinishReason
+from tidewheel.request_options import RequestOptions
 
 _SLOT_BITS = 20
 _SLOTS = (1 << _SLOT_BITS) - 1
@@ -56,14 +57,15 @@ class LiveRequest:
     """
 
     def __init__(
-        self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: Urgency | None = None
+        self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: RequestOptions
     ) -> None:
         self.key = key
         self.asked = asked
         self.sink = sink
         self.arrival_ns = arrival_ns
-        self.urgency = urgency or Urgency()
-        self.expires_ns = self.urgency.deadline_ns  # when the watcher ends it; 0: never
+        self.urgency = urgency
+        self.deadline_ns = urgency.deadline_ns(arrival_ns, asked.timeout_us)
+        self.expires_ns = self.deadline_ns  # when the watcher ends it; 0: never
         self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
         self.has_output = False

@@ -179,16 +179,6 @@ class ParsedParameters(NamedTuple):
     is_scoring: bool = False  # nothing is generated
 
 
-class Urgency(NamedTuple):
-    """Class, deadlines and labels of a request, known before its prompt is read. Deadline 0: none."""
-
-    priority: int = Priority.NORMAL
-    deadline_ns: int = 0
-    soft_deadline_ns: int = 0
-    tenant: str = ""
-    has_session: bool = False
-
-
 class _GivenValue(NamedTuple):
     value: object
     label: str  # key and carrier, for errors
@@ -221,8 +211,8 @@ def parse_parameters(
     return ParsedParameters(SamplingParams(**values), options, prompt, is_scoring)
 
 
-def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
-    """Return a request's urgency. Malformed values count as absent: `parse_parameters` refuses them later."""
+def read_urgency(request: GenerateRequest, tenants: Mapping[str, TenantLimits]) -> RequestOptions:
+    """Return granted class, tenant, deadlines and session. `parse_parameters` refuses malformed values later."""
     sources = [
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
         for source in request.parameters
@@ -231,13 +221,8 @@ def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str
         options = _take_options(_collect(sources))
     except InvalidRequest:
         options = RequestOptions()
-    return Urgency(
-        limits_of(tenants, options.tenant).granted(options.priority),
-        options.deadline_ns(arrival_ns, request.timeout_us),
-        options.soft_deadline_ns(arrival_ns),
-        options.tenant,
-        bool(options.session_id),
-    )
+    granted = limits_of(tenants, options.tenant).granted(options.priority)
+    return msgspec.structs.replace(options, priority=granted)
 
 
 def with_token_biases(

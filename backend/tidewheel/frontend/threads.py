@@ -142,7 +142,7 @@ class PromptQueue:
 
     def put(self, request: LiveRequest) -> None:
         urgency, latest_ns = request.urgency, request.arrival_ns + _AGEING_NS
-        due_ns = min(urgency.deadline_ns or urgency.soft_deadline_ns or latest_ns, latest_ns)
+        due_ns = min(request.deadline_ns or urgency.soft_deadline_ns(request.arrival_ns) or latest_ns, latest_ns)
         heap = self._long if _is_long(request) else self._short
         with self._changed:
             heapq.heappush(heap, (due_ns + urgency.priority * _AGEING_NS, request.key, request))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
+from tidewheel.fleet import arrival_forecast
+from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast, bucket_counts
 from tidewheel.fleet.scaling import FleetState, ReplicaReport, ScalingSettings
 from tidewheel.fleet.scaling_policies import PredictiveScaling, ReactiveScaling
 
-SETTINGS = ForecastSettings(bucket_s=300, season_s=86_400)
 BUCKETS = 288
 TOKENS, CAPACITY = 100, 1000.0
 SCALING = ScalingSettings(max_replicas=50, replica_tokens_per_s=CAPACITY, startup_s=600)
@@ -24,7 +24,7 @@ def day(level: float = 1000.0) -> list[float]:
 
 
 def forecast(*days: list[float], lead: int = 1) -> ArrivalForecast:
-    made = ArrivalForecast(SETTINGS, lead=lead)
+    made = ArrivalForecast(lead=lead)
     for counts in days:
         made.learn(counts)
     return made
@@ -76,7 +76,7 @@ def test_forecasts_are_finite_and_not_negative(counts: list[float], ahead: int) 
 
 @given(st.lists(st.tuples(st.floats(0.01, 2000), st.integers(0, 500)), min_size=1, max_size=50))
 def test_buckets_lose_no_arrival(reads: list[tuple[float, int]]) -> None:
-    buckets, now, count, found = ArrivalBuckets(300), 0.0, 0, 0.0
+    buckets, now, count, found = ArrivalBuckets(), 0.0, 0, 0.0
     buckets.add(0.0, 0)
     for seconds, more in reads:
         now, count = now + seconds, count + more
@@ -86,10 +86,10 @@ def test_buckets_lose_no_arrival(reads: list[tuple[float, int]]) -> None:
 
 
 def test_recorded_arrivals_fill_whole_seasons() -> None:
-    counts = bucket_counts([0.0, 299.0, 300.0, 86_400.0], SETTINGS)
+    counts = bucket_counts([0.0, 299.0, 300.0, 86_400.0])
     assert len(counts) == 2 * BUCKETS
     assert counts[:3] == [2, 1, 0] and counts[BUCKETS] == 1 and sum(counts) == 4
-    assert bucket_counts([], SETTINGS) == []
+    assert bucket_counts([]) == []
 
 
 def run(policy: PredictiveScaling | ReactiveScaling, counts: list[float], begin: int = 0) -> list[int]:
@@ -98,16 +98,16 @@ def run(policy: PredictiveScaling | ReactiveScaling, counts: list[float], begin:
     for index, count in enumerate(counts):
         for part in range(1, 21):
             arrivals += round(count * part / 20) - round(count * (part - 1) / 20)
-            rate = count / SETTINGS.bucket_s * TOKENS / number
+            rate = count / BUCKET_S * TOKENS / number
             ready = tuple(ReplicaReport(name=str(name), running=1, tokens_per_s=rate) for name in range(number))
-            now = (begin + index + part / 20) * SETTINGS.bucket_s
+            now = (begin + index + part / 20) * BUCKET_S
             number = policy.decide(FleetState(now=now, ready=ready, num_arrivals=arrivals))
         numbers.append(number)
     return numbers
 
 
 def needed(count: float) -> int:
-    return math.ceil(count / SETTINGS.bucket_s * TOKENS / CAPACITY / 0.7 - 1e-9)
+    return math.ceil(count / BUCKET_S * TOKENS / CAPACITY / 0.7 - 1e-9)
 
 
 def test_replicas_are_asked_for_before_they_are_needed() -> None:
@@ -115,7 +115,7 @@ def test_replicas_are_asked_for_before_they_are_needed() -> None:
     counts = day(9000)
     history = counts * 3
     ahead, now = (
-        run(PredictiveScaling(SCALING, SETTINGS, history), counts[:60]),
+        run(PredictiveScaling(SCALING, history), counts[:60]),
         run(ReactiveScaling(SCALING), counts[:60]),
     )
     late = [index for index in range(10, 56) if ahead[index] < needed(counts[index + 2])]
@@ -125,23 +125,23 @@ def test_replicas_are_asked_for_before_they_are_needed() -> None:
 
 def test_replicas_go_sooner_while_the_forecast_is_trusted() -> None:
     counts, patient = day(9000), dataclasses.replace(SCALING, scale_down_after_s=7200)
-    ahead, now = PredictiveScaling(patient, SETTINGS, counts * 3), ReactiveScaling(patient)
+    ahead, now = PredictiveScaling(patient, counts * 3), ReactiveScaling(patient)
     assert sum(run(ahead, counts)[72:216]) < sum(run(now, counts)[72:216])
 
 
-def test_a_forecast_that_is_off_has_no_say() -> None:
+def test_a_forecast_that_is_off_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holiday: a fifth of the arrivals. Once the error is known, the decisions are those of the reactive policy."""
     counts = [count / 5 for count in day(9000)]
-    predictive = PredictiveScaling(SCALING, SETTINGS, day(9000) * 3)
-    predictive.forecast._settings = ForecastSettings(level_weight=0.0, trend_weight=0.0, season_weight=0.0)
+    predictive, trusting = (PredictiveScaling(SCALING, day(9000) * 3) for _ in range(2))
+    for name in ("LEVEL_WEIGHT", "TREND_WEIGHT", "SEASON_WEIGHT"):
+        monkeypatch.setattr(arrival_forecast, name, 0.0)
     found, expected = run(predictive, counts), run(ReactiveScaling(SCALING), counts)
     assert not predictive.forecast.is_reliable
     assert found[12:] == expected[12:]
-    trusting = PredictiveScaling(SCALING, ForecastSettings(error_limit=100.0), day(9000) * 3)
-    trusting.forecast._settings = ForecastSettings(level_weight=0.0, trend_weight=0.0, error_limit=100.0)
+    monkeypatch.setattr(arrival_forecast, "ERROR_LIMIT", 100.0)
     assert sum(run(trusting, counts)) > 2 * sum(expected)
 
 
 def test_without_history_it_is_the_reactive_policy_for_a_day() -> None:
     counts = day(9000)
-    assert run(PredictiveScaling(SCALING, SETTINGS), counts) == run(ReactiveScaling(SCALING), counts)
+    assert run(PredictiveScaling(SCALING), counts) == run(ReactiveScaling(SCALING), counts)

@@ -91,6 +91,9 @@ class Router(ABC, Generic[T]):
     def _remove(self, slot: int) -> None:
         pass
 
+    def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
+        """Learn from a request's start and from its end."""
+
     @abstractmethod
     def choose(self, request: RouteRequest, excluded: Collection[T] = ()) -> T | None:
         """Return a replica, or None if all are excluded. Does not count the request."""
@@ -99,7 +102,7 @@ class Router(ABC, Generic[T]):
         """Count a request at the replica to which it was sent."""
         return self.count(request, replica, request.num_tokens)
 
-    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
         """Record a request's first token, and its cached prompt tokens if known. Repeated calls do nothing."""
         if routed.has_started:
             return
@@ -107,8 +110,9 @@ class Router(ABC, Generic[T]):
         if (slot := self.slot_of(routed)) is not None:
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
             self.running[slot] += routed.request.num_tokens
+            self._learn(routed, slot, num_cached_tokens)
 
-    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:  # noqa: ARG002
+    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
         """Remove a request from the counts. `num_cached_tokens`: unless `started` had it."""
         if (slot := self.slot_of(routed)) is None:
             return
@@ -118,6 +122,7 @@ class Router(ABC, Generic[T]):
             self.running[slot] -= routed.request.num_tokens
         else:
             self._wait(slot, routed.request.priority, -routed.waiting_tokens)
+        self._learn(routed, slot, num_cached_tokens)
 
     def open_of(self, replica: T) -> float:
         return float(self.num_open[self.slots[replica]])

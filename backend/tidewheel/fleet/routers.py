@@ -196,31 +196,16 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
                 del self._homes[next(iter(self._homes))]
         return routed
 
-    def started(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        if routed.has_started:
-            return
-        super().started(routed)
-        if (slot := self.slot_of(routed)) is not None:
-            self._unstarted[slot].discard(routed.stamp)
-            self._correct(routed, slot, num_cached_tokens)
-
-    def ended(self, routed: RoutedRequest[T], num_cached_tokens: int | None = None) -> None:
-        super().ended(routed)
-        if (slot := self.slot_of(routed)) is None:
-            return
-        if routed.has_started:
-            self._correct(routed, slot, num_cached_tokens)
-        else:
-            self._unstarted[slot].discard(routed.stamp)
-            self.prefixes.forget(slot, routed.request.chunks, routed.stamp)
-
-    def _correct(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
-        """Forget evicted chunks, if less of the prompt was cached than indexed.
+    def _learn(self, routed: RoutedRequest[T], slot: int, num_cached_tokens: int | None) -> None:
+        """Forget chunks never computed, and evicted chunks, if less of the prompt was cached than indexed.
 
         One missing chunk is no sign, since blocks and chunks end apart, nor is a chunk that another request was
         computing.
         """
-        if num_cached_tokens is None:
+        self._unstarted[slot].discard(routed.stamp)
+        if not routed.has_started:
+            self.prefixes.forget(slot, routed.request.chunks, routed.stamp)
+        if not routed.has_started or num_cached_tokens is None:
             return
         num_found = num_cached_tokens // routed.request.chunk_tokens
         if num_found + 1 >= len(routed.known):

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.errors import ConfigError
-from tidewheel.fleet.arrival_forecast import ArrivalBuckets, ArrivalForecast, ForecastSettings, bucket_counts
+from tidewheel.fleet.arrival_forecast import BUCKET_S, ArrivalBuckets, ArrivalForecast, bucket_counts
 from tidewheel.fleet.scaling import FleetState, FleetWork, ScalingPolicy, ScalingSettings, WorkMeter, is_late
 
 _SLACK = 1e-9  # so that rounding asks for no replica
@@ -124,16 +124,12 @@ class PredictiveScaling(ReactiveScaling):
     Otherwise it scales down sooner, since replicas needed again by then are forecast.
     """
 
-    def __init__(
-        self, settings: ScalingSettings, forecast: ForecastSettings | None = None, history: Iterable[float] = ()
-    ) -> None:
+    def __init__(self, settings: ScalingSettings, history: Iterable[float] = ()) -> None:
         """`history`: arrivals of earlier buckets; the last bucket ends with the first state."""
-        forecast = forecast or ForecastSettings()
         super().__init__(settings)
-        self._bucket_s = forecast.bucket_s
-        self._lead = math.ceil(settings.startup_s / forecast.bucket_s) + 1  # the current bucket, and the start
-        self._buckets = ArrivalBuckets(forecast.bucket_s)
-        self.forecast = ArrivalForecast(forecast, lead=self._lead)
+        self._lead = math.ceil(settings.startup_s / BUCKET_S) + 1  # the current bucket, and the start
+        self._buckets = ArrivalBuckets()
+        self.forecast = ArrivalForecast(lead=self._lead)
         self.forecast.learn(history)
 
     def decide(self, state: FleetState) -> int:
@@ -142,10 +138,10 @@ class PredictiveScaling(ReactiveScaling):
         need = current_need(self._settings, state, work)
         if not (self.forecast.is_reliable and work.is_firm and work.tokens_per_request):
             return self._hysteresis.settle(state, need, self._settings.scale_down_after_s)
-        arrivals = max(self.forecast.ahead(buckets) for buckets in range(1, self._lead + 1)) / self._bucket_s
+        arrivals = max(self.forecast.ahead(buckets) for buckets in range(1, self._lead + 1)) / BUCKET_S
         ahead = _need_of(self._settings, arrivals * work.tokens_per_request / work.replica_tokens_per_s).least
         both = ReplicaNeed(max(ahead, need.least), max(ahead, need.most))
-        hold_s = min(max(self._settings.startup_s, self._bucket_s), self._settings.scale_down_after_s)
+        hold_s = min(max(self._settings.startup_s, BUCKET_S), self._settings.scale_down_after_s)
         return self._hysteresis.settle(state, both, hold_s)
 
 
@@ -209,6 +205,5 @@ def make_scaling(name: str, settings: ScalingSettings, history: Sequence[float] 
     """Return a policy. `history`: arrival times of past days, for `predictive`. Raise `ConfigError`."""
     check_scaling(name)
     if name == "predictive":
-        forecast = ForecastSettings()
-        return PredictiveScaling(settings, forecast, bucket_counts(history, forecast))
+        return PredictiveScaling(settings, bucket_counts(history))
     return SCALING_POLICIES[name](settings)

@@ -52,12 +52,6 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(max_tokens: int, fits: b
         assert "5 blocks of 4 tokens" in message and "has 4" in message and "17 tokens" in message
 
 
-def test_an_id_in_use_is_refused() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a"), 0.0)
-    assert "'a'" in refused(scheduler, make_request("a"))
-
-
 def test_the_waiting_set_is_bounded_in_requests() -> None:
     scheduler = make_scheduler(max_waiting_requests=2)
     for name in "ab":

@@ -120,13 +120,6 @@ def test_a_group_evicts_for_all_of_its_sequences_or_for_none() -> None:
     driver.run()
 
 
-def test_ids_of_a_group_must_differ() -> None:
-    driver = SchedulerDriver()
-    with pytest.raises(InvalidRequest, match="'g0'"):
-        driver.add_group([*group(1), make_request("g0")])
-    assert not driver.scheduler.has_unfinished
-
-
 def test_a_tenant_over_its_rate_is_refused_and_others_are_not() -> None:
     driver = SchedulerDriver(tenants={"slow": TenantLimits(tokens_per_s=20.0)})
     driver.add(make_request("a", prompt=10, max_tokens=10, tenant="slow"))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,15 +102,14 @@ class FrontEnds:
             self._routes[request_id] = _Route(front_end, key, index, n == 1, client_id)
         return list(ids.values())
 
-    def list_requests(self, unfinished: Iterable[Request], now: float, limit: int) -> list[messages.RequestRow]:
+    def list_requests(self, unfinished: Sequence[Request], now: float, limit: int) -> list[messages.RequestRow]:
         """Return at most `limit` rows, ordered by the first sequence of each request."""
         groups: dict[tuple[bytes, int], list[Request]] = {}
         for request in unfinished:
             route = self._routes.get(request.request_id)
             if route is None:  # of a lost front end
                 continue
-            group = groups.setdefault((route.front_end.identity, route.key), [])
-            group.append(request)
+            groups.setdefault((route.front_end.identity, route.key), []).append(request)
             if len(groups) > limit:
                 groups.popitem()
                 break

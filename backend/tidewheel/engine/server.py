@@ -235,7 +235,7 @@ class EngineServer:
         self._front_ends.send(identity, self._figures())
 
     def _list_requests(self, identity: bytes, message: messages.ListRequests) -> None:
-        unfinished = list(self._scheduler.unfinished())
+        unfinished = self._scheduler.unfinished()
         rows = self._front_ends.list_requests(unfinished, self._clock(), message.limit)
         self._front_ends.send(identity, messages.RequestList(self._info.pid, rows, len(unfinished)))
 

@@ -86,7 +86,6 @@ class AdmissionControl:
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
-        self._check_ids(requests)
         self._check_size(request, count)
         over_quota = state.is_over_quota(request)
         service_class = request.priority.dropped() if over_quota else request.priority
@@ -148,12 +147,6 @@ class AdmissionControl:
                 self.breaker.observe_end(False, now)
             elif reason is FinishReason.ERROR and not is_refusal:
                 self.breaker.observe_end(True, now)
-
-    def _check_ids(self, requests: Sequence[Request]) -> None:
-        request_ids = [request.request_id for request in requests]
-        for request_id in request_ids:
-            if request_id in self._state.requests or request_ids.count(request_id) > 1:
-                raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
         request, count = requests[0], len(requests)

@@ -10,7 +10,7 @@ from tidewheel.tenants import TenantLimits
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(SchedulingSettings):
     max_model_len: int
-    max_inflight_steps: int = 1  # 2 overlaps host and device
+    max_inflight_steps: int = 1  # or 2, which overlaps host and device
     watermark: float = 0.01  # fraction of blocks that admission leaves free
     policy: str = "priority"
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)

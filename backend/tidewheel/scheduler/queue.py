@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, takewhile
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.errors import InternalError, require
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 from tidewheel.scheduler.tenancy import VirtualCounters
+from tidewheel.tenants import TenantLimits, limits_of
 
 MAX_DISPLACED = 16  # per arrival
 MAX_LANES = 16  # tenants tried after the next one
@@ -57,11 +59,11 @@ class WaitingSet:
         self,
         policy: Policy,
         counters: VirtualCounters | None = None,
-        best_class: Callable[[str], int] = lambda _: Priority.CRITICAL,
+        tenants: Mapping[str, TenantLimits] = MappingProxyType({}),
     ) -> None:
         self._policy = policy
         self._counters = counters
-        self._best_class = best_class  # of a tenant
+        self._tenants = tenants
         self._lanes: dict[str, TenantQueues] = {}
         self._ages = SortedQueue()  # new requests by class and arrival
         self._new_tokens = dict.fromkeys(Priority, 0)
@@ -172,10 +174,10 @@ class WaitingSet:
         if self._counters is None:
             yield from _lower(self._ages, service_class)
             return
-        weight, tenant, best = self._counters.weight, newcomer.tenant, self._best_class(newcomer.tenant)
+        weight, tenant, tenants = self._counters.weight, newcomer.tenant, self._tenants
         outranked = []
         for victim in islice(_lower(self._ages, service_class), WINDOW):
-            if victim.tenant != tenant and self._best_class(victim.tenant) > service_class:
+            if victim.tenant != tenant and limits_of(tenants, victim.tenant).max_priority > service_class:
                 outranked.append(victim)
                 yield victim
         counts = {victim.tenant: self._num_new[victim.tenant] for victim in outranked}
@@ -190,7 +192,7 @@ class WaitingSet:
             if crowds and crowds[-1][0] > own / weight(tenant):
                 _, name = crowds.pop()
                 victim = next(entries[name])
-                if max(victim.priority, victim.service_class) < best:
+                if max(victim.priority, victim.service_class) < limits_of(tenants, tenant).max_priority:
                     continue
                 counts[name] = counts.get(name, self._num_new[name]) - 1 - len(victim.followers)
                 insort(crowds, (counts[name] / weight(name), name))

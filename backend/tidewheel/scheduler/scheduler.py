@@ -8,7 +8,7 @@ flight, `max_tokens` is known ahead; after any other end, `apply` drops the extr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -174,12 +174,12 @@ class Scheduler:
         oldest = self._state.waiting.oldest_by_class()
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
-    def unfinished(self) -> Iterator[Request]:
-        """Yield all requests with their output so far."""
-        for request in self._state.requests.values():
-            if request.row >= 0:
-                self._state.columns.write_back(request.row)
-            yield request
+    def unfinished(self) -> list[Request]:
+        """Return the unfinished requests by arrival, with all output so far."""
+        columns = self._state.columns
+        for row in columns.running.nonzero()[0].tolist():
+            columns.write_back(row)
+        return list(self._state.requests.values())
 
     def check_invariants(self) -> None:
         """Check all tables against each other, in O(blocks + requests). Raise `InternalError`."""

@@ -63,14 +63,11 @@ class SchedulerState:
         self.config, self.policy = config, POLICIES[config.policy]
         if self.policy.by_tenant != (self.virtual_counters is not None):
             self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
-        self.waiting = WaitingSet(self.policy, self.virtual_counters, self._best_class)
+        self.waiting = WaitingSet(self.policy, self.virtual_counters, config.tenants)
         self._lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
 
     def _weight(self, tenant: str) -> float:
         return limits_of(self.config.tenants, tenant).weight
-
-    def _best_class(self, tenant: str) -> int:
-        return limits_of(self.config.tenants, tenant).max_priority
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Re-rank all requests; the start of their ageing stays."""

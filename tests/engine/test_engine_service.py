@@ -232,6 +232,7 @@ def test_requests_with_grammars_wait_for_them_alone(connect: Connect, tmp_path: 
     client.add(request(3, 5, grammar=to_source(Grammar.regex("a+")), grammar_name="guided_regex", n=2, **ends))
     client.add(request(4, 5, grammar="wrong", grammar_name="guided_regex", **ends))
     client.add(request(5, 5, 6, 7))
+    client.recorder.wait_started(5)  # so 2 has been sent
     client.cancel(2)
     client.recorder.wait_ended(1, 2, 3, (3, 1), 4, 5)
     endings = client.recorder.endings

@@ -43,7 +43,7 @@ def test_a_put_wakes_once(outbox: Outbox) -> None:
     outbox.put(1, b"one")
     outbox.put(2, b"two")
     assert is_awake(outbox)
-    assert outbox.take_cancelled() == []
+    outbox.clear_wake()
     assert not is_awake(outbox)
     wire = Wire()
     outbox.flush(wire.send)
@@ -55,7 +55,7 @@ def test_a_put_wakes_once(outbox: Outbox) -> None:
 def test_what_is_not_taken_stays(outbox: Outbox) -> None:
     for key in range(3):
         outbox.put(key, bytes([key]))
-    outbox.take_cancelled()
+    outbox.clear_wake()
     outbox.flush(Wire(room=1).send)
     assert outbox.lose_in_flight() == [0]
     wire = Wire()
@@ -67,7 +67,7 @@ def test_cancelled_before_it_was_sent(outbox: Outbox) -> None:
     outbox.put(1, b"one")
     for key in (1, 7):
         outbox.put_cancel(key)
-    assert outbox.take_cancelled() == [1]
+    outbox.clear_wake()
     wire = Wire()
     outbox.flush(wire.send)
     assert wire.sent == []
@@ -76,12 +76,12 @@ def test_cancelled_before_it_was_sent(outbox: Outbox) -> None:
 def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
     outbox.put(1, b"one")
     outbox.put(2, b"two")
-    outbox.take_cancelled()
+    outbox.clear_wake()
     outbox.flush(Wire().send)
     outbox.ended([Delta(2, [], "stop")])
     for key in (1, 2):
         outbox.put_cancel(key)
-    assert outbox.take_cancelled() == []
+    outbox.clear_wake()
     outbox.flush(Wire(room=0).send)
     wire = Wire()
     outbox.flush(wire.send)
@@ -91,7 +91,7 @@ def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
 def test_a_request_is_in_flight_until_its_last_sequence_has_ended(outbox: Outbox) -> None:
     for key in (1, 2, 3):
         outbox.put(key, b"", 2)
-    outbox.take_cancelled()
+    outbox.clear_wake()
     outbox.flush(Wire().send)
     outbox.ended([Delta(1, [], "stop", index=1), Delta(2, [5], index=0), Delta(3, [], "error", index=WHOLE_REQUEST)])
     outbox.ended([Delta(1, [], "length", index=0), Delta(2, [], "stop", index=0), Delta(9, [], "stop")])
@@ -100,11 +100,11 @@ def test_a_request_is_in_flight_until_its_last_sequence_has_ended(outbox: Outbox
 
 def test_one_sequence_is_cancelled(outbox: Outbox) -> None:
     outbox.put(1, b"one", 2)
-    outbox.take_cancelled()
+    outbox.clear_wake()
     outbox.flush(Wire().send)
     outbox.put_cancel(1, 1)
     outbox.put_cancel(7, 0)
-    assert outbox.take_cancelled() == []
+    outbox.clear_wake()
     wire = Wire()
     outbox.flush(wire.send)
     assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([(1, 1)])]
@@ -114,7 +114,7 @@ def test_a_key_that_was_refused_can_be_sent_again(outbox: Outbox) -> None:
     wire = Wire()
     for _ in range(2):
         outbox.put(1, b"one")
-        outbox.take_cancelled()
+        outbox.clear_wake()
         outbox.flush(wire.send)
         outbox.ended([Delta(1, [], "error", index=WHOLE_REQUEST)])
     assert wire.sent == [b"one", b"one"]
@@ -124,7 +124,7 @@ def test_a_key_that_was_refused_can_be_sent_again(outbox: Outbox) -> None:
 def test_waiting_is_bounded(outbox: Outbox) -> None:
     for key in range(2):
         outbox.put(key, b"")
-    outbox.take_cancelled()
+    outbox.clear_wake()
     for key in range(2, 4):
         outbox.put(key, b"")
     with pytest.raises(Busy, match="4 requests wait") as error:
@@ -136,10 +136,10 @@ def test_holding_ends(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     outbox.put(1, b"")
-    outbox.take_cancelled()
+    outbox.clear_wake()
     now = 105.0
     outbox.put(2, b"")
-    outbox.take_cancelled()
+    outbox.clear_wake()
     assert outbox.lose_expired() == []
     now = 110.5
     assert outbox.lose_expired() == [1]
@@ -150,10 +150,10 @@ def test_holding_ends(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
     outbox.put(1, b"in flight")
-    outbox.take_cancelled()
+    outbox.clear_wake()
     outbox.flush(Wire().send)
     outbox.put(2, b"held")
-    outbox.take_cancelled()
+    outbox.clear_wake()
     outbox.put(3, b"queued")
     assert sorted(outbox.refuse(Draining("bye"))) == [1, 2, 3]
     assert outbox.refuse(Draining("again")) == []
@@ -163,7 +163,7 @@ def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
         outbox.put(4, b"")
     assert first.value is not second.value
     outbox.put_cancel(1)
-    assert outbox.take_cancelled() == []
+    outbox.clear_wake()
 
 
 def test_waking_after_the_end_touches_no_descriptor() -> None:

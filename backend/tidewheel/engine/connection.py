@@ -51,7 +51,6 @@ class Outbox:
         self._held: dict[int, _HeldRequest] = {}
         self._in_flight: dict[int, int] = {}  # unfinished sequences by key
         self._cancelled: list[tuple[int, int]] = []  # (key, index) in flight, not yet sent
-        self._cancelled_held: list[int] = []
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
         """Queue a request. Raise `Busy` if too many are held, or the error of `refuse`."""
@@ -66,12 +65,13 @@ class Outbox:
             self.wake()
 
     def put_cancel(self, key: int, index: int = messages.WHOLE_REQUEST) -> None:
+        """Drop a held request, or queue its cancel."""
         with self._lock:
-            if index == messages.WHOLE_REQUEST and self._held.pop(key, None) is not None:
-                self._cancelled_held.append(key)
-            elif key in self._in_flight:
+            if index == messages.WHOLE_REQUEST:
+                self._held.pop(key, None)
+            if key in self._in_flight:
                 self._cancelled.append((key, index))
-            self.wake()
+                self.wake()
 
     def wake(self) -> None:
         with self._lock:
@@ -79,15 +79,11 @@ class Outbox:
                 self._is_signalled = True
                 os.eventfd_write(self.wake_fd, 1)
 
-    def take_cancelled(self) -> list[int]:
-        """Return keys cancelled unsent."""
-        if not self._is_signalled:
-            return []
-        with self._lock:
-            os.eventfd_read(self.wake_fd)
-            self._is_signalled = False
-            cancelled, self._cancelled_held = self._cancelled_held, []
-        return cancelled
+    def clear_wake(self) -> None:
+        if self._is_signalled:
+            with self._lock:
+                os.eventfd_read(self.wake_fd)
+                self._is_signalled = False
 
     def flush(self, send: Callable[[bytes], bool]) -> None:
         with self._lock:
@@ -131,8 +127,7 @@ class Outbox:
         """Make later `put` raise the error. Return the keys of all unfinished requests."""
         with self._lock:
             self._refusal = error
-            lost = [*self._cancelled_held, *self._held, *self.lose_in_flight()]
-            self._cancelled_held.clear()
+            lost = [*self._held, *self.lose_in_flight()]
             self._held.clear()
             return lost
 

@@ -19,7 +19,6 @@ from tidewheel.engine.heartbeat import HangWatch
 from tidewheel.engine.launcher import EngineLauncher, engine_command
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.health_endpoint import DRAINING, READY, Readiness
-from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 from tidewheel_process.restarts import RestartPolicy
 
@@ -60,7 +59,7 @@ class ClientOptions:
 class EngineClient:
     """Connection of a front end to a folder's engine, which it starts or joins.
 
-    An accepted request ends once, with a final delta or `on_lost`.
+    An accepted request ends once, with a final delta or `on_lost`, unless it was cancelled before it was sent.
     """
 
     def __init__(
@@ -173,10 +172,7 @@ class EngineClient:
     def _run_once(self) -> None:
         timeout_ms = SEEK_POLL_MS if self._connection is None and self._failure is None else POLL_MS
         self._poller.poll(timeout_ms)
-        if cancelled := self._outbox.take_cancelled():
-            self._notify(
-                self._listener.on_deltas, [messages.Delta.whole(key, FinishReason.CANCELLED) for key in cancelled]
-            )
+        self._outbox.clear_wake()
         try:
             if self._connection is not None:
                 self._exchange(self._connection)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ from tidewheel.engine.core import EngineCore
 from tidewheel.engine.grammar_queue import GrammarCache
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
-from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
+from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Generation, OutputChunk, Outputs
 from tidewheel.frontend.request_reader import MessageMaker, truncated
@@ -40,6 +39,7 @@ from tidewheel.stats import EngineStats
 
 T = TypeVar("T", SamplingParams, RequestOptions)
 _NO_OPTIONS = RequestOptions()
+_UNLIMITED = 1 << 62
 Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids": token ids}
 
 
@@ -101,10 +101,10 @@ class LLM:
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._compiler = GrammarCompiler(Path(self.config.tokenizer or self.info.model), self.info.vocab_size)
         self._grammars = GrammarCache()
-        self._waiting: deque[_Prompt] = deque()  # not yet accepted
         self._open: dict[str, tuple[_Prompt, int]] = {}  # unfinished sequences by request id
-        self._scheduler = build_scheduler(self.config, self.info, time.monotonic)
-        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver, receive=self._add_waiting)
+        config = replace(self.config, max_waiting_requests=_UNLIMITED, max_waiting_tokens=_UNLIMITED)
+        self._scheduler = build_scheduler(config, self.info, time.monotonic)
+        self._core: EngineCore | None = EngineCore(self._scheduler, runner, self._deliver)
 
     def generate(
         self,
@@ -129,20 +129,20 @@ class LLM:
         served = _each("options", options or _NO_OPTIONS, len(prompts))
         given = zip(prompts, sampling, served, strict=True)
         prepared = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
-        self._waiting.extend(sorted(prepared, key=lambda prompt: prompt.requests[0].priority))
         self._open = {
             request.request_id: (prompt, index)
             for prompt in prepared
             for index, request in enumerate(prompt.requests)
         }
         try:
+            for one in sorted(prepared, key=lambda prompt: prompt.requests[0].priority):
+                self._add(core, one)
             with tqdm(total=len(self._open), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
                 while self._open or core.has_unfinished:
                     num_open = len(self._open)
                     core.step()
                     bar.update(num_open - len(self._open))
         finally:
-            self._waiting.clear()
             core.fail_all(Cancelled("generate was interrupted"))
         return [result for prompt in prepared for result in prompt.results()]
 
@@ -212,21 +212,15 @@ class LLM:
             return _input_ids(prompt)
         return tokenizer.encode(prompt)
 
-    def _add_waiting(self) -> None:
-        core = self._core
-        while self._waiting and core is not None:
-            prompt = self._waiting[0]
-            try:
-                core.add_group(prompt.requests)
-            except WaitingSetFull:
-                return
-            except InvalidRequest:
-                raise
-            except TidewheelError as error:
-                prompt.error = error
-                for request in prompt.requests:
-                    del self._open[request.request_id]
-            self._waiting.popleft()
+    def _add(self, core: EngineCore, prompt: _Prompt) -> None:
+        try:
+            core.add_group(prompt.requests)
+        except InvalidRequest:
+            raise
+        except TidewheelError as error:
+            prompt.error = error
+            for request in prompt.requests:
+                del self._open[request.request_id]
 
     def _deliver(self, outputs: StepOutputs) -> None:
         logprobs, token_ids = outputs.logprobs or {}, outputs.token_ids.tolist()

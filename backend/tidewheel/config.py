@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Literal
 from tidewheel.engine_arguments import ENTRY_ARGUMENTS, HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.sampling import MAX_LOGPROBS
-from tidewheel.settings import coerce_setting, unknown_setting
+from tidewheel.settings import check_known, take_settings
 from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -190,16 +189,11 @@ class EngineConfig(SchedulingSettings):
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
         """Return the config from text or JSON values, by our names or vLLM's. `base_dir`: of relative folders."""
-        values: dict[str, object] = {}
-        hints = typing.get_type_hints(cls)
-        for key, raw in translate(settings).items():
-            if key in ENTRY_ARGUMENTS:
-                raise ConfigError(
-                    f"{key} is a setting of an entry of a model repository, not of an engine: leave it out"
-                )
-            if key not in hints:
-                raise ConfigError(unknown_setting(key, (HONOURED.keys() | hints.keys()) - ENTRY_ARGUMENTS))
-            values[key] = coerce_setting(key, raw, hints[key])
+        translated = translate(settings)
+        for key in ENTRY_ARGUMENTS & translated.keys():
+            raise ConfigError(f"{key} is a setting of an entry of a model repository, not of an engine: leave it out")
+        check_known(translated, (HONOURED.keys() | setting_names()) - ENTRY_ARGUMENTS)
+        values = take_settings(cls, translated)
         if "model" not in values:
             raise ConfigError(MODEL_NOT_SET)
         if values.get("tokenizer") == values["model"]:
@@ -207,7 +201,7 @@ class EngineConfig(SchedulingSettings):
         for key in ("model", "tokenizer", "generation_config"):
             if values.get(key) and base_dir is not None and (base_dir / str(values[key])).is_dir():
                 values[key] = str((base_dir / str(values[key])).resolve())
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
 
     @property
     def has_automatic_cache(self) -> bool:

@@ -6,8 +6,8 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Collection, Iterable
+from typing import Any, Literal
 
 from tidewheel.errors import ConfigError
 
@@ -41,6 +41,19 @@ def unknown_setting(key: str, known: Iterable[str]) -> str:
         return f"unknown setting {key!r}; did you mean {near!r}?"
     where = f"known settings: {', '.join(known)}" if len(known) <= _MOST_SHOWN else "docs/settings.md lists them"
     return f"unknown setting {key!r}; {where}"
+
+
+def check_known(keys: Iterable[str], known: Collection[str], where: str = "") -> None:
+    """Raise `ConfigError` for the first unknown key; its message begins with `where`."""
+    for key in keys:
+        if key not in known:
+            raise ConfigError(where + unknown_setting(key, known))
+
+
+def take_settings(cls: type[object], settings: dict[str, object]) -> dict[str, Any]:
+    """Remove the class's fields from `settings`, and return them as the declared types. Raise `ConfigError`."""
+    hints = typing.get_type_hints(cls)
+    return {key: coerce_setting(key, settings.pop(key), hints[key]) for key in [*settings] if key in hints}
 
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:

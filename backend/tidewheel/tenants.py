@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from tidewheel.errors import ConfigError
 from tidewheel.parameters import control_character
 from tidewheel.request import Priority
-from tidewheel.settings import unknown_setting
+from tidewheel.settings import check_known
 
 EVERYBODY = "*"  # all other tenants
 MAX_NAMED_TENANTS = 4096
@@ -91,9 +91,7 @@ def _parse_limits(name: str, entry: object) -> TenantLimits:
     if not isinstance(entry, dict):
         raise ConfigError(f"tenants.{name} is {entry!r}: it must be an object of limits")
     known = [field.name for field in fields(TenantLimits)]
-    for key in entry:
-        if key not in known:
-            raise ConfigError(f"tenants.{name}: {unknown_setting(key, known)}")
+    check_known(entry, known, f"tenants.{name}: ")
     if "each" in entry and name != EVERYBODY:
         raise ConfigError(f"tenants.{name}: each belongs to the entry '*' alone; remove it")
     try:

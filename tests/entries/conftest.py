@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from support.entries.foreign_entries import write_entry
 from support.triton.serving import WEIGHTS
-from tidewheel.entries.entry import Machine
+from tidewheel.entries import config_rules
 
 WriteEntry = Callable[..., Path]
 
@@ -29,4 +30,5 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "here", lambda: Machine(num_gpus=0, num_cores=2))
+    monkeypatch.setattr(config_rules, "num_gpus", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import HONOURED, translate
@@ -16,7 +14,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_overrides
 from tidewheel.frontend.settings import FrontendSettings
 from tidewheel.regular_files import read_object
-from tidewheel.settings import coerce_setting, unknown_setting
+from tidewheel.settings import check_known, coerce_setting, take_settings
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
@@ -131,10 +129,8 @@ def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None)
 
 
 def _known(settings: Mapping[str, object]) -> dict[str, object]:
-    known, translated = known_settings(), translate(settings)
-    for key in translated:
-        if key not in known:
-            raise ConfigError(unknown_setting(key, {*known, *HONOURED}))
+    translated = translate(settings)
+    check_known(translated, known_settings() | HONOURED.keys())
     return translated
 
 
@@ -151,11 +147,7 @@ def _same(text: object, value: object) -> bool:
 
 
 def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
-    hints = typing.get_type_hints(FrontendSettings)
-    values: dict[str, Any] = {
-        key: coerce_setting(key, settings.pop(key), hints[key]) for key in hints.keys() & settings
-    }
-    return FrontendSettings(**values)
+    return FrontendSettings(**take_settings(FrontendSettings, settings))
 
 
 def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:

@@ -11,7 +11,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.fleet.scaling import ScalingSettings
 from tidewheel.fleet.scaling_policies import check_scaling
 from tidewheel.server.repository import parse_settings
-from tidewheel.settings import unknown_setting
+from tidewheel.settings import check_known
 from tidewheel.workload.trace_files import read_trace
 
 _GIVEN = ("min_replicas", "max_replicas", "startup_s")  # by options of their own
@@ -63,8 +63,7 @@ def _replicas(text: str) -> tuple[int, int]:
 def _settings(pairs: list[str]) -> dict[str, str]:
     try:
         values = parse_settings(pairs, "--scale")
+        check_known(values, SETTINGS, "--scale: ")
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    for key in values.keys() - set(SETTINGS):
-        raise UsageError(f"--scale: {unknown_setting(key, SETTINGS)}")
     return values

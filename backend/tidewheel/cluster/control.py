@@ -34,9 +34,9 @@ class ClusterStatus:
 
 def up(settings: ClusterSettings, note: Callable[[str], None]) -> int:
     """Start the cluster and return the gateway's port. After an error, nothing remains."""
+    settings.check()
     if importlib.util.find_spec("ray") is None:
         raise ClusterError("Ray is not installed: pip install 'tidewheel[ray]'")
-    settings.check()
     check_keys(settings.host, settings.api_keys)
     folder = ClusterFolder.here()
     folder.check_path()

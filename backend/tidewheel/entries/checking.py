@@ -22,7 +22,6 @@ from tidewheel.entries.config_rules import CONFIG_RULES, backend
 from tidewheel.entries.entry import (
     CONFIG_NAME,
     Entry,
-    Machine,
     UnreadableConfig,
     read_entry,
     served_version,
@@ -98,14 +97,13 @@ def check(path: Path, *, is_this_machine: bool = True, tell: FindingListener | N
     others = {name: entry.config for name, entry in read.items() if isinstance(entry, Entry)}
     if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
         report.add(_without_config(target.repository))
-    machine = Machine.here() if is_this_machine else None
     for name in target.names:
         entry = read[name]
         if isinstance(entry, UnreadableConfig):
             report.checked.append(name)
             report.add([Finding("syntax", "error", str(entry.path), entry.line, entry.column, "", entry.reason)])
         else:
-            _check_entry(replace(entry, others=others, machine=machine), report)
+            _check_entry(replace(entry, others=others, is_this_machine=is_this_machine), report)
     if len(report.needs) > 1:
         from tidewheel.entries.model_rules import together
 
@@ -167,7 +165,7 @@ def _judge_model(entry: Entry, report: CheckReport) -> Iterator[Finding]:
     # It imports torch, which takes seconds.
     from tidewheel.entries.model_rules import ModelJudge
 
-    judge = ModelJudge(settings.engine, is_this_machine=entry.machine is not None)
+    judge = ModelJudge(settings.engine, is_this_machine=entry.is_this_machine)
     yield from located(entry, "model", (at_setting(entry, problem) for problem in judge.problems()))
     if judge.needs is not None:
         report.needs[entry.name] = (settings.engine, judge.needs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from tidewheel.adapter.repository_entry import BACKEND, versions
 from tidewheel.adapter.tensors import contradictions
 from tidewheel.config import EngineConfig
-from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine
+from tidewheel.entries.entry import CONFIG_NAME, Entry, num_gpus
 from tidewheel.entries.findings import Problem, error, json_fields, note, pbtxt_fields, walk, warning
 from tidewheel.errors import ConfigError
 from tidewheel.regular_files import read_object, read_text
@@ -164,27 +165,27 @@ def _value_problem(make: MakeProblem, message: Any, path: str, field: str, advic
 def instances(entry: Entry) -> Iterator[Problem]:
     for index, group in enumerate(entry.config.instance_group):
         path = f"instance_group.{index}"
-        yield from _devices(group, path, entry.machine)
+        yield from _devices(group, path, num_gpus() if entry.is_this_machine else None)
         if group.passive:
             yield _value_problem(error, group, path, "passive", ": no request reaches the instance; remove it")
-        if entry.machine is not None and group.count > entry.machine.num_cores:
+        if entry.is_this_machine and group.count > (num_cores := len(os.sched_getaffinity(0))):
             advice = (
-                f", and this machine has {entry.machine.num_cores} cores: each instance is a process that prepares "
-                "text; one is enough for most"
+                f", and this machine has {num_cores} cores: each instance is a process that prepares text; one is "
+                "enough for most"
             )
             yield _value_problem(warning, group, path, "count", advice)
 
 
-def _devices(group: Any, path: str, machine: Machine | None) -> Iterator[Problem]:
+def _devices(group: Any, path: str, present: int | None) -> Iterator[Problem]:
     kind, gpus = model_config_pb2.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus)
     last = max(gpus, default=0)
     if kind != "KIND_GPU" and not (kind == "KIND_AUTO" and gpus):
         if gpus:
             yield _value_problem(error, group, path, "gpus", f" with {kind}, which Triton refuses: remove gpus")
-    elif machine is not None and machine.num_gpus <= last:
+    elif present is not None and present <= last:
         yield error(
             f"{path}.kind",
-            f"kind is {kind} for GPU {last}, and this machine has {machine.num_gpus}: write KIND_CPU; the setting "
+            f"kind is {kind} for GPU {last}, and this machine has {present}: write KIND_CPU; the setting "
             "device is for the engine",
         )
     elif gpus not in ([], [0]):

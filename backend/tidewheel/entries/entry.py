@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -20,17 +20,11 @@ CONFIG_NAME = "config.pbtxt"
 GPU_FILES = "nvidia[0-9]*"
 
 
-class Machine(NamedTuple):
-    num_gpus: int
-    num_cores: int
-
-    @classmethod
-    def here(cls) -> Machine:
-        gpus = len(list(Path("/dev").glob(GPU_FILES)))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
-        return cls(gpus, len(os.sched_getaffinity(0)))
+def num_gpus() -> int:
+    """Return the number of this machine's GPUs that `CUDA_VISIBLE_DEVICES` leaves."""
+    gpus = len(list(Path("/dev").glob(GPU_FILES)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
 
 
 class UnreadableConfig(ConfigError):
@@ -51,7 +45,7 @@ class Entry:
     config: Any  # `ModelConfig`
     model_json: Mapping[str, object]  # empty if unreadable, which a rule reports
     others: Mapping[str, Any] = field(default_factory=dict)  # `ModelConfig` by name of all entries of the repository
-    machine: Machine | None = None  # serves the entry; None: another machine
+    is_this_machine: bool = False  # serves the entry
 
     @property
     def name(self) -> str:

@@ -84,7 +84,14 @@ class ServerPages:
 
     async def health(self) -> Health:
         url = self.health_url
-        return _health(url, await self._get(url))
+        response = await self._get(url)
+        if response.status_code not in (200, 503):
+            raise _unexpected(url, response)
+        try:
+            body: Mapping[str, Any] = response.json()
+            return Health(bool(body["ready"]), str(body["state"]), str(body["reason"]))
+        except (ValueError, KeyError, TypeError):
+            raise ServerUnavailable(f"{url} is no health page of tidewheel serve") from None
 
     def _host(self, option: str) -> str:
         match = _HOST.fullmatch(self._url)
@@ -136,16 +143,6 @@ def _figures(url: str, response: httpx2.Response) -> Figures:
         return Figures.parse(response.text)
     except ValueError as error:
         raise ServerUnavailable(f"{url} shows no metrics: {error}") from None
-
-
-def _health(url: str, response: httpx2.Response) -> Health:
-    if response.status_code not in (200, 503):
-        raise _unexpected(url, response)
-    try:
-        body: Mapping[str, Any] = response.json()
-        return Health(bool(body["ready"]), str(body["state"]), str(body["reason"]))
-    except (ValueError, KeyError, TypeError):
-        raise ServerUnavailable(f"{url} is no health page of tidewheel serve") from None
 
 
 def _unexpected(url: str, response: httpx2.Response) -> RequestError:

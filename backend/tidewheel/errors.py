@@ -10,7 +10,6 @@ import inspect
 from tidewheel_client.errors import BY_TAG as BY_TAG
 from tidewheel_client.errors import Busy as Busy
 from tidewheel_client.errors import Cancelled as Cancelled
-from tidewheel_client.errors import Code as Code
 from tidewheel_client.errors import DeadlineExceeded as DeadlineExceeded
 from tidewheel_client.errors import Draining as Draining
 from tidewheel_client.errors import EngineDead as EngineDead

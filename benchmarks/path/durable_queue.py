@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.study import Study, in_turns, show
-from tidewheel_client import Ask, AsyncClient, AsyncMockTransport
+from tidewheel_client import Ask, AsyncClient, MockTransport
 from tidewheel_queue import Queue, Worker, WorkerOptions
 from tidewheel_queue.embedded_redis import EmbeddedRedis
 
@@ -34,7 +34,7 @@ def answer(ask: Ask) -> str:
 
 
 def work(folder: Path, name: str, concurrency: int) -> None:
-    client = AsyncClient(transport=AsyncMockTransport(answer))
+    client = AsyncClient(transport=MockTransport(answer))
     options = WorkerOptions(concurrency=concurrency, until_empty=True)
     asyncio.run(Worker(client, folder, name=name, options=options).run())
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tidewheel_client.answers import Chunk as Chunk
 from tidewheel_client.answers import Completion as Completion
+from tidewheel_client.answers import Health as Health
 from tidewheel_client.answers import Metadata as Metadata
 from tidewheel_client.answers import PerfMetrics as PerfMetrics
 from tidewheel_client.answers import TokenLogprob as TokenLogprob
@@ -32,10 +33,8 @@ if TYPE_CHECKING:
     from tidewheel_client.async_client import AsyncSession as AsyncSession
     from tidewheel_client.client import Client as Client
     from tidewheel_client.client import Session as Session
-    from tidewheel_client.mock_transport import AsyncMockTransport as AsyncMockTransport
     from tidewheel_client.mock_transport import MockTransport as MockTransport
     from tidewheel_client.server_pages import Figures as Figures
-    from tidewheel_client.server_pages import Health as Health
     from tidewheel_client.server_pages import Sample as Sample
     from tidewheel_client.stream import AsyncStream as AsyncStream
     from tidewheel_client.stream import Stream as Stream
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "async_client": ("AsyncClient", "AsyncSession"),
     "client": ("Client", "Session"),
-    "mock_transport": ("AsyncMockTransport", "MockTransport"),
-    "server_pages": ("Figures", "Health", "Sample"),
+    "mock_transport": ("MockTransport",),
+    "server_pages": ("Figures", "Sample"),
     "stream": ("AsyncStream", "Stream"),
     "transport": ("Ask",),
 }

@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
@@ -95,3 +97,11 @@ class Metadata:
     platform: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Answer of a server's `/ready`."""
+
+    is_ready: bool = msgspec.field(name="ready")
+    state: str  # as docs/serve.md lists them
+    reason: str = ""

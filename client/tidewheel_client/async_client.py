@@ -10,12 +10,12 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from tidewheel_client import codec, concurrent_map, errors, server_pages
-from tidewheel_client.answers import Completion, Metadata
+from tidewheel_client.answers import Completion, Health, Metadata
 from tidewheel_client.errors import InvalidRequest, RequestError
-from tidewheel_client.facade import AsyncEvent, WakeEvent
+from tidewheel_client.facade import AsyncEvent, WakeEvent, signed_as
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 from tidewheel_client.http_transport import AsyncHttpTransport
-from tidewheel_client.server_pages import Figures, Health, ServerPages
+from tidewheel_client.server_pages import Figures, ServerPages
 from tidewheel_client.stream import AsyncStream
 from tidewheel_client.transport import Ask, Transport
 
@@ -78,42 +78,21 @@ class AsyncClient:
         - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`;
         - output flags: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
         """
-        return self._start(
-            codec.prompt_input(prompt, messages, input_ids), params, timeout_s, request_id, stream=True
-        )
-
-    async def generate(
-        self,
-        /,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[codec.Message] | str | None = None,
-        input_ids: Sequence[int] | None = None,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        **params: object,
-    ) -> Completion:
-        """Return the whole answer of one sequence. Takes the arguments of `stream` except `n`."""
-        if params.get("n", 1) != 1:
-            raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
         given = codec.prompt_input(prompt, messages, input_ids)
-        async with self._start(given, params, timeout_s, request_id) as stream:
+        return self._start(given, params, timeout_s, request_id, stream=True)
+
+    @signed_as(stream)
+    async def generate(self, /, *prompt: str, **arguments: Any) -> Completion:
+        """Return the whole answer of one sequence. Takes the arguments of `stream` except `n`."""
+        if arguments.get("n", 1) != 1:
+            raise InvalidRequest(f"n is {arguments['n']!r}: generate_all returns several sequences")
+        async with self._start_whole(*prompt, **arguments) as stream:
             return await stream.read()
 
-    async def generate_all(
-        self,
-        /,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[codec.Message] | str | None = None,
-        input_ids: Sequence[int] | None = None,
-        request_id: str = "",
-        timeout_s: float | None = None,
-        **params: object,
-    ) -> tuple[Completion, ...]:
+    @signed_as(stream)
+    async def generate_all(self, /, *prompt: str, **arguments: Any) -> tuple[Completion, ...]:
         """Return one answer for each of the `n` sequences. Takes the arguments of `stream`."""
-        given = codec.prompt_input(prompt, messages, input_ids)
-        async with self._start(given, params, timeout_s, request_id) as stream:
+        async with self._start_whole(*prompt, **arguments) as stream:
             return await stream.read_all()
 
     async def chat(self, /, messages: Sequence[codec.Message] | str, **arguments: Any) -> Completion:
@@ -239,6 +218,11 @@ class AsyncClient:
                 f"credentials are for gRPC, and {self.url} is HTTP: https in place of http turns on TLS"
             )
         return self._http(self.url, headers)
+
+    def _start_whole(self, prompt: str | None = None, **arguments: Any) -> AsyncStream:
+        names = ("messages", "input_ids", "timeout_s", "request_id")
+        messages, input_ids, timeout_s, request_id = (arguments.pop(name, None) for name in names)
+        return self._start(codec.prompt_input(prompt, messages, input_ids), arguments, timeout_s, request_id or "")
 
     def _start(
         self,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, overload
 
@@ -7,7 +8,7 @@ from tidewheel_client import concurrent_map, server_pages
 from tidewheel_client.answers import Completion
 from tidewheel_client.async_client import AsyncClient, AsyncSession, Item
 from tidewheel_client.errors import RequestError
-from tidewheel_client.facade import BlockingEvent, Facade, blocking, constructing, iterate
+from tidewheel_client.facade import BlockingEvent, Facade, blocking, iterate, signed_as
 from tidewheel_client.grpc_transport import GrpcTransport
 from tidewheel_client.http_transport import HttpTransport
 from tidewheel_client.stream import streaming
@@ -24,7 +25,7 @@ class _BlockingClient(AsyncClient):
 class Client(Facade[AsyncClient]):
     """Thread-safe, synchronous `AsyncClient`."""
 
-    @constructing(AsyncClient.__init__)
+    @signed_as(AsyncClient.__init__)
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(_BlockingClient(*args, **options))
 
@@ -69,19 +70,9 @@ class Client(Facade[AsyncClient]):
         **params: Any,
     ) -> Iterator[Completion | RequestError]: ...  # fmt: skip
 
-    def map(
-        self,
-        items: Iterable[Item],
-        *,
-        concurrency: int = 16,
-        progress: bool = False,
-        return_errors: bool = False,
-        **params: Any,
-    ) -> Iterator[Any]:
-        """Do as `AsyncClient.map`, with a thread in place of each task."""
-        return iterate(
-            self._core.map(items, concurrency=concurrency, progress=progress, return_errors=return_errors, **params)
-        )
+    @functools.wraps(AsyncClient.map)
+    def map(self, items: Iterable[Item], **options: Any) -> Iterator[Any]:
+        return iterate(self._core.map(items, **options))
 
 
 class Session(Facade[AsyncSession]):

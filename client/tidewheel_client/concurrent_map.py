@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,14 +24,12 @@ async def in_threads(
     waiting: deque[Future[R]] = deque()
     with _bar(items, progress) as bar, ThreadPoolExecutor(concurrency, thread_name_prefix="tidewheel-map") as pool:
         try:
-            for item in items:
-                waiting.append(pool.submit(lambda item: run(ask(item)), item))
-                if len(waiting) >= _AHEAD * concurrency:
-                    yield waiting.popleft().result()
-                    bar.update()
+            started = (pool.submit(lambda item: run(ask(item)), item) for item in items)
+            waiting.extend(itertools.islice(started, _AHEAD * concurrency))
             while waiting:
                 yield waiting.popleft().result()
                 bar.update()
+                waiting.extend(itertools.islice(started, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -48,14 +47,12 @@ async def in_tasks(
 
     with _bar(items, progress) as bar:
         try:
-            for item in items:
-                waiting.append(asyncio.create_task(ask_in_turn(item)))
-                if len(waiting) >= _AHEAD * concurrency:
-                    yield await waiting.popleft()
-                    bar.update()
+            started = (asyncio.create_task(ask_in_turn(item)) for item in items)
+            waiting.extend(itertools.islice(started, _AHEAD * concurrency))
             while waiting:
                 yield await waiting.popleft()
                 bar.update()
+                waiting.extend(itertools.islice(started, 1))
         finally:
             for task in waiting:
                 task.cancel()

@@ -6,27 +6,18 @@ class with a tag has two paragraphs, the cause and the remedy, from which `docs/
 
 from __future__ import annotations
 
-import enum
 import re
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-
-class Code(enum.StrEnum):
-    """Status codes with Triton's names (`TRITONSERVER_ERROR_*`)."""
-
-    INVALID_ARG = "INVALID_ARG"
-    NOT_FOUND = "NOT_FOUND"
-    UNAVAILABLE = "UNAVAILABLE"
-    CANCELLED = "CANCELLED"
-    UNSUPPORTED = "UNSUPPORTED"
-    INTERNAL = "INTERNAL"
+# Names of Triton's status codes, `TRITONSERVER_ERROR_*`.
+Code = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "UNSUPPORTED", "INTERNAL"]
 
 
 class RequestError(Exception):
     """Base class of request errors; `message` excludes the tag."""
 
     tag: ClassVar[str] = ""
-    code: ClassVar[Code] = Code.INTERNAL
+    code: ClassVar[Code] = "INTERNAL"
     retryable: ClassVar[bool] = False  # a retry may succeed and repeats no work
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
@@ -53,7 +44,7 @@ class InvalidRequest(RequestError):
     """
 
     tag = "TW-INPUT"
-    code = Code.INVALID_ARG
+    code = "INVALID_ARG"
 
 
 class PromptTooLarge(InvalidRequest):
@@ -72,7 +63,7 @@ class Unsupported(RequestError):
     """
 
     tag = "TW-UNSUPPORTED"
-    code = Code.UNSUPPORTED
+    code = "UNSUPPORTED"
 
 
 class NotFound(RequestError):
@@ -82,7 +73,7 @@ class NotFound(RequestError):
     """
 
     tag = "TW-NOT-FOUND"
-    code = Code.NOT_FOUND
+    code = "NOT_FOUND"
 
 
 class Busy(RequestError):
@@ -92,7 +83,7 @@ class Busy(RequestError):
     """
 
     tag = "TW-BUSY"
-    code = Code.UNAVAILABLE
+    code = "UNAVAILABLE"
     retryable = True
 
 
@@ -117,7 +108,7 @@ class Draining(RequestError):
     """
 
     tag = "TW-DRAINING"
-    code = Code.UNAVAILABLE
+    code = "UNAVAILABLE"
     retryable = True
 
 
@@ -128,7 +119,7 @@ class DeadlineExceeded(RequestError):
     """
 
     tag = "TW-DEADLINE"
-    code = Code.UNAVAILABLE
+    code = "UNAVAILABLE"
 
 
 class Cancelled(RequestError):
@@ -138,7 +129,7 @@ class Cancelled(RequestError):
     """
 
     tag = "TW-CANCELLED"
-    code = Code.CANCELLED
+    code = "CANCELLED"
 
 
 class EngineDead(RequestError):
@@ -148,7 +139,7 @@ class EngineDead(RequestError):
     """
 
     tag = "TW-ENGINE-DEAD"
-    code = Code.UNAVAILABLE
+    code = "UNAVAILABLE"
     retryable = True
 
 
@@ -168,7 +159,7 @@ class WrongKey(RequestError):
     """
 
     tag = "TW-KEY"
-    code = Code.INVALID_ARG
+    code = "INVALID_ARG"
 
 
 class InternalError(RequestError):

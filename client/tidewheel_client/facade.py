@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
@@ -38,6 +39,11 @@ def run(call: Awaitable[R]) -> R:
     raise RuntimeError("the core of a facade must not suspend")
 
 
+async def settled(answer: Any) -> Any:
+    """Return the value of a library's call, or of its asynchronous variant."""
+    return await answer if inspect.isawaitable(answer) else answer
+
+
 def iterate(items: AsyncIterator[R]) -> Iterator[R]:
     try:
         with contextlib.suppress(StopAsyncIteration):
@@ -48,11 +54,17 @@ def iterate(items: AsyncIterator[R]) -> Iterator[R]:
             run(items.aclose())
 
 
-def constructing(
-    method: Callable[Concatenate[C, P], None],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate a facade's constructor with the signature of the core's constructor."""
-    return functools.wraps(method, assigned=("__annotations__", "__doc__"))
+def signed_as(
+    method: Callable[Concatenate[C, P], object],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Decorate a method with the parameters of another method."""
+
+    def sign(function: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        returned = inspect.signature(function).return_annotation
+        cast(Any, function).__signature__ = inspect.signature(method).replace(return_annotation=returned)
+        return function
+
+    return sign
 
 
 def blocking(method: Callable[Concatenate[C, P], Awaitable[R]]) -> Callable[Concatenate[Facade[C], P], R]:

@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tidewheel_client import codec, response_codec
 from tidewheel_client.answers import Chunk
 from tidewheel_client.error_translation import from_rpc, from_text
+from tidewheel_client.facade import settled
 from tidewheel_client.transport import CALL_TIMEOUT_S, END_S, Ask, is_cancelling
 
 CHANNEL_OPTIONS = (
@@ -52,8 +53,15 @@ class _GrpcTransport:
     def _call_stream(self, request: service_pb2.ModelInferRequest, timeout_s: float | None) -> Any:
         return self._stream(request, timeout=timeout_s, metadata=(*self._headers, WITH_STATUS))
 
-    def _call(self, method: str, request: Any, timeout_s: float) -> Any:
-        return getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
+    async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        try:
+            call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._headers)
+            return await settled(call)
+        except grpc.RpcError as error:
+            raise from_rpc(error, self._url) from None
+
+    async def close(self) -> None:
+        await settled(self._channel.close())
 
 
 class GrpcTransport(_GrpcTransport):
@@ -63,15 +71,6 @@ class GrpcTransport(_GrpcTransport):
 
     def open(self, ask: Ask, timeout_s: float | None) -> GrpcResponses:
         return GrpcResponses(self._call_stream(codec.encode(ask), timeout_s), self._url)
-
-    async def call(self, method: str, request: Any) -> Any:
-        try:
-            return self._call(method, request, CALL_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise from_rpc(error, self._url) from None
-
-    async def close(self) -> None:
-        self._channel.close()
 
 
 class GrpcResponses:
@@ -115,15 +114,6 @@ class AsyncGrpcTransport(_GrpcTransport):
 
     def send(self, request: service_pb2.ModelInferRequest, timeout_s: float | None = None) -> AsyncGrpcResponses:
         return AsyncGrpcResponses(self._call_stream(request, timeout_s), self._url)
-
-    async def call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        try:
-            return await self._call(method, request, timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc(error, self._url) from None
-
-    async def close(self) -> None:
-        await self._channel.close()
 
 
 class AsyncGrpcResponses:

@@ -46,9 +46,8 @@ class AsyncHttpTransport:
             raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
 
     def open(self, ask: Ask, timeout_s: float | None) -> AsyncHttpResponses:
-        body = codec.json_body(ask)
-        path = f"/v2/models/{ask.model}/generate_stream"
-        request = self._http.build_request("POST", path, content=json.dumps(body).encode())
+        path, body = f"/v2/models/{ask.model}/generate_stream", json.dumps(codec.json_body(ask))
+        request = self._http.build_request("POST", path, content=body.encode())
         return AsyncHttpResponses(self._http, request, self._url, timeout_s)
 
     async def call(self, method: str, request: Any) -> Any:

@@ -40,20 +40,16 @@ class MockTransport:
         pass
 
 
-AsyncMockTransport = MockTransport  # for an `AsyncClient`
-
-
 class _MockResponses:
     def __init__(self, answer: Callable[[], Answer]) -> None:
         self._chunks = _chunks(answer)
-        self._is_cancelled = False
 
     async def receive(self) -> list[Chunk] | None:
-        chunk = None if self._is_cancelled else next(self._chunks, None)
+        chunk = next(self._chunks, None)
         return None if chunk is None else [chunk]
 
     def cancel(self) -> None:
-        self._is_cancelled = True
+        self._chunks = iter(())
 
     async def close(self) -> None:
         pass

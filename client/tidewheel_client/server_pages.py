@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple
 
 import httpx2
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample as Sample
 
+from tidewheel_client.answers import Health
 from tidewheel_client.errors import InvalidRequest, RequestError, RequestTimeout, ServerUnavailable, WrongKey
 from tidewheel_client.facade import run
 
@@ -15,12 +17,6 @@ HEALTH_PORT = 8003
 TIMEOUT_S = 5.0
 _HOST = re.compile(r"(https?://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^][:/]+)(:\d+)?/?")
 Get = Callable[[str], Awaitable[httpx2.Response]]
-
-
-class Sample(NamedTuple):
-    name: str
-    labels: Mapping[str, str]
-    value: float
 
 
 class Figures:
@@ -35,7 +31,7 @@ class Figures:
         # With types, the parser renames counters without `_total`, such as Triton's.
         lines = "".join(f"{line}\n" for line in text.split("\n") if not line.startswith("#"))
         families = text_string_to_metric_families(lines)
-        return cls(Sample(found.name, found.labels, found.value) for family in families for found in family.samples)
+        return cls(sample for family in families for sample in family.samples)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,12 +47,6 @@ class Figures:
         if name not in self._by_name:
             raise KeyError(f"the server shows no metric {name}")
         return sum(sample.value for sample in self.samples(name, **labels))
-
-
-class Health(NamedTuple):
-    is_ready: bool
-    state: str  # as docs/serve.md lists them
-    reason: str = ""
 
 
 class ServerPages:
@@ -88,9 +78,8 @@ class ServerPages:
         if response.status_code not in (200, 503):
             raise _unexpected(url, response)
         try:
-            body: Mapping[str, Any] = response.json()
-            return Health(bool(body["ready"]), str(body["state"]), str(body["reason"]))
-        except (ValueError, KeyError, TypeError):
+            return msgspec.json.decode(response.content, type=Health)
+        except ValueError:
             raise ServerUnavailable(f"{url} is no health page of tidewheel serve") from None
 
     def _host(self, option: str) -> str:

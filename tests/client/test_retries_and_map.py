@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tidewheel_client as tc
-from tidewheel_client import Ask, AsyncClient, AsyncMockTransport, Chunk, Client, MockTransport
+from tidewheel_client import Ask, AsyncClient, Chunk, Client, MockTransport
 from tidewheel_client import stream as streams
 from tidewheel_client.mock_transport import Answer
 from tidewheel_client.stream import retry_wait_s
@@ -122,7 +122,7 @@ def test_a_session_that_cannot_be_closed_hides_no_error() -> None:
 
 def test_asynchronous_retries() -> None:
     async def test() -> None:
-        transport = AsyncMockTransport(Once(busy(), tc.ServerUnavailable("gone")))
+        transport = MockTransport(Once(busy(), tc.ServerUnavailable("gone")))
         async with AsyncClient(transport=transport, retries=3) as client:
             assert await client.is_ready()
             assert (await client.generate("x")).text == "answer to x"
@@ -191,7 +191,7 @@ def test_map_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
 def test_asynchronous_map() -> None:
     async def test() -> None:
         prompts = [str(number) for number in range(200)]
-        async with AsyncClient(transport=AsyncMockTransport(fails_at(100))) as client:
+        async with AsyncClient(transport=MockTransport(fails_at(100))) as client:
             results = [one async for one in client.map(prompts, concurrency=4, return_errors=True)]
             assert isinstance(results[100], tc.InvalidRequest)
             assert [one.text for one in results if isinstance(one, tc.Completion)] == prompts[:100] + prompts[101:]

@@ -9,8 +9,8 @@ from support.top.watched import READY, PagesOf, recorded, request_line, second_l
 from tidewheel.top import TopError, watch
 from tidewheel.top.view_text import as_text, ordered, verdict
 from tidewheel.top.watch import ELSEWHERE, NOT_OURS, WINDOW_S, list_here
+from tidewheel_client import Health
 from tidewheel_client.errors import ServerUnavailable
-from tidewheel_client.server_pages import Health
 
 IDS = 'engine="0",model="demo",model_name="demo",version="1"'
 OTHER = IDS.replace("demo", "other")

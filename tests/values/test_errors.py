@@ -22,7 +22,7 @@ def test_text_and_back(tag: str, retry: int | None) -> None:
 def test_message_format_is_the_documented_one() -> None:
     error = errors.Busy("waiting set is full: 512 of 512 requests", retry_after_ms=250)
     assert str(error) == "[TW-BUSY retry_after_ms=250] waiting set is full: 512 of 512 requests"
-    assert error.code is errors.Code.UNAVAILABLE
+    assert error.code == "UNAVAILABLE"
 
 
 def test_text_without_a_tag() -> None:

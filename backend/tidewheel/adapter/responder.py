@@ -222,5 +222,5 @@ def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:
 
 
 def error_response(error: TidewheelError) -> Any:
-    code = getattr(pb_utils.TritonError, error.code.value)
+    code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(printable(str(error)), code))

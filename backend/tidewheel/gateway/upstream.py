@@ -3,13 +3,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Any
 
 import aiohttp
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from tidewheel.gateway.gateway_options import Address
+from tidewheel_client import Health
 from tidewheel_client.errors import RequestError
 from tidewheel_client.grpc_transport import AsyncGrpcTransport
 
@@ -86,8 +86,8 @@ class Upstream:
         """Return why the server is not ready; empty if ready. Triton's own readiness misses dead and hung engines."""
         if self.address.health:
             async with self.http.get(f"http://{self.address.health}/ready") as answer:
-                page = msgspec.json.decode(await answer.read(), type=dict[str, Any])
-                return "" if page["ready"] else f"{page['state']}: {page['reason']}"
+                health = msgspec.json.decode(await answer.read(), type=Health)
+                return "" if health.is_ready else f"{health.state}: {health.reason}"
         reply = await self.triton.call("ServerReady", pb.ServerReadyRequest(), PROBE_S)
         return "" if reply.ready else "Triton is not ready"
 

@@ -121,9 +121,10 @@ class ServerWatch:
 
     def _health(self) -> tuple[bool | None, str, str]:
         try:
-            return run(self._server.health())
+            health = run(self._server.health())
         except RequestError as error:
             return None, _UNKNOWN, str(error)
+        return health.is_ready, health.state, health.reason
 
     def _metrics(self, state: str, reason: str) -> Figures:
         try:

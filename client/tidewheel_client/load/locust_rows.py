@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tidewheel_client.errors import RequestError
@@ -55,25 +56,25 @@ class Timing:
         return 1e3 * (self._last - self._first) / (self._num_tokens - 1)
 
 
+@dataclass(frozen=True, slots=True)
 class Reporter:
-    def __init__(self, event: Any, kind: str, model: str) -> None:
-        self._event = event
-        self._kind = kind
-        self._model = model
+    event: Any
+    kind: str
+    model: str
 
     def report(self, request: LoadRequest, timing: Timing, error: RequestError | None = None) -> None:
         """Add an ended request to locust's statistics; log the first error of each label."""
-        name = f"{self._model} {request.qos}"
+        name = f"{self.model} {request.qos}"
         label = None if error is None else error.label
-        if label is not None and (self._kind, label) not in _logged:
-            _logged.add((self._kind, label))
-            logger.warning("first %s of %s users: %s", label, self._kind, error)
-        self._fire(self._kind, name, timing.elapsed_ms, timing.num_bytes, label)
-        if label is None and self._kind != "INFER":
-            self._fire("TTFT", f"{self._kind} {name}", timing.ttft_ms)
-            self._fire("TPOT", f"{self._kind} {name}", timing.tpot_ms)
+        if label is not None and (self.kind, label) not in _logged:
+            _logged.add((self.kind, label))
+            logger.warning("first %s of %s users: %s", label, self.kind, error)
+        self._fire(self.kind, name, timing.elapsed_ms, timing.num_bytes, label)
+        if label is None and self.kind != "INFER":
+            self._fire("TTFT", f"{self.kind} {name}", timing.ttft_ms)
+            self._fire("TPOT", f"{self.kind} {name}", timing.tpot_ms)
 
     def _fire(self, row: str, name: str, value: float | None, num_bytes: int = 0, label: str | None = None) -> None:
         if value is not None:
             figures = {"response_time": value, "response_length": num_bytes, "exception": label}
-            self._event.fire(request_type=row, name=name, context={}, **figures)
+            self.event.fire(request_type=row, name=name, context={}, **figures)

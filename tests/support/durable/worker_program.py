@@ -13,12 +13,12 @@ from typing import Any
 
 from tidewheel_client import AsyncClient
 from tidewheel_client.answers import Chunk
-from tidewheel_client.mock_transport import AsyncMockTransport
+from tidewheel_client.mock_transport import MockTransport
 from tidewheel_client.transport import Ask, Responses
 from tidewheel_queue import Worker, WorkerOptions
 
 
-class EchoTransport(AsyncMockTransport):
+class EchoTransport(MockTransport):
     """Answer with the prompt in capitals, after a while."""
 
     def __init__(self, delay_s: float) -> None:

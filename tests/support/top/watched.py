@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tidewheel.top.server_view import RequestLine, ServerView
 from tidewheel.top.watch import RequestListing, ServerWatch
-from tidewheel_client.server_pages import Figures, Health, ServerPages
+from tidewheel_client import Health
+from tidewheel_client.server_pages import Figures, ServerPages
 
 RECORDED = Path(__file__).parents[2] / "top"
 READY = Health(True, "ready")

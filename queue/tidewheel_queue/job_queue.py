@@ -3,13 +3,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from tidewheel_client.errors import Busy, InvalidRequest, NotFound, RequestTimeout
-from tidewheel_client.facade import Facade, blocking, iterating, run
+from tidewheel_client.facade import Facade, blocking, iterating, run, signed_as
 from tidewheel_queue.jobs import (
     DeadJob,
     EnqueuedJob,
@@ -43,7 +42,7 @@ class AsyncQueue:
         where: str | Path,
         *,
         name: str = "default",
-        bound: int = BOUND,
+        bound: int = BOUND,  # jobs that wait or run
         result_ttl_s: float = RESULT_TTL_S,
     ) -> None:
         self._names = QueueNames(name)
@@ -59,7 +58,7 @@ class AsyncQueue:
     async def open(self, /) -> Self:
         """Connect. Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
         self._endpoint = await self._endpoint_type.open(self._where)
-        self._redis = self._endpoint.redis
+        self._redis, self._call = self._endpoint.redis, self._endpoint.call
         return self
 
     async def enqueue(self, /, job: Job | Mapping[str, object] | None = None, **fields: Any) -> EnqueuedJob:
@@ -156,9 +155,7 @@ class AsyncQueue:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _look(self, job_id: str) -> Result:
@@ -186,9 +183,6 @@ class AsyncQueue:
     async def _run(self, script: str, *arguments: Any) -> Any:
         return await self._call(lambda: self._endpoint.run(script, self._names, *arguments))
 
-    async def _call(self, command: Callable[[], Any]) -> Any:
-        return await self._endpoint.call(command)
-
 
 def _pieces(jobs: Sequence[PackedJob]) -> Iterator[list[PackedJob]]:
     piece: list[PackedJob] = []
@@ -214,16 +208,9 @@ class Queue(Facade[AsyncQueue]):
     are those of a `Client`: `Busy` at the bound, `InvalidRequest` for a bad job, `ServerUnavailable` without a Redis.
     """
 
-    def __init__(
-        self,
-        where: str | Path,
-        *,
-        name: str = "default",
-        bound: int = BOUND,  # jobs that wait or run
-        result_ttl_s: float = RESULT_TTL_S,
-    ) -> None:
-        core = _BlockingQueue(where, name=name, bound=bound, result_ttl_s=result_ttl_s)
-        super().__init__(run(core.open()))
+    @signed_as(AsyncQueue.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(run(_BlockingQueue(*args, **options).open()))
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +62,6 @@ class WorkerFigures:
     given_back: int = 0
 
 
-def _say_nothing(text: str) -> None:
-    del text
-
-
 class Worker:
     """Worker that answers a queue's jobs through `client`, and writes the results.
 
@@ -80,7 +76,7 @@ class Worker:
         *,
         name: str = "default",
         options: WorkerOptions | None = None,
-        note: Callable[[str], None] = _say_nothing,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.figures = WorkerFigures()
         self.consumer = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -107,9 +103,10 @@ class Worker:
                 self._note(f"Redis at {endpoint.name} writes no append-only file: jobs are lost when it ends")
             self._finishes: Batcher[FinishedJob, bool] = Batcher(self._store.finish)
             self._emits: Batcher[StreamChunk, None] = Batcher(self._store.emit)
-            with _first_error():
-                async with asyncio.TaskGroup() as group:
-                    await self._run(group)
+            async with asyncio.TaskGroup() as group:
+                await self._run(group)
+        except BaseExceptionGroup as group_error:  # of a task, whose end cancels the others
+            raise group_error.exceptions[0] from None
         finally:
             await endpoint.close()
 
@@ -213,15 +210,16 @@ class Worker:
             job = unpack(taken.payload)
         except InvalidRequest as error:
             return _failed(taken, error)
-        begun, attempt, busy_s = time.monotonic(), taken.attempt, 0.0
+        attempt, busy_s = taken.attempt, 0.0
+        end = math.inf if job.deadline_ms is None else time.monotonic() + (job.deadline_ms - taken.age_ms) / 1e3
         while await self._gate.wait():
-            left_ms = _left_ms(job, taken.age_ms, begun)
-            if left_ms is not None and left_ms <= 0:
+            if end <= time.monotonic():
                 return _failed(taken, DeadlineExceeded(f"the deadline of {job.deadline_ms:g} ms has passed"))
             try:
-                return _done(taken, await self._ask(job, taken.id, attempt, left_ms))
+                return _done(taken, await self._ask(job, taken.id, attempt, end))
             except (Busy, Draining) as error:
-                wait_s = _busy_wait_s(error, busy_s)
+                backoff_ms = 1e3 * max(busy_s, _FIRST_BUSY_WAIT_S)
+                wait_s = max(backoff_ms if error.retry_after_ms is None else error.retry_after_ms, 10) / 1e3
                 busy_s += wait_s
                 if not await self._wait_for_room(taken, error, wait_s, busy_s):
                     return None
@@ -242,10 +240,10 @@ class Worker:
             attempt += 1
         return None
 
-    async def _ask(self, job: Job, job_id: str, attempt: int, left_ms: float | None) -> Completion:
+    async def _ask(self, job: Job, job_id: str, attempt: int, end: float) -> Completion:
         arguments = job.arguments | {"request_id": f"{job_id}.{attempt}"}
-        if left_ms is not None:
-            arguments["deadline_ms"] = max(1, int(left_ms))
+        if end < math.inf:
+            arguments["deadline_ms"] = max(1, int(1e3 * (end - time.monotonic())))
         if not job.stream:
             return await self._client.generate(**arguments)
         chunks, written = [], None
@@ -269,18 +267,6 @@ class Worker:
         return False
 
 
-def _left_ms(job: Job, age_ms: float, begun: float) -> float | None:
-    if job.deadline_ms is None:
-        return None
-    return job.deadline_ms - age_ms - 1000 * (time.monotonic() - begun)
-
-
-def _busy_wait_s(error: RequestError, waited_s: float) -> float:
-    if error.retry_after_ms is not None:
-        return max(error.retry_after_ms / 1e3, 0.01)
-    return max(waited_s, _FIRST_BUSY_WAIT_S)
-
-
 def _done(taken: TakenJob, completion: Completion) -> FinishedJob:
     fields = {name: value for name, value in dataclasses.asdict(completion).items() if value is not None}
     del fields["request_id"], fields["index"]
@@ -294,14 +280,3 @@ def _done(taken: TakenJob, completion: Completion) -> FinishedJob:
 
 def _failed(taken: TakenJob, error: RequestError) -> FinishedJob:
     return finished(taken.id, "failed", error=error.message, tag=error.label)
-
-
-@contextlib.contextmanager
-def _first_error() -> Iterator[None]:
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -32,6 +33,10 @@ _LOST = (
 class RedisEndpoint:
     """Connection to the Redis of a URL, or of a folder, kept until `close`."""
 
+    _library: ClassVar[Any] = redis_asyncio
+    _retry: ClassVar[Any] = AsyncRetry
+    _in_thread: ClassVar[Any] = staticmethod(asyncio.to_thread)
+
     def __init__(self, where: str | Path) -> None:
         """Start the folder's Redis, without connecting. Raise `RequestError`."""
         self._embedded: EmbeddedRedis | None = None
@@ -41,7 +46,7 @@ class RedisEndpoint:
             self._embedded = EmbeddedRedis(Path(where))
             self._url, self.name = f"unix://{self._embedded.socket_path}", str(self._embedded.folder)
         try:
-            self.redis: Any = self._client()
+            self.redis: Any = self._library.Redis.from_url(self._url, retry=self._retry(NoBackoff(), 0), **_OPTIONS)
             self.redis.connection_pool.make_connection()  # parses the URL's options
         except (ValueError, TypeError, exceptions.RedisError):  # messages may quote the password
             self._release()
@@ -54,7 +59,7 @@ class RedisEndpoint:
     @classmethod
     async def open(cls, where: str | Path) -> Self:
         """Connect. Raise `ServerUnavailable`, or `Unsupported` before Redis 6.2."""
-        endpoint = await cls._make(where)
+        endpoint: Self = await cls._in_thread(cls, where)
         try:
             info = await endpoint.call(endpoint.redis.info)
             endpoint.check_version(str(info.get("redis_version", "0")))
@@ -69,24 +74,23 @@ class RedisEndpoint:
 
     async def call(self, command: Callable[[], Any]) -> Any:
         """Run a repeatable command, again after a lost connection. Raise `RequestError`."""
-        try:
-            return await self._answer(command)
-        except exceptions.RedisError as error:
-            if not isinstance(error, exceptions.ConnectionError) or not is_lost(error):
-                raise self.error_of(error) from None
-        await self.revive()
-        try:
-            return await self._answer(command)
-        except exceptions.RedisError as error:
-            raise self.error_of(error) from None
+        has_revived = False
+        while True:
+            try:
+                return await self._answer(command)
+            except exceptions.RedisError as error:
+                if has_revived or not (isinstance(error, exceptions.ConnectionError) and is_lost(error)):
+                    raise self.error_of(error) from None
+            await self.revive()
+            has_revived = True
 
     async def revive(self) -> None:
         """Restart a dead embedded Redis. Raise `ServerUnavailable`."""
         if self._embedded is not None:
-            await asyncio.to_thread(self._embedded.revive)
+            await self._in_thread(self._embedded.revive)
 
     async def close(self) -> None:
-        await self.redis.aclose()
+        await self._answer(getattr(self.redis, "aclose", self.redis.close))
         self._release()
 
     def error_of(self, error: exceptions.RedisError) -> RequestError:
@@ -104,41 +108,25 @@ class RedisEndpoint:
         if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
             raise Unsupported(f"Redis at {self.name} is {version}: a queue needs 6.2 or later")
 
-    @classmethod
-    async def _make(cls, where: str | Path) -> Self:
-        return await asyncio.to_thread(cls, where)
-
-    def _client(self) -> Any:
-        return redis_asyncio.Redis.from_url(self._url, retry=AsyncRetry(NoBackoff(), 0), **_OPTIONS)
-
     async def _answer(self, command: Callable[[], Any]) -> Any:
-        return await heeding_cancels(command())
+        answer = command()
+        return await heeding_cancels(answer) if inspect.isawaitable(answer) else answer
 
     def _release(self) -> None:
         if self._embedded is not None:
             self._embedded.close()
 
 
+async def _at_once(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)
+
+
 class BlockingRedisEndpoint(RedisEndpoint):
     """Redis endpoint whose coroutines block."""
 
-    @classmethod
-    async def _make(cls, where: str | Path) -> Self:
-        return cls(where)
-
-    async def revive(self) -> None:
-        if self._embedded is not None:
-            self._embedded.revive()
-
-    async def close(self) -> None:
-        self.redis.close()
-        self._release()
-
-    def _client(self) -> Any:
-        return redis.Redis.from_url(self._url, retry=Retry(NoBackoff(), 0), **_OPTIONS)
-
-    async def _answer(self, command: Callable[[], Any]) -> Any:
-        return command()
+    _library: ClassVar[Any] = redis
+    _retry = Retry
+    _in_thread = staticmethod(_at_once)
 
 
 def is_lost(error: Exception) -> bool:

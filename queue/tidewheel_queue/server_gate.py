@@ -20,7 +20,6 @@ class ServerGate:
         self._on_open = on_open
         self._opened = asyncio.Event()
         self._shut = asyncio.Event()
-        self._shut.set()
         self._is_ending = False
         self._paused_until = 0.0
 
@@ -52,8 +51,6 @@ class ServerGate:
 
     async def run(self) -> None:
         while True:
-            await self._shut.wait()
-            self._shut.clear()
             look_s = _FIRST_LOOK_S
             while not await self._is_ready():
                 await asyncio.sleep(look_s)
@@ -61,6 +58,8 @@ class ServerGate:
             self._note(f"model {self._client.model!r} at {self._client.url} is ready")
             self._opened.set()
             self._on_open()
+            await self._shut.wait()
+            self._shut.clear()
 
     async def _is_ready(self) -> bool:
         try:

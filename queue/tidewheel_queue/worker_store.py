@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from redis import exceptions
@@ -43,6 +44,7 @@ def finished(job_id: str, state: str, **result: Any) -> FinishedJob:
     return FinishedJob(job_id, state, json.dumps(result, separators=(",", ":")))
 
 
+@dataclass(eq=False)
 class WorkerStore:
     """Worker's access to the queue. Calls wait while Redis is away, and are repeated.
 
@@ -50,20 +52,12 @@ class WorkerStore:
     All other calls are repeatable.
     """
 
-    def __init__(
-        self,
-        endpoint: RedisEndpoint,
-        names: QueueNames,
-        consumer: str,
-        max_attempts: int,
-        note: Callable[[str], None],
-    ) -> None:
-        self._endpoint = endpoint
-        self._names = names
-        self._consumer = consumer
-        self._max_attempts = max_attempts
-        self._note = note
-        self._is_away = False
+    endpoint: RedisEndpoint
+    names: QueueNames
+    consumer: str
+    max_attempts: int
+    note: Callable[[str], None]
+    _is_away: bool = field(default=False, init=False)
 
     async def take(
         self, room: int, held: Iterable[str], *, gone: Mapping[str, str], claim: bool, lowest_first: bool
@@ -74,9 +68,9 @@ class WorkerStore:
         back.
         """
         workers = [part for worker in gone.items() for part in worker]
-        options = (room, self._max_attempts, int(claim), int(lowest_first))
+        options = (room, self.max_attempts, int(claim), int(lowest_first))
         try:
-            found = await self._once("take", self._consumer, *options, *workers)
+            found = await self._once("take", self.consumer, *options, *workers)
         except exceptions.RedisError as error:
             if "NOGROUP" not in str(error):
                 await self._away(error, _FIRST_WAIT_S)
@@ -91,24 +85,24 @@ class WorkerStore:
 
     async def fail(self, job_id: str, attempt: int, reason: str) -> bool:
         """Count a failed attempt. Return False if the job was given up or taken by another worker."""
-        given = (job_id, attempt, self._max_attempts, reason)
-        return bool(await self._persistently("fail", self._consumer, *given))
+        given = (job_id, attempt, self.max_attempts, reason)
+        return bool(await self._persistently("fail", self.consumer, *given))
 
     async def beat(self, ids: Iterable[str]) -> tuple[list[str], dict[str, str]]:
         """Send a heartbeat. Return ids of lost jobs, and heartbeats of other workers with jobs."""
-        lost, others = await self._persistently("beat", self._consumer, *ids)
+        lost, others = await self._persistently("beat", self.consumer, *ids)
         return lost, dict(zip(others[::2], others[1::2], strict=True))
 
     async def emit(self, parts: Sequence[StreamChunk]) -> list[None]:
-        await self._persistently("emit", self._consumer, *(field for part in parts for field in part))
+        await self._persistently("emit", self.consumer, *(field for part in parts for field in part))
         return [None] * len(parts)
 
     async def give_back(self, kept: Iterable[str] = ()) -> int:
         """Give back all jobs but `kept`; return their number."""
-        return int(await self._persistently("give_back", self._consumer, *kept))
+        return int(await self._persistently("give_back", self.consumer, *kept))
 
     async def leave(self) -> None:
-        await self._persistently("leave", self._consumer)
+        await self._persistently("leave", self.consumer)
 
     async def has_jobs(self) -> bool:
         return any((await self._persistently("count"))[:4])
@@ -121,8 +115,8 @@ class WorkerStore:
             await asyncio.sleep(_LONGEST_WAIT_S)
 
     async def _hear_until_lost(self, on_work: Callable[[], None], on_cancel: Callable[[str], None]) -> None:
-        async with self._endpoint.redis.pubsub() as channel:
-            await heeding_cancels(channel.subscribe(self._names.bell))
+        async with self.endpoint.redis.pubsub() as channel:
+            await heeding_cancels(channel.subscribe(self.names.bell))
             while True:
                 message = await heeding_cancels(
                     channel.get_message(ignore_subscribe_messages=True, timeout=_LONGEST_WAIT_S)
@@ -143,20 +137,20 @@ class WorkerStore:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _once(self, script: str, *arguments: Any) -> Any:
-        answer = await heeding_cancels(self._endpoint.run(script, self._names, *arguments))
+        answer = await heeding_cancels(self.endpoint.run(script, self.names, *arguments))
         if self._is_away:
             self._is_away = False
-            self._note(f"Redis at {self._endpoint.name} answers again")
+            self.note(f"Redis at {self.endpoint.name} answers again")
         return answer
 
     async def _away(self, error: exceptions.RedisError, wait_s: float) -> None:
         if not is_lost(error):
-            raise self._endpoint.error_of(error) from None
+            raise self.endpoint.error_of(error) from None
         if not self._is_away:
             self._is_away = True
-            self._note(f"{self._endpoint.error_of(error)}: trying again")
+            self.note(f"{self.endpoint.error_of(error)}: trying again")
         with contextlib.suppress(RequestError):  # reported above
-            await self._endpoint.revive()
+            await self.endpoint.revive()
         await asyncio.sleep(wait_s)
 
 

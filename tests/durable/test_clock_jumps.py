@@ -13,7 +13,7 @@ from support.durable import shifted_redis
 from support.durable.patience import until
 from support.durable.shifted_redis import ShiftedRedis
 from support.durable.worker_program import EchoTransport
-from tidewheel_client import AsyncClient, AsyncMockTransport
+from tidewheel_client import AsyncClient, MockTransport
 from tidewheel_queue import AsyncQueue, Worker, WorkerOptions
 from tidewheel_queue.worker_store import SilenceWatch
 
@@ -35,7 +35,7 @@ def test_a_worker_that_lives_keeps_its_jobs(redis: ShiftedRedis, jump_s: int) ->
     async def use() -> None:
         async with AsyncQueue(redis.url) as queue:
             await queue.enqueue_many(JOBS)
-            transport, other = EchoTransport(4.0), AsyncMockTransport(lambda ask: "from another")
+            transport, other = EchoTransport(4.0), MockTransport(lambda ask: "from another")
             first = asyncio.create_task(Worker(AsyncClient(transport=transport), redis.url, options=options).run())
             await until(lambda: len(transport.asked) == len(JOBS), "taken")
             redis.jump(jump_s)

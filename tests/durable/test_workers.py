@@ -13,7 +13,7 @@ import pytest
 import support.durable.needed  # noqa: F401
 from support.durable.patience import until
 from support.durable.worker_program import EchoTransport
-from tidewheel_client import AsyncClient, AsyncMockTransport, Busy, InvalidRequest, ServerUnavailable
+from tidewheel_client import AsyncClient, Busy, InvalidRequest, MockTransport, ServerUnavailable
 from tidewheel_client.answers import Chunk
 from tidewheel_client.errors import Draining, EngineDead
 from tidewheel_client.mock_transport import Answer
@@ -46,11 +46,11 @@ class Place:
         self.notes: list[str] = []
 
     def worker(self, answer: Callable[[Ask], Answer], options: WorkerOptions = FAST) -> Worker:
-        transport = AsyncMockTransport(answer)
+        transport = MockTransport(answer)
         self.asked = transport.asked
         return self.worker_of(transport, options)
 
-    def worker_of(self, transport: AsyncMockTransport, options: WorkerOptions = FAST) -> Worker:
+    def worker_of(self, transport: MockTransport, options: WorkerOptions = FAST) -> Worker:
         client = AsyncClient(transport=transport)
         return Worker(client, self.folder, name=self.name, options=options, note=self.notes.append)
 
@@ -182,7 +182,7 @@ def test_a_passed_deadline_is_not_asked(place: Place) -> None:
     assert place.asked == []
 
 
-class BreaksOnce(AsyncMockTransport):
+class BreaksOnce(MockTransport):
     """Break the first answer after its first part."""
 
     def open(self, ask: Ask, timeout_s: float | None) -> Any:
@@ -475,7 +475,7 @@ def test_a_job_of_another_version_fails(place: Place) -> None:
 
 
 def test_a_server_that_is_away_is_waited_for(place: Place) -> None:
-    class Away(AsyncMockTransport):
+    class Away(MockTransport):
         looks = 0
 
         async def call(self, method: str, request: Any) -> Any:

@@ -13,11 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from tidewheel.config import EngineConfig
-from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
+from tidewheel.parameters import MAX_INT32
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
+from tidewheel.scheduler.admission import check_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Generator:
         self._model = model
         self._tokenizer = tokenizer
         self._eos = torch.tensor(sorted(eos_token_ids), device=model.device)
-        self._max_model_len = int(getattr(model.config, "max_position_embeddings", 0)) or None
+        self._max_model_len = int(getattr(model.config, "max_position_embeddings", 0)) or MAX_INT32
 
     @classmethod
     def load(cls, config: EngineConfig) -> Generator:
@@ -70,19 +72,11 @@ class Generator:
         return self._tokenizer.encode(text).tolist()  # type: ignore[no-any-return]
 
     def check(self, row: Row) -> None:
-        vocab_size, length = self._tokenizer.vocab_size, len(row.token_ids)
-        if length == 0:
-            raise InvalidRequest("the prompt has no tokens: it must have at least one")
-        if row.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {row.max_tokens}: it must be at least 1")
+        vocab_size = self._tokenizer.vocab_size
+        check_lengths(len(row.token_ids), row.max_tokens, 0, self._max_model_len)
         wrong = next((token for token in row.token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(f"input_ids has the token id {wrong}: ids are 0 to {vocab_size - 1}")
-        if self._max_model_len is not None and length + row.max_tokens > self._max_model_len:
-            raise PromptTooLarge(
-                f"the prompt has {length} tokens and max_tokens is {row.max_tokens}: "
-                f"together at most {self._max_model_len} fit"
-            )
 
     @torch.inference_mode()
     def generate(self, rows: Sequence[Row]) -> list[RowOutput]:

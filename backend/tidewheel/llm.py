@@ -96,10 +96,13 @@ class LLM:
         self.config = EngineConfig.from_settings({"model": str(model), **settings})
         runner = load_model_runner(self.config)
         self.info: EngineInfo = engine_info(runner.info, self.config)
-        self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
-        self._maker = MessageMaker(self.info, self._tokenizer, self._load_defaults())
+        folder = Path(self.config.tokenizer or self.info.model)
+        self._tokenizer = None if skip_tokenizer_init else Tokenizer.load(folder, vocab_size=self.info.vocab_size)
+        source = self.config.generation_config or "auto"
+        defaults = GenerationDefaults.load(Path(self.info.model), source, self.config.override_generation_config)
+        self._maker = MessageMaker(self.info, self._tokenizer, defaults)
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._compiler = GrammarCompiler(Path(self.config.tokenizer or self.info.model), self.info.vocab_size)
+        self._compiler = GrammarCompiler(folder, self.info.vocab_size)
         self._grammars = GrammarCache()
         self._open: dict[str, tuple[_Prompt, int]] = {}  # unfinished sequences by request id
         config = replace(self.config, max_waiting_requests=_UNLIMITED, max_waiting_tokens=_UNLIMITED)
@@ -173,22 +176,14 @@ class LLM:
             raise RuntimeError("this LLM was closed")
         return self._core
 
-    def _load_tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(Path(self.config.tokenizer or self.info.model), vocab_size=self.info.vocab_size)
-
-    def _load_defaults(self) -> GenerationDefaults:
-        source = self.config.generation_config or "auto"
-        return GenerationDefaults.load(Path(self.info.model), source, self.config.override_generation_config)
-
     def _prepare(
         self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
     ) -> _Prompt:
         prompt_ids = truncated(self._prompt_ids(prompt, sampling), sampling, self.info)
-        message, outputs, checked, *_ = self._maker.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
-        assert isinstance(message, AddRequest) and outputs is not None and checked is not None
+        message, outputs = self._maker.prepare(number, Generation(prompt_ids, sampling, options), now_ns)
         requests = to_requests(
             message,
-            checked,
+            self.info,
             self.config,
             request_ids=[f"{number}.{index}" for index in range(options.n)],
             seed=self._seeds.getrandbits(64),

@@ -110,7 +110,7 @@ class ParameterField(NamedTuple):
     kind: str
     default: object
     parameter: Parameter
-    check: Callable[[str, typing.Any], None]  # raises `InvalidRequest`
+    check: Callable[[str, typing.Any], None] | None  # raises `InvalidRequest`
 
 
 @functools.cache
@@ -128,18 +128,14 @@ def _field(found: msgspec.structs.FieldInfo) -> ParameterField:
         "list of texts": parameter.check_texts, "list of token ids": parameter.check_token_ids,
     }  # fmt: skip
     default = None if found.default is msgspec.NODEFAULT else found.default
-    return ParameterField(found.name, kind, default, parameter, checks.get(kind, _accept))
-
-
-def _accept(name: str, value: object) -> None:
-    pass
+    return ParameterField(found.name, kind, default, parameter, checks.get(kind))
 
 
 def check_fields(values: msgspec.Struct) -> None:
     """Raise `InvalidRequest` for the first field outside its limits."""
     for name, _, default, _, check in fields_of(type(values)).values():
         value = getattr(values, name)
-        if value is not default:
+        if check is not None and value is not default:
             check(name, value)
 
 

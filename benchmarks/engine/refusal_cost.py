@@ -26,7 +26,7 @@ import numpy as np
 from common.study import Study, show
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, encoder, to_engine_decoder
-from tidewheel.engine.requests import check_request, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
@@ -200,7 +200,7 @@ def message(name: str, setting: Setting, patience: Patience, *, num_biases: int 
 def handle(scene: Scene, raw: bytes, names: list[str]) -> str:
     decoded = to_engine_decoder.decode(raw)
     assert isinstance(decoded, AddRequest)
-    requests = to_requests(decoded, check_request(decoded, ENGINE), CONFIG, request_ids=names, seed=0, now=scene.now)
+    requests = to_requests(decoded, ENGINE, CONFIG, request_ids=names, seed=0, now=scene.now)
     try:
         scene.scheduler.add_group(requests, scene.now)
     except Busy:

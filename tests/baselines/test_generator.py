@@ -10,7 +10,7 @@ import torch
 
 from support.models.tiny_models import MARGIN, greedy
 from tidewheel.baseline import Generator, Row, RowEnds
-from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.errors import InvalidRequest
 
 CONTEXT, VOCAB = 1024, 4096
 
@@ -99,7 +99,7 @@ def test_row_ends() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (Row(token_ids=[], max_tokens=1), "no tokens"),
+        (Row(token_ids=[], max_tokens=1), "the prompt is empty"),
         (Row(token_ids=[4], max_tokens=0), "max_tokens is 0"),
         (Row(token_ids=[4, VOCAB], max_tokens=1), f"{VOCAB}: ids are 0 to {VOCAB - 1}"),
         (Row(token_ids=[-1], max_tokens=1), "-1"),
@@ -112,5 +112,5 @@ def test_what_cannot_be_computed_is_refused(generator: Generator, row: Row, word
 
 def test_the_context_is_the_limit(generator: Generator) -> None:
     generator.check(Row(token_ids=[4] * (CONTEXT - 8), max_tokens=8))
-    with pytest.raises(PromptTooLarge, match=f"1017 tokens.*max_tokens is 8.*{CONTEXT}"):
+    with pytest.raises(InvalidRequest, match=f"max_tokens is 8.*1017 tokens.*{CONTEXT}"):
         generator.check(Row(token_ids=[4] * (CONTEXT - 7), max_tokens=8))

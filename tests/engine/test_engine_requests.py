@@ -38,7 +38,7 @@ def convert_all(
     prompt = prompt_bytes(1, 2, 3) if prompt is None else prompt
     message = add_request(7, prompt, sampling or SamplingParams(), n=n, **fields)
     ids = ["r", *(f"r{index}" for index in range(1, n))]
-    return to_requests(message, check_request(message, INFO), CONFIG, request_ids=ids, seed=5, now=time.monotonic())
+    return to_requests(message, INFO, CONFIG, request_ids=ids, seed=5, now=time.monotonic())
 
 
 def convert(sampling: SamplingParams | None = None, *, prompt: bytes | None = None, **fields: object) -> Request:

@@ -199,6 +199,7 @@ def read_request(
     )
     if not has_logprobs and (response_format.cumulative_logprob or response_format.log_probs):
         parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
+    limits_us = request.timeout(), math.ceil(1e6 * (settings.max_request_s or 0))  # 0: none
     return GenerateRequest(
         request_id=request.request_id(),
         task=_task(inputs),
@@ -210,7 +211,7 @@ def read_request(
         echo=not exclude_input,
         arrival_ns=arrival_ns,
         traceparent=_traceparent(request) if settings.otlp_traces_endpoint else "",
-        timeout_us=_time_limit_us(request.timeout(), settings.max_request_s),
+        timeout_us=min(filter(None, limits_us), default=0),
     ), response_format
 
 
@@ -219,13 +220,6 @@ def _task(inputs: Mapping[str, Any]) -> Task:
     if text not in get_args(Task):
         raise InvalidRequest(f"task is {show(text)}: it must be {', '.join(get_args(Task))}")
     return cast(Task, text)
-
-
-def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
-    if max_request_s is None:
-        return timeout_us
-    limit_us = math.ceil(max_request_s * 1e6)
-    return min(timeout_us or limit_us, limit_us)
 
 
 def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> tuple[ParameterSource, ...]:

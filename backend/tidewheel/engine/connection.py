@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import threading
@@ -15,7 +16,7 @@ import zmq
 
 from tidewheel.engine import messages
 from tidewheel.engine.folder import Status, read_serving, socket_address
-from tidewheel.errors import Busy, TidewheelError, from_wire
+from tidewheel.errors import Busy, TidewheelError
 from tidewheel_process.handle import ProcessHandle
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,7 @@ class Outbox:
         """Queue a request. Raise `Busy` if too many are held, or the error of `refuse`."""
         with self._lock:
             if self._refusal is not None:
-                refusal = self._refusal  # each raising thread needs its own instance
-                raise from_wire(refusal.tag, refusal.message, refusal.retry_after_ms)
+                raise copy.copy(self._refusal)  # each raising thread needs its own instance
             if len(self._held) >= self._max_held:
                 full = f"{len(self._held)} of {self._max_held} requests wait for the engine"
                 raise Busy(full, retry_after_ms=messages.RETRY_AFTER_MS)

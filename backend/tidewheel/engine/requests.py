@@ -40,7 +40,7 @@ class CheckedRequest(NamedTuple):
 
 def to_requests(
     message: AddRequest,
-    checked: CheckedRequest,
+    info: EngineInfo,
     config: EngineConfig,
     *,
     request_ids: Sequence[str],
@@ -48,10 +48,12 @@ def to_requests(
     now: float,
     grammar: TokenGrammar | None = None,
 ) -> list[Request]:
-    """Return one request per id, its index added to the seed modulo 2**64. The first leads the others.
+    """Check a message; return one request per id, its index added to the seed modulo 2**64.
 
-    `seed`: for messages without a seed; `grammar`: the message's, compiled. Raise `InvalidRequest`.
+    The first leads the others. `seed`: for messages without a seed; `grammar`: the message's, compiled. Raise
+    `InvalidRequest`.
     """
+    checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     options = message.options
     ttl = _session_ttl(options, config)

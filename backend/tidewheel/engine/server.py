@@ -18,7 +18,7 @@ from tidewheel.engine.core import EngineCore, Runner
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.grammar_queue import GrammarQueue
 from tidewheel.engine.heartbeat import ListeningClock
-from tidewheel.engine.requests import check_request, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.grammar import TokenGrammar
 from tidewheel.request import FinishReason
@@ -271,9 +271,8 @@ class EngineServer:
             request_ids = self._front_ends.open(front_end, message.key, message.options.n, message.request_id)
             try:
                 seed, now = self._seeds.getrandbits(64), self._clock()
-                checked = check_request(message, self._info)
                 requests = to_requests(
-                    message, checked, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
+                    message, self._info, self._config, request_ids=request_ids, seed=seed, now=now, grammar=grammar
                 )
                 self._core.add_group(requests)
             except Exception as error:

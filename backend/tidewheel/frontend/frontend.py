@@ -235,9 +235,8 @@ class Frontend:
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
         message = request.prepared.message
-        if delta.error is None or not delta.error.is_waiting_set_full or message is None:
-            return False
-        if not self._gate.hold(message):
+        is_full = delta.error is not None and delta.error.is_waiting_set_full
+        if message is None or not is_full or not self._gate.hold(message):
             return False
         if not request.mark_held():
             self._gate.forget(request.key)

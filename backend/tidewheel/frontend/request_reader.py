@@ -11,7 +11,7 @@ import msgspec
 
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineInfo
-from tidewheel.engine.requests import CheckedRequest, check_prompt_length, check_request, check_token_ids
+from tidewheel.engine.requests import check_prompt_length, check_request, check_token_ids
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import parse_conversation
 from tidewheel.frontend.coercion import check_size, to_text
@@ -34,7 +34,6 @@ MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
 class PreparedRequest(NamedTuple):
     message: AddRequest | None = None  # None: the engine is not asked
     outputs: Outputs | None = None  # None: nothing is generated
-    checked: CheckedRequest | None = None
     has_stop_strings: bool = False
     answer: str = ""  # where nothing is generated
 
@@ -56,8 +55,10 @@ class MessageMaker:
         # Folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
 
-    def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> PreparedRequest:
-        """Return the message and output of a request. Raise `InvalidRequest`."""
+    def prepare(
+        self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0
+    ) -> tuple[AddRequest, Outputs]:
+        """Return the checked message and the output of a request. Raise `InvalidRequest`."""
         sampling = given.sampling
         grammar = sampling.grammar
         bias = LogitBias.of(sampling.logit_bias).to_bytes() if sampling.logit_bias else (b"", b"")
@@ -79,9 +80,8 @@ class MessageMaker:
             deadline_ns=given.options.deadline_ns(arrival_ns, timeout_us),
             soft_deadline_ns=given.options.soft_deadline_ns(arrival_ns),
         )
-        checked = check_request(message, self._info, prompt_name=given.prompt_name)
-        outputs = Outputs(self._tokenizer, given, arrival_ns)
-        return PreparedRequest(message, outputs, checked, has_stop_strings=bool(sampling.stop))
+        check_request(message, self._info, prompt_name=given.prompt_name)
+        return message, Outputs(self._tokenizer, given, arrival_ns)
 
     def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         # A grammar may only be able to end.
@@ -157,9 +157,9 @@ class RequestReader(MessageMaker):
             is_scoring=is_scoring,
             request_id=request.request_id,
         )
-        prepared = self.prepare(key, given, arrival_ns, request.timeout_us)
+        message, outputs = self.prepare(key, given, arrival_ns, request.timeout_us)
         _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
-        return prepared
+        return PreparedRequest(message, outputs, has_stop_strings=bool(sampling.stop))
 
     def _tokenizer_answer(self, request: GenerateRequest) -> str:
         options = parse_parameters(request.parameters, task=request.task).prompt

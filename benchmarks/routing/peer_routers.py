@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from tidewheel.fleet.router import RoutedRequest, Router, RouteRequest
-from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import H200_8B
 
 TREE_TOKENS = 32
@@ -126,7 +125,7 @@ class LeastBlocks(Router[int]):
 
     def _cost(self, request: RouteRequest, replica: int) -> float:
         slot = self.slots[replica]
-        waiting = float(self.waiting_ahead(Priority.LOW)[slot])
+        waiting = float(self.waiting[-1, slot])
         prefill = max(waiting + request.num_tokens - self.cached_tokens(replica), 0.0) / request.chunk_tokens
         active = self._active[replica]
         return prefill + len(active) + self._private[replica] + sum(chunk not in active for chunk in request.chunks)

@@ -111,7 +111,7 @@ class RouterMachine(RuleBasedStateMachine):
         for name in self.present:
             assert loads.open_of(name) == counts[name]
             for priority in Priority:
-                assert loads.waiting_ahead(priority)[loads.slots[name]] == self.ahead(name, priority)
+                assert loads.waiting[priority - 1, loads.slots[name]] == self.ahead(name, priority)
         for priority in Priority:
             assert loads.total_waiting[priority - 1] == sum(self.ahead(name, priority) for name in self.present)
         running = sum(f.request.num_tokens for f, stay in self.open if f.has_started and self.is_there(f, stay))

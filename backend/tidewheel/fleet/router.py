@@ -144,11 +144,6 @@ class Router(ABC, Generic[T]):
         slot = int(num_open.argmin())
         return self.names[slot] if np.isfinite(num_open[slot]) else None
 
-    def waiting_ahead(self, priority: Priority) -> Float64Array:
-        """Return, by slot, prompt tokens of waiting requests in this class or above."""
-        ahead: Float64Array = self.waiting[priority - 1]
-        return ahead
-
     def count(self, request: RouteRequest, replica: T, num_uncached_tokens: int) -> RoutedRequest[T]:
         slot = self.slots[replica]
         self.num_open[slot] += 1

@@ -152,13 +152,13 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
 
     def _first(self, key: str, request: RouteRequest, num_open: Float64Array, bound: int) -> int | None:
         """Return a new session's slot by the ring, passing over unusually long queues; None without room."""
-        waiting, total = self.waiting_ahead(request.priority), self.total_waiting[request.priority - 1]
+        waiting, total = self.waiting[request.priority - 1], self.total_waiting[request.priority - 1]
         most = max(LOAD_FACTOR * float(total) / len(self.slots), request.num_tokens)
         return self._ring.first(key, lambda slots: (num_open[slots] < bound) & (waiting[slots] <= most))
 
     def _cheapest(self, request: RouteRequest, num_open: Float64Array, bound: int) -> int:
         cost = RUNNING_WEIGHT * self.running
-        cost += self.waiting_ahead(request.priority)
+        cost += self.waiting[request.priority - 1]
         cost -= self._cached_tokens(request)
         slot = int(cost.argmin())
         if num_open[slot] < bound:
@@ -166,11 +166,11 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         return int(np.where(num_open < bound, cost, np.inf).argmin())
 
     def _earliest(self, request: RouteRequest, num_open: Float64Array) -> int:
-        ahead = self.waiting_ahead(request.priority) - self._cached_tokens(request)
+        ahead = self.waiting[request.priority - 1] - self._cached_tokens(request)
         if num_open is not self.num_open:
             ahead[np.isinf(num_open)] = np.inf
         slots = (ahead == ahead[ahead.argmin()]).nonzero()[0]
-        to_do = self.waiting_ahead(Priority.LOW)[slots] + self.running[slots]
+        to_do = self.waiting[-1, slots] + self.running[slots]
         return int(slots[to_do.argmin()])
 
     def _cached_tokens(self, request: RouteRequest) -> Float64Array | float:
@@ -189,9 +189,8 @@ class PrefixAwareRouter(SessionAffinityRouter[T]):
         routed.stamp, routed.known = self.prefixes.touch(slot, request.chunks), known
         self._unstarted[slot].add(routed.stamp)
         if request.session:
-            key = request.session
-            self._homes.pop(key, None)
-            self._homes[key] = replica
+            self._homes.pop(request.session, None)
+            self._homes[request.session] = replica
             if len(self._homes) > self._max_sessions:
                 del self._homes[next(iter(self._homes))]
         return routed

@@ -218,7 +218,7 @@ def test_the_limit_of_a_job_begins_after_what_jobs_share(
     at_limits = []
 
     def limit_cpu(seconds: float) -> None:
-        at_limits.append((seconds, runner._compiler._tokens is not None, runner._controls._renamed is not None))
+        at_limits.append((seconds, runner._compiler._tokens is not None, "renamed" in vars(runner._controls)))
 
     monkeypatch.setattr(prompt_process, "_limit_cpu", limit_cpu)
     ours, theirs = multiprocessing.Pipe()

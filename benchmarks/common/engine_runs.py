@@ -91,7 +91,7 @@ class EngineLoop:
         while self._due and self._due[0][0] <= now:
             request = self.requests[heapq.heappop(self._due)[1]]
             try:
-                self.core.add(request)
+                self.core.add_group([request])
             except TidewheelError as error:
                 request.error = error
                 self._end(request)

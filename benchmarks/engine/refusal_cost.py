@@ -86,7 +86,7 @@ class Scene:
 
     def fill(self, number: int) -> None:
         for _ in range(number):
-            self.scheduler.add(self.request(priority=self.setting.priority), self.now)
+            self.scheduler.add_group([self.request(priority=self.setting.priority)], self.now)
 
     def request(self, *, tenant: str | None = None, length: int = PROMPT_TOKENS, priority: Priority) -> Request:
         number = next(self.ids)
@@ -104,7 +104,7 @@ class Scene:
     def timed_add(self, request: Request) -> tuple[float, str, int]:
         begin = time.perf_counter_ns()
         try:
-            evicted = self.scheduler.add(request, self.now)
+            evicted = self.scheduler.add_group([request], self.now)
         except Busy:
             return (time.perf_counter_ns() - begin) / 1e3, "refused", 0
         microseconds = (time.perf_counter_ns() - begin) / 1e3
@@ -181,7 +181,7 @@ def message(name: str, setting: Setting, patience: Patience, *, num_biases: int 
     tenant = "limited" if setting.requests_per_s else "free"
     scene.fill(setting.waiting // 2)
     if setting.requests_per_s:
-        scene.scheduler.add(scene.request(tenant=tenant, priority=Priority.LOW), scene.now)
+        scene.scheduler.add_group([scene.request(tenant=tenant, priority=Priority.LOW)], scene.now)
 
     def once() -> tuple[float, str]:
         raw = payload(scene, tenant, num_biases, n)

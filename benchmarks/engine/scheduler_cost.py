@@ -69,7 +69,7 @@ class Bench:
             tenant=f"tenant-{self.num_added % NUM_TENANTS}",
         )
         self.num_added += 1
-        self.scheduler.add(request, time.monotonic())
+        self.scheduler.add_group([request], time.monotonic())
 
     def answer(self, batch: ScheduledBatch) -> SampledTokens:
         tokens = self.rng.integers(3, VOCAB_SIZE, len(batch.rows), dtype=np.int32)

@@ -161,7 +161,7 @@ def alone(case: Case, seconds: float) -> float:
     sampling = SamplingParams(max_tokens=info.max_model_len - 3, ignore_eos=True)
     for number in range(case.streams):
         prompt = np.array([5, 6, 7], np.int32)
-        core.add(Request(str(number), prompt, sampling, max_tokens=info.max_model_len - 3, arrival_time=0.0))
+        core.add_group([Request(str(number), prompt, sampling, max_tokens=info.max_model_len - 3, arrival_time=0.0)])
     while num_tokens < 10 * case.streams:
         core.step()
     before, begin = num_tokens, time.monotonic()

@@ -73,10 +73,10 @@ def test_cancel_of_unknown_and_ended_requests_is_nothing() -> None:
 def test_refusals_are_raised_and_deliver_nothing() -> None:
     harness = CoreHarness(num_blocks=4, max_waiting_requests=1)
     with pytest.raises(InvalidRequest):
-        harness.core.add(make_request("too large", 16, max_tokens=8))
+        harness.core.add_group([make_request("too large", 16, max_tokens=8)])
     harness.add(make_request("a", 4))
     with pytest.raises(Busy):
-        harness.core.add(make_request("b", 4))
+        harness.core.add_group([make_request("b", 4)])
     harness.run()
 
 

@@ -108,7 +108,7 @@ def test_a_lowered_waiting_set_evicts_nothing() -> None:
         harness.add(make_request(str(index), 4, priority=Priority.LOW, max_tokens=2))
     reconfigure(harness, {"max_waiting_requests": 5, "max_waiting_tokens": 20})
     with pytest.raises(WaitingSetFull, match="20 of 5 requests"):
-        harness.core.add(make_request("low", 4, priority=Priority.LOW))
+        harness.core.add_group([make_request("low", 4, priority=Priority.LOW)])
     harness.add(make_request("high", 4, priority=Priority.HIGH, max_tokens=2))
     assert list(harness.ended.values()) == [FinishReason.ERROR]  # as many as came
     harness.run()
@@ -136,7 +136,7 @@ def test_tenants_keep_what_they_have_used() -> None:
     faster = {"a": TenantLimits(requests_per_s=0.02, weight=3.0), "b": TenantLimits()}
     harness.scheduler.reconfigure(make_config(tenants=faster), SessionLimits(tenants=faster))
     with pytest.raises(Busy, match="requests_per_s"):
-        harness.core.add(make_request("2", 4, tenant="a"))
+        harness.core.add_group([make_request("2", 4, tenant="a")])
     harness.run()
     figures = harness.scheduler.stats().tenants
     assert figures["a"].num_started == 1

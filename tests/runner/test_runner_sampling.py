@@ -171,7 +171,7 @@ def test_penalties_survive_a_preemption(runner: ModelRunner) -> None:
 def first_step(runner: ModelRunner, requests: list[Request]) -> SampledTokens:
     loop = StepLoop(runner)
     for item in requests:
-        loop.scheduler.add(item, 0.0)
+        loop.scheduler.add_group([item], 0.0)
     batch = loop.scheduler.schedule(0.0)
     assert batch is not None
     return runner.run(batch)
@@ -236,7 +236,7 @@ def test_parameters_that_fail_end_their_request_alone(runner: ModelRunner) -> No
     force_setattr(broken.sampling, "logit_bias", BrokenBias())
     core = EngineCore(StepLoop(runner).scheduler, runner, lambda outputs: None)
     for one in (requests[0], broken, *requests[1:]):
-        core.add(one)
+        core.add_group([one])
     while core.has_unfinished:
         core.step()
     assert [one.output_token_ids for one in requests] == expected

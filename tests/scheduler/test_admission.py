@@ -15,7 +15,7 @@ from tidewheel.scheduler.scheduler import Scheduler
 def refused(scheduler: Scheduler, request: Request) -> str:
     before = scheduler.stats()
     with pytest.raises(InvalidRequest) as caught:
-        scheduler.add(request, 0.0)
+        scheduler.add_group([request], 0.0)
     assert replace(scheduler.stats(), tenants=before.tenants) == before
     scheduler.check_invariants()
     return caught.value.message
@@ -37,7 +37,7 @@ def test_prompt_and_output_must_fit_the_context() -> None:
     scheduler = make_scheduler(max_model_len=20)
     message = refused(scheduler, make_request(prompt=15, max_tokens=6))
     assert "15" in message and "6" in message and "20" in message
-    scheduler.add(make_request(prompt=14, max_tokens=6), 0.0)
+    scheduler.add_group([make_request(prompt=14, max_tokens=6)], 0.0)
 
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(5, True), (6, False)])
@@ -55,28 +55,28 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(max_tokens: int, fits: b
 def test_the_waiting_set_is_bounded_in_requests() -> None:
     scheduler = make_scheduler(max_waiting_requests=2)
     for name in "ab":
-        scheduler.add(make_request(name), 0.0)
+        scheduler.add_group([make_request(name)], 0.0)
     before = scheduler.stats()
     with pytest.raises(Busy, match="2 of 2 requests") as caught:
-        scheduler.add(make_request("c"), 0.0)
+        scheduler.add_group([make_request("c")], 0.0)
     assert caught.value.retry_after_ms is not None
     assert str(caught.value).startswith("[TW-BUSY retry_after_ms=")
     assert replace(scheduler.stats(), tenants=before.tenants) == before
     assert scheduler.cancel("a") is not None
-    scheduler.add(make_request("c"), 0.0)
+    scheduler.add_group([make_request("c")], 0.0)
 
 
 def test_the_waiting_set_is_bounded_in_tokens() -> None:
     scheduler = make_scheduler(max_waiting_tokens=20)
-    scheduler.add(make_request("a", prompt=12), 0.0)
+    scheduler.add_group([make_request("a", prompt=12)], 0.0)
     with pytest.raises(Busy, match="12 of 20 tokens, and this prompt has 9"):
-        scheduler.add(make_request("b", prompt=9), 0.0)
-    scheduler.add(make_request("c", prompt=8), 0.0)
+        scheduler.add_group([make_request("b", prompt=9)], 0.0)
+    scheduler.add_group([make_request("c", prompt=8)], 0.0)
 
 
 def test_a_prompt_longer_than_may_ever_wait_is_not_told_to_come_back() -> None:
     with pytest.raises(PromptTooLarge, match="21 tokens: at most 20"):
-        make_scheduler(max_waiting_tokens=20).add(make_request(prompt=21), 0.0)
+        make_scheduler(max_waiting_tokens=20).add_group([make_request(prompt=21)], 0.0)
 
 
 def test_preempted_requests_do_not_count_against_newcomers() -> None:

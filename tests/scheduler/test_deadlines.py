@@ -55,7 +55,7 @@ def test_a_preempted_one_ends_with_what_it_has() -> None:
 def test_one_that_is_late_already_is_refused() -> None:
     scheduler = make_scheduler()
     with pytest.raises(DeadlineExceeded, match="passed 500 ms before"):
-        scheduler.add(make_request(deadline=1.0), 1.5)
+        scheduler.add_group([make_request(deadline=1.0)], 1.5)
     assert not scheduler.has_unfinished and scheduler.stats().num_hopeless == 1
 
 
@@ -87,19 +87,19 @@ def test_a_deadline_that_the_queue_ahead_makes_impossible_is_refused(
     assert before.num_waiting > 0
     request = make_request("x", prompt=[50], priority=priority, arrival_time=4.0, deadline=4.9)
     if not is_refused:
-        scheduler.add(request, 4.0)
+        scheduler.add_group([request], 4.0)
         return
     with pytest.raises(
         DeadlineExceeded, match=r"the deadline is in 900 ms, .* tokens wait ahead, and 1 tokens of the prompt"
     ):
-        scheduler.add(request, 4.0)
+        scheduler.add_group([request], 4.0)
     assert replace(scheduler.stats(), tenants=before.tenants) == replace(before, num_hopeless=1)
 
 
 def test_only_what_comes_before_the_deadline_is_expired() -> None:
     scheduler = make_scheduler()
     for name, deadline in (("a", 1.0), ("b", 2.0), ("c", None)):
-        scheduler.add(make_request(name, deadline=deadline), 0.0)
+        scheduler.add_group([make_request(name, deadline=deadline)], 0.0)
     assert [request.request_id for request in scheduler.expire(0.999)] == []
     assert [request.request_id for request in scheduler.expire(1.0)] == ["a"]
     assert [request.request_id for request in scheduler.expire(9.0)] == ["b"]

@@ -180,7 +180,7 @@ def test_requests_with_many_and_with_few_stop_ids_run_together() -> None:
 def test_stop_ids_before_min_tokens_do_not_end_the_request() -> None:
     scheduler = make_scheduler()
     request = make_request(prompt=2, max_tokens=4, min_tokens=2, stop_token_ids=(9,))
-    scheduler.add(request, 0.0)
+    scheduler.add_group([request], 0.0)
     for token_ids in ([9], [9]):  # a sampler that does not mask
         batch = scheduler.schedule(0.0)
         assert batch is not None
@@ -226,7 +226,7 @@ def test_logits_that_are_not_finite_end_their_request_only() -> None:
 def test_times_are_those_of_the_calls() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     request = make_request(prompt=6, max_tokens=2)
-    scheduler.add(request, 1.0)
+    scheduler.add_group([request], 1.0)
     for now, token_ids in ((2.0, [SampledTokens.NOT_SAMPLED]), (4.0, [7]), (6.0, [8])):
         batch = scheduler.schedule(now)
         assert batch is not None
@@ -239,7 +239,7 @@ def test_times_are_those_of_the_calls() -> None:
 def test_logprobs_follow_their_request() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, enable_prefix_caching=False)
     for name, length in (("a", 1), ("b", 9), ("c", 5)):
-        scheduler.add(make_request(name, prompt=length, max_tokens=4), 0.0)
+        scheduler.add_group([make_request(name, prompt=length, max_tokens=4)], 0.0)
     batch = scheduler.schedule(0.0)  # a, and a part of b
     assert batch is not None
     scheduler.apply(batch, answer(batch, [4, SampledTokens.NOT_SAMPLED]), 0.0)
@@ -263,7 +263,7 @@ def test_nothing_to_do_is_none() -> None:
 
 def test_a_batch_is_applied_once_in_order_and_with_its_own_answer() -> None:
     scheduler = make_scheduler(max_inflight_steps=2)
-    scheduler.add(make_request(prompt=2, max_tokens=8), 0.0)
+    scheduler.add_group([make_request(prompt=2, max_tokens=8)], 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     assert first is not None and second is not None
     with pytest.raises(InternalError, match="oldest"):

@@ -63,7 +63,7 @@ class Session:
 
     def add(self) -> None:
         with contextlib.suppress(TidewheelError):
-            self.scheduler.add(self.request(), self.now)
+            self.scheduler.add_group([self.request()], self.now)
 
     def add_group(self) -> None:
         first = self.request()
@@ -110,7 +110,7 @@ class Session:
         request.num_prompt_tokens = len(request.prompt_token_ids)
         request.session_id, request.session_ttl = name, 2.0
         with contextlib.suppress(TidewheelError):
-            self.scheduler.add(request, self.now)
+            self.scheduler.add_group([request], self.now)
             self.turns[name] = request
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def test_a_recording_holds_no_tokens_and_no_names(tmp_path: Path) -> None:
                 tenant[0], prompt, SamplingParams(), max_tokens=2, arrival_time=0.0, tenant=tenant,
                 cache_salt="secret salt", session_id="secret session",
             )  # fmt: skip
-            scheduler.add(request, 0.0)
+            scheduler.add_group([request], 0.0)
         recorder.flush()
     content = path.read_bytes()
     assert b"secret" not in content and b"paying" in content

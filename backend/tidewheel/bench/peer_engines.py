@@ -83,7 +83,7 @@ class TidewheelLlm:
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         prompt = np.array(input_ids, dtype=np.int32)
         now = time.monotonic()
-        self._core.add(Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=now))
+        self._core.add_group([Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=now)])
 
     def step(self) -> list[Event]:
         self._counts.clear()

@@ -86,11 +86,8 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
-    def add(self, request: Request) -> None:
-        self._deliver_ended(self._scheduler.add(request, self._clock()))
-
     def add_group(self, requests: Sequence[Request]) -> None:
-        """Add all requests of one prompt, or none."""
+        """Add all sequences of one prompt, or none."""
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:

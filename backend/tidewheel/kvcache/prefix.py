@@ -34,10 +34,6 @@ def parent_hash(request: Request, num_blocks: int) -> bytes:
     return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
 
 
-def tail_hash(parent: bytes, tokens: bytes) -> bytes:
-    return sha256(parent + tokens).digest()
-
-
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
     return (num_tokens - 1) // block_size
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from hashlib import sha256
+
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.prefix import extend_block_hashes, parent_hash, tail_hash, tokens_between
+from tidewheel.kvcache.prefix import extend_block_hashes, parent_hash, tokens_between
 from tidewheel.kvcache.sessions import KVSession, SessionLimits, SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.request import Request
@@ -45,7 +47,7 @@ class SessionStore(SessionTable):
         tail = b""
         if len(keys) == num_full < self.most_blocks(request.tenant, num_full + 1):
             tail = tokens_between(request, num_full * size, num_computed_tokens)
-        tail_key = tail_hash(parent, tail) if tail else b""
+        tail_key = sha256(parent + tail).digest() if tail else b""
         if tail:
             blocks = (*blocks, table[num_full])
         expires_at = now + request.session_ttl

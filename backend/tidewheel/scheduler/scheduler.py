@@ -61,12 +61,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self._state.num_waiting
 
-    def add(self, request: Request, now: float) -> list[Request]:
-        """Queue a request; return evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
-        return self.add_group([request], now)
-
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Queue the `n` sequences of a prompt, all or none; the first is the `leader` of the others."""
+        """Queue the `n` sequences of a prompt, all or none; the first is the `leader` of the others.
+
+        Return evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`.
+        """
         self._now = now
         return self.admission.admit(requests, now)
 

@@ -122,7 +122,7 @@ class EngineReplica:
         while inbox and inbox[0][0] <= now:
             _, request, last_position, offset = inbox.popleft()
             try:
-                evicted = self.scheduler.add(request, now)
+                evicted = self.scheduler.add_group([request], now)
             except TidewheelError as error:
                 request.error = error
                 self._ended(self.number, request)

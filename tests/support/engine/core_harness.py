@@ -59,7 +59,7 @@ class CoreHarness(RequestLedger):
         self.commands: deque[Callable[[], object]] = deque()  # one is carried out at each `receive`
 
     def add(self, request: Request) -> Request:
-        self.core.add(request)
+        self.core.add_group([request])
         self.accept(request)
         return request
 

@@ -46,7 +46,7 @@ class PipelinedLoop(StepLoop):
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         for item in requests:
-            self.scheduler.add(item, 0.0)
+            self.scheduler.add_group([item], 0.0)
         in_flight, now = deque(), 0.0
         while self.scheduler.has_unfinished or in_flight:
             batch = self.scheduler.schedule(now)

@@ -78,7 +78,7 @@ class Engine:
 
     def run(self, requests: Sequence[Request]) -> None:
         for item in requests:
-            self.core.add(item)
+            self.core.add_group([item])
         while self.core.has_unfinished:
             self.core.step()
         self.scheduler.check_invariants()

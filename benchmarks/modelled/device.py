@@ -10,9 +10,9 @@ import torch
 from common.clocks import Clock
 from tidewheel.models.causal_lm import ForwardInput, ModelShape
 from tidewheel.runner.accelerator import CapturedGraph
+from tidewheel.runner.host_tier import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import RunnerCache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.step_graphs import GraphSizes
 
@@ -136,7 +136,7 @@ def modelled_runner(
         block_size=BLOCK_SIZE, num_blocks=num_blocks, weights_bytes=0, activation_bytes=0, kv_cache_bytes=0,
         load_seconds=0.0,
     )  # fmt: skip
-    cache = RunnerCache(KVTensors(layout, num_blocks, device.device), None)
+    cache = BlockTransfers(KVTensors(layout, num_blocks, device.device))
     runner = ModelRunner(model, cache, info, device.device, device)
     runner.capture(GraphSizes(graph_sizes), lambda _stage, _fraction: None)
     device.busy.clear()

@@ -67,7 +67,7 @@ def completed(folder: Path, name: str, num_jobs: int, num_workers: int, concurre
     for worker in workers:
         worker.join()
     with Queue(folder, name=name) as queue:
-        ended = queue._redis.xrange(queue._names.ended)
+        ended = queue._core._redis.xrange(queue._core._names.ended)
         assert len(ended) == num_jobs, len(ended)
         assert {result.state for result in queue.results()} == {"done"}
     times = [int(entry.split("-")[0]) for entry, _ in ended]

@@ -1,7 +1,8 @@
 """Decoding of gRPC responses to chunks.
 
-Python reads parts of a message slowly, and a stream's responses have equal descriptions. So our message class, of
-Triton's wire format, keeps descriptions as bytes, and equal bytes are read once.
+Python reads the parts of a protobuf message slowly, and a stream's responses describe their tensors (names, types,
+shapes) alike. So our message class for Triton's wire format keeps these descriptions as bytes, and equal bytes are
+read once.
 """
 
 from __future__ import annotations

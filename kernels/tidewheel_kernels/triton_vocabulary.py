@@ -18,7 +18,7 @@ def load_tile(row_ptr, first_chunk, vocabulary, TILE: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def chunk_maxima(x):
-    """Return the maximum of each chunk [TILE], NaN for a chunk with NaN."""
+    """Return [TILE] maxima of logits `x` [TILE, CHUNK]; NaN for a row with NaN."""
     num_nan = tl.sum((x != x).to(tl.int32), axis=1)
     return tl.where(num_nan > 0, float("nan"), tl.max(x, axis=1))
 

@@ -103,7 +103,7 @@ class FrontEnds:
         return list(ids.values())
 
     def list_requests(self, unfinished: Sequence[Request], now: float, limit: int) -> list[messages.RequestRow]:
-        """Return at most `limit` rows, ordered by the first sequence of each request."""
+        """Return a line for each request, at most `limit`, in the order of their first sequences."""
         groups: dict[tuple[bytes, int], list[Request]] = {}
         for request in unfinished:
             route = self._routes.get(request.request_id)
@@ -125,7 +125,7 @@ class FrontEnds:
         front_end.unsent.append(messages.Delta.whole(key, reason, error))
 
     def forget(self, front_end: FrontEnd, key: int) -> list[str]:
-        """Return the request's unfinished ids."""
+        """Forget a request; return the ids of its unfinished sequences."""
         orphans = list(front_end.request_ids.pop(key).values())
         for request_id in orphans:
             del self._routes[request_id]

@@ -165,7 +165,7 @@ class _Marks:
         )
 
     def restore(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return `text` with the spans instead of their marks, and the spans' positions."""
+        """Put the replaced texts back in place of their marks; return the text, and their positions in it."""
         parts, spans, length = [], [], 0
         for index, part in enumerate(re.split(f"{self._name}n([0-9]+)x", text)):
             parts.append(self.texts[int(part)] if index % 2 else part)

@@ -99,7 +99,7 @@ class Frontend:
             self._fail(live, refusal)
 
     def refuse(self, request_id: str, sink: Sink, arrival_ns: int, error: TidewheelError) -> None:
-        """End a request that could not be read or submitted with an error."""
+        """Answer with `error` a request that could not be read or sent to the engine."""
         self._recorder.received()
         self._recorder.failed(error, had_output=False)
         sink.fail(error)

@@ -301,7 +301,7 @@ class TokenColumns:
             return taken
 
     def due(self, before_ns: int) -> list[int]:
-        """Return awaited keys that have output and were last sent before `before_ns`, oldest first."""
+        """Return keys of awaited requests that have output and were last sent before `before_ns`, oldest first."""
         with self._lock:
             slots = (self._is_awaited & self._has_output).nonzero()[0]
             if not len(slots):

@@ -36,7 +36,7 @@ class Address(NamedTuple):
         return cls(authority, **authorities, is_name_of_many=text.startswith(_DNS))
 
     def at(self, host: str) -> Address:
-        """Return the address of one resolved host."""
+        """Return this address with a resolved host in place of the name."""
         host = f"[{host}]" if ":" in host else host
         grpc, metrics, health, http = (one and f"{host}:{one.rpartition(':')[2]}" for one in self[:4])
         return Address(grpc, metrics, health, http)

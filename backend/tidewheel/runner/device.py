@@ -61,7 +61,7 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def limit_threads(weights_bytes: int) -> None:
-    """Use one CPU thread for a small model: a second made steps 27 times slower on two busy cores."""
+    """Compute a small model on one CPU thread: with two, steps took 27 times as long on two busy cores."""
     if weights_bytes < SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
 

@@ -113,7 +113,7 @@ class GrammarRows:
             self.states[new.row] = GrammarState(new)
 
     def start(self, rows: Int32Array, positions: Int32Array) -> MaskJob | None:
-        """Start computing the masks of sampling rows; return None without grammars."""
+        """Start to compute the masks of sampling rows in a thread; return None if no row has a grammar."""
         indices = [index for index, row in enumerate(rows.tolist()) if row in self.states]
         if not indices:
             return None

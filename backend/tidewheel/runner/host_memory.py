@@ -132,9 +132,10 @@ class MemoryClaim:
 
 
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
-    """Return `available` less claimed non-resident bytes, divided by the engines that size a cache together.
+    """Return the part of `available` bytes for this engine's cache.
 
-    `claims`: by process, `mine` included. An engine with a fixed cache gets the whole rest.
+    Bytes that engines claim and do not hold yet are subtracted; engines that size their caches at the same time share
+    the rest equally. An engine with a fixed cache gets the whole rest. `claims`: by process, with `mine`.
     """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():

@@ -184,7 +184,7 @@ class RowTable:
         return self._flat_tokens.index_select(0, indices)
 
     def known_tokens_at(self, indices: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return token ids clamped to the vocabulary: an id outside would end the device context."""
+        """Return stored token ids, clamped to the vocabulary: an id outside would end the device context."""
         return self.tokens_at(indices).clamp_(0, vocab_size - 1)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:

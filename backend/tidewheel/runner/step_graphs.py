@@ -119,7 +119,7 @@ class PromptGraph(NamedTuple):
     residual: torch.Tensor
 
     def logits(self, meta: AttentionMetadata, num_tokens: int, logit_indices: torch.Tensor) -> torch.Tensor:
-        """Run a step, whose padded inputs are on the device; return logits [S, vocab_size]."""
+        """Run a step, whose padded inputs are on the device; return logits [len(logit_indices), vocab_size]."""
         first, *others = self.pieces
         attended = self.attended[:num_tokens]
         first.replay()

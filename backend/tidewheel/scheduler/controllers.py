@@ -80,8 +80,8 @@ class SeqsGovernor:
     """Controller of the number of running requests, twice a second.
 
     Requests leave only when they end, so steady lowering would overshoot. The limit falls, by at most a quarter, to
-    as many as use 85 % of the blocks and meet the target; it rises by 1/32 of `max_num_seqs`, to at most 85 % at the
-    peak blocks per request of 30 s.
+    the number that uses 85 % of the blocks and keeps a step within the target latency. It rises by 1/32 of
+    `max_num_seqs` while 85 % of the blocks suffice at the highest mean of blocks per request in the last 30 s.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:

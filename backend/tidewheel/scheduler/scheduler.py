@@ -169,7 +169,7 @@ class Scheduler:
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:
-        """Return the seconds that the oldest new request of each current class has waited."""
+        """Return by class the seconds that its oldest request without a row has waited."""
         oldest = self._state.waiting.oldest_by_class()
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 

@@ -77,7 +77,7 @@ def guarded(root: Path) -> Guard:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what killed servers of this user left. Return the removed folders in `base`."""
+    """Remove folders in `base` and shared memory of this user's servers that were killed. Return the folders."""
     for marker in shared_memory.glob(f"{_SHM_PREFIX}*_{_OWNER}"):
         if is_free(marker):
             remove_shared_memory(marker.name.removesuffix(_OWNER), shared_memory, with_owner=True)

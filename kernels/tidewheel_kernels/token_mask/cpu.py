@@ -7,7 +7,10 @@ _ADDENDS = torch.zeros(256, 8).masked_fill_(_FORBIDS, float("-inf"))
 
 
 def apply_token_mask_cpu(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-    """Mask logits through a table of what a byte adds to eight logits (32 rows of 4,096 tokens: 0.60 -> 0.07 ms)."""
+    """Mask logits in place, by a table from each byte of `bits` to eight addends, 0 or -inf.
+
+    32 rows of 4,096 tokens take 0.07 ms, and bit by bit 0.60.
+    """
     octets = bits.contiguous().view(torch.uint8).int()
     addends = torch.nn.functional.embedding(octets, _ADDENDS).flatten(1)[:, : logits.shape[1]]
     logits.index_add_(0, rows, addends.to(logits.dtype))

@@ -131,7 +131,7 @@ class StepPlanner:
         return count
 
     def _try(self, request: Request) -> EntryOutcome:
-        """Admit the request only if all its tokens get KV blocks, so that its prompt never runs out of blocks."""
+        """Admit the request if there are KV blocks for its prompt and its output so far."""
         state, plan = self._state, self._plan
         self._blocked = None
         if not self._has_turn(request):
@@ -198,7 +198,7 @@ class StepPlanner:
         return num_slots <= 0.0
 
     def _note_missing(self, request: Request, hit: PrefixHit, num_missing: int | None = None) -> None:
-        """Record the blocked request and the blocks it lacks. None: all its blocks plus the reserve."""
+        """Record the blocked request and the KV blocks it lacks. None: blocks for its tokens and the reserve."""
         kv, num_free = self._state.kv, self._state.kv.num_free_blocks
         if num_missing is None:
             keep_free = self._plan.num_blocks_kept(self._state.columns.num_running)
@@ -226,7 +226,7 @@ class StepPlanner:
         return not columns.free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether another row computes the prefix in this step, or most of the missing tokens later."""
+        """Return whether a row computes the request's prefix in this step, or later half of its missing tokens."""
         state, prefixes = self._state, self._state.kv.prefixes
         if not prefixes.computing or request.needs_all_states:
             return False

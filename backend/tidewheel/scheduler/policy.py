@@ -69,6 +69,6 @@ def level_of(policy: Policy, request: Request) -> Rank:
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the last level that shares the budget with this request; an aged request stays in its old class."""
+    """Return the lowest level that may use budget this request leaves; ageing does not raise it."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

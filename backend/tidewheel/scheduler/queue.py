@@ -53,7 +53,7 @@ class TenantQueues(NamedTuple):
 
 
 class WaitingSet:
-    """Waiting requests in order of service, by tenant if tenants take turns. A group is queued as its leader."""
+    """Waiting requests in order of service, by tenant if tenants take turns. A leader stands for its group."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class WaitingSet:
         return sum(self._new_tokens.values())
 
     def own_part(self, request: Request) -> str:
-        """Return text with the number of the tenant's new requests; empty without fairness."""
+        """Return the number of the tenant's new requests, as part of an error; empty without fairness."""
         return "" if self._counters is None else f" ({self._num_new.get(request.tenant, 0)} of its own tenant)"
 
     @property
     def lowest_class(self) -> int:
-        """Best class that displaces no waiting request; LOW + 1: all may displace some."""
+        """Lowest class of new requests: it and lower classes displace none. LOW + 1: any class may displace."""
         if self._counters is not None:
             return Priority.LOW + 1
         return next((request.service_class for request in reversed(self._ages)), 0)
@@ -97,12 +97,12 @@ class WaitingSet:
         return min((request.arrival_time for request in self.oldest_by_class() if request is not None), default=None)
 
     def oldest_by_class(self) -> list[Request | None]:
-        """Return the earliest arrived new request of each class."""
+        """Return the earliest new request of each class."""
         firsts = [(service_class, self._ages.first_from((service_class,))) for service_class in Priority]
         return [first if first is not None and first.service_class is named else None for named, first in firsts]
 
     def num_tokens_ahead(self, service_class: Priority) -> int:
-        """Return prompt tokens of new requests that precede a newcomer of the class; 0 if tenants take turns."""
+        """Return the prompt tokens ahead of a request that arrives in the class; 0 if tenants take turns."""
         policy = self._policy
         if policy.by_tenant:
             return 0
@@ -164,11 +164,12 @@ class WaitingSet:
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield waiting requests that a newcomer, a group of `count`, may displace, the first victim first.
+        """Yield the waiting requests that a newcomer, leader of `count` requests, may displace, in order.
 
         Without fairness: lower classes, lowest and newest first. With fairness, in turn:
         1. lower classes of tenants whose `max_priority` is below the newcomer's class;
-        2. requests of the tenant with most waiting per weight, while above the newcomer's, in classes it may ask for;
+        2. requests of the tenant with most requests per weight, while it has more than the newcomer's tenant, in
+           classes that the latter may ask for;
         3. lower classes of the newcomer's tenant.
         """
         if self._counters is None:
@@ -253,10 +254,10 @@ class WaitingSet:
 def next_in_line(
     waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float, by_tenant: bool
 ) -> Request | None:
-    """Return, of the first `WINDOW` requests of the first one's class, the request with the longest cached prefix.
+    """Return the request with the longest cached prefix among the first `WINDOW` in line of one class.
 
-    The first keeps its turn if it arrived by `before`. With `by_tenant`, only its tenant competes. Started requests
-    are neither preferred nor overtaken.
+    If the first in line arrived by `before` or has started, return it. With `by_tenant`, look at its tenant only. No
+    request overtakes a started one.
     """
     first = next(waiting, None)
     if first is None or not first.is_new or first.arrival_time <= before:

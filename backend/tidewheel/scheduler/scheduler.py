@@ -2,7 +2,7 @@
 
 A step computes tokens that a request has but whose keys and values are not yet cached, within a token budget.
 `schedule` reserves blocks, `apply` takes the sampled tokens; between the two a batch is *in flight*. With two in
-flight, `max_tokens` is known ahead; after any other end, `apply` drops the extra token.
+flight, no sequence exceeds `max_tokens`; if a stop ends a sequence, `apply` drops its token of the second batch.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Scheduler:
         return self._state.num_waiting
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Queue the `n` sequences of a prompt, all or none; the first is the `leader` of the others.
+        """Queue the `n` sequences of a prompt, all or none. The first leads, the others follow.
 
-        Return evicted requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`.
+        Return displaced requests. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`.
         """
         self._now = now
         return self.admission.admit(requests, now)
@@ -169,12 +169,12 @@ class Scheduler:
         return stats.snapshot()
 
     def oldest_waits(self, now: float) -> list[float]:
-        """Return by class the seconds that its oldest request without a row has waited."""
+        """Return by class how many seconds its oldest request that never ran has waited; 0 without any."""
         oldest = self._state.waiting.oldest_by_class()
         return [0.0 if request is None else max(now - request.arrival_time, 0.0) for request in oldest]
 
     def unfinished(self) -> list[Request]:
-        """Return the unfinished requests by arrival, with all output so far."""
+        """Return requests by arrival, with all output so far."""
         columns = self._state.columns
         for row in columns.running.nonzero()[0].tolist():
             columns.write_back(row)

@@ -34,9 +34,9 @@ class SchedulerState:
 
     Followers wait with their leader, outside the waiting set, until it has computed their prompt.
 
-    Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that
-    ages again is *overdue*: it precedes its class. A request drops a class once over its tenant's block quota, and at
-    its soft deadline.
+    Ageing lifts the class of waiting requests and of prompts under way, up to HIGH. A request that ages further is
+    *overdue*, first of its class, if the policy does not order a class by arrival. A request drops a class at its
+    soft deadline, and once if it exceeds its tenant's block quota.
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig) -> None:
@@ -70,7 +70,7 @@ class SchedulerState:
         return limits_of(self.config.tenants, tenant).weight
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Re-rank all requests; the start of their ageing stays."""
+        """Rank all requests anew; they keep their age."""
         queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
         since = [self._ages_since(request) for request in (*queued, *running)]
         self.predictor.prior = float(config.predictor_prior_tokens)
@@ -151,7 +151,7 @@ class SchedulerState:
         return num_held + kv.num_blocks_for(request.num_tokens) > limit
 
     def drop_over_quota(self, request: Request, now: float) -> bool:
-        """Lower the class of a request over its tenant's quota. Return whether it was lowered."""
+        """Lower the class of a request over its tenant's block quota. Return whether lowered."""
         if not self.is_over_quota(request):
             return False
         for member in (request, *request.followers):
@@ -168,7 +168,7 @@ class SchedulerState:
         self.columns.classes[request.row] = self._class_that_counts(request)
 
     def shortage(self) -> BlockShortage | None:
-        """Return the blocks that the first request in line lacks, or None."""
+        """Return the shortage that holds up the first request in line, or None."""
         blocked, num_free = self.blocked, self.kv.num_free_blocks
         if blocked is None or next(self.waiting.candidates(with_new=True), None) is not blocked.request:
             return None

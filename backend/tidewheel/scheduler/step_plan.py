@@ -44,8 +44,8 @@ class InFlightStep(NamedTuple):
 class StepPlan:
     """Plan of the next batch, within a token budget.
 
-    A prompt that exceeds the budget left takes half of it; the rest goes to requests of its level with less than half
-    as much to compute, then back to it.
+    A prompt that exceeds the budget left takes half of it. The other half goes to requests of its level or better
+    with less than half as many tokens to compute. The prompt takes what they leave.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -97,7 +97,7 @@ class StepPlan:
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank, *, scores: bool = False) -> None:
-        """Add a chunk of a prompt; with `scores`, each position needs logits, whose number is limited per step."""
+        """Add a chunk of a prompt; with `scores`, each position needs logits, of which a step has `max_scores`."""
         most = self.limits.max_chunk_tokens
         if scores:
             most = min(most, max(self._num_scores_left, 1))

@@ -49,10 +49,10 @@ _Buckets = dict[str, TokenBucket]
 
 
 class TenantTable:
-    """Token buckets by tenant, reserved at admission and settled at the end, in O(1).
+    """Token buckets by tenant. Requests reserve tokens at admission and settle at their end.
 
-    Tenants without an entry share the buckets of `*`, or have their own, of which full ones are dropped, and the
-    least recently used beyond `MAX_BUCKETS`.
+    Tenants without an entry share the buckets of `*`, or with `each` have their own. Of these, full ones are
+    dropped, and beyond `MAX_BUCKETS` the least recently used.
     """
 
     def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
@@ -147,9 +147,9 @@ class VirtualCounters:
 
         (input weight · prompt tokens + output weight · output tokens) / weight of the tenant
 
-    Activation lifts a tenant to the least active counter, or else to the last active tenant's. The service of active
-    tenants differs by at most twice the cost of the longest prompt or of all running outputs. Counters only grow, so
-    heap entries are updated at the top.
+    A tenant that becomes active starts at least at the lowest active counter, or if no tenant is active, at that of
+    the last. The service of active tenants differs by at most twice the cost of the longest prompt or of all running
+    outputs. Counters only grow, so heap entries are updated at the top.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:

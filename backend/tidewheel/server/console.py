@@ -69,7 +69,7 @@ class WaitLine:
         self._bar: tqdm | None = None
 
     def update(self, what: str) -> None:
-        """Show `what` and the elapsed seconds. Call every 0.5 s."""
+        """Show activity `what` and the elapsed seconds. Call every 0.5 s."""
         seconds = self._clock() - self._since
         with contextlib.suppress(OSError, ValueError):
             if self._stream.isatty():
@@ -93,7 +93,7 @@ class WaitLine:
 
 @contextlib.contextmanager
 def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
-    """Show `what()` and the elapsed seconds on `stream` (default: standard error) during the block."""
+    """Show what `what` returns and the elapsed seconds on `stream` (default: standard error)."""
     line, is_over = WaitLine(stream), threading.Event()
 
     def tick() -> None:
@@ -111,7 +111,7 @@ def waiting(what: Callable[[], str], stream: TextIO | None = None) -> Iterator[N
 
 
 class LoadProgress:
-    """Progress of loading engines: a bar each on a terminal, else a line per engine and stage."""
+    """Progress of loading engines: bars on a terminal, else a line per engine and stage."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         self._engines = dict(engines)

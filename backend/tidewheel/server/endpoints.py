@@ -41,7 +41,7 @@ class Endpoints:
 
     @property
     def authorities(self) -> dict[str, Any]:
-        """Host and port of gRPC, metrics, health and HTTP by name."""
+        """Addresses `host:port` by name: grpc, metrics, health and http."""
         return {name: self.authority(getattr(self, name)) for name in ("grpc", "metrics", "health", "http")}
 
     @property
@@ -58,7 +58,7 @@ class Endpoints:
 
 
 def bound(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket that holds the port; 0: a free port. Raise `ServeError`, which names the option of the port."""
+    """Return a socket that listens on `port` (0: a free one). Raise `ServeError`, which names `option`."""
     one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Like Triton: a port with only TIME_WAIT connections is free.
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,7 +127,7 @@ class TritonHttp:
         return models
 
     def holds(self, path: str) -> bool:
-        """Return whether a GET of the path is answered with 200."""
+        """Return whether the server answers a GET of the path with 200."""
         try:
             return self._call("GET", path)[0] == 200
         except OSError:

@@ -22,7 +22,7 @@ class HealthMonitor:
     def __init__(
         self, endpoints: Endpoints, is_live: Callable[[], bool], find: Callable[[], list[Path]] = current_engines
     ) -> None:
-        """`is_live` asks tritonserver. `find` returns links to the serving engines' folders."""
+        """Raise `ServeError` if the port is taken. `find` returns links to serving engines' folders."""
         self.server: Callable[[], Readiness] = lambda: STARTING  # engines count when it is READY
         self._is_live = is_live
         self._find = find

@@ -147,7 +147,7 @@ class ControlSocket:
                 self._closed.wait(_RETRY_S)
 
     def _do(self, command: bytes) -> str:
-        """Execute a command. Return the error; empty: done."""
+        """Return the command's error; empty: done."""
         try:
             self._handle(msgspec.json.decode(command, type=Command))
         except (ServeError, msgspec.DecodeError) as error:

@@ -26,7 +26,7 @@ class StubId(NamedTuple):
 
 
 class Reload:
-    """Load of a model, retried on a thread until it succeeds; over when a new front end serves."""
+    """Load of a model, retried on a thread until it succeeds; `is_over` when a new front end serves."""
 
     def __init__(
         self, model: str, load: Load, delay_s: float, note: Callable[[str], None], *, while_it_serves: bool
@@ -84,8 +84,8 @@ class PendingReloads:
 class SharedMemoryRelief:
     """Replacement of front ends whose shared memory has grown: Triton never shrinks it.
 
-    One at a time: Triton keeps a front end while a gRPC stream is open that had a request for it, and for ever after
-    a request over such a stream that Triton itself refused, or a stream that was cancelled as it ended.
+    One at a time: Triton keeps the old front end while a gRPC stream that sent it requests is open, and for ever if
+    Triton itself refused a request of that stream, or the stream was cancelled as it ended.
     """
 
     def __init__(self, shared_bytes: Callable[[int], int], note: Callable[[str], None]) -> None:
@@ -95,7 +95,7 @@ class SharedMemoryRelief:
         self._next = 0.0  # monotonic seconds
 
     def look(self, serving: Mapping[StubId, str], reloads: PendingReloads, load: Load) -> None:
-        """Replace one front end whose shared memory is large. `serving`: models by stub."""
+        """Replace one front end whose shared memory is large. `serving`: the model of each stub."""
         now = time.monotonic()
         sizes = {stub: self._shared_bytes(stub.pid) for stub in serving if now >= self._next}
         grown = next((stub for stub, size in sizes.items() if size > MAX_SHARED_BYTES), None)

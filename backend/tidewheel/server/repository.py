@@ -70,7 +70,7 @@ def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, str
 
 
 def entries(repository: Path) -> list[str]:
-    """Return the sorted names of a repository's models. Raise `ConfigError` without any."""
+    """Return the sorted names of a repository's models. Raise `ConfigError` if there are none."""
     if not repository.is_dir():
         raise ConfigError(f"model repository {str(repository)!r}: no such folder")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
@@ -95,7 +95,7 @@ def check_names(repository: Path, names: Iterable[str]) -> None:
 
 
 def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make the repository `target`, which links to the files of the named models (none: all). Raise `ConfigError`."""
+    """Make a repository of folders with links to the named models' files (none: all). Raise `ConfigError`."""
     check_names(repository, names)
     target.mkdir()
     for name in dict.fromkeys(names) or folder_names(repository):
@@ -131,7 +131,7 @@ def refresh_entry(entry: Path) -> None:
 
 
 def load_again(entry: Path, *, undo: bool = False) -> None:
-    """Touch the model: a polling Triton reloads it, every second until it succeeds. `undo`: keep the loaded model."""
+    """Have a polling Triton reload a model, every second until it succeeds; with `undo`, keep the loaded model."""
     path = entry / ORIGIN
     os.utime(path, (path.stat().st_mtime + (-1 if undo else 1),) * 2)
 
@@ -149,7 +149,7 @@ def _aside(target: Path, name: str) -> Path:
 
 
 def select(repository: Path, names: Sequence[str], target: Path) -> Path:
-    """Make a repository that links to the named models. Raise `ConfigError` if one is missing."""
+    """Make a repository of links to the named models' folders. Raise `ConfigError` if one is missing."""
     check_names(repository, names)
     target.mkdir(parents=True)
     for name in dict.fromkeys(names):

@@ -215,7 +215,6 @@ class Supervisor:
         return [process for process in process_tree.descendants(os.getpid()) if process.pid != self.guard.pid]
 
     def _all_but_engines(self) -> list[psutil.Process]:
-        """Return the processes to restart; engines stay, and new front ends join them."""
         statuses = [read_status(folder) for folder in engine_dirs()]
         kept = self.spared() | {status.pid for status in statuses if status is not None and status.is_alive}
         kept |= {process.pid for pid in kept for process in process_tree.descendants(pid)}
@@ -235,7 +234,7 @@ class Supervisor:
         return True
 
     def _replace_stub(self, stub: StubId, mark: PresenceMark | None, load: Load | None) -> None:
-        """Load a dead front end's model again. Raise `ServeError` if restarting everything loses fewer requests."""
+        """Load a dead front end's model again. Raise `ServeError` if a full restart loses fewer requests."""
         # Triton lets clients of a dead stub wait until their connections break.
         whose = f" of model {mark.model!r}" if mark is not None else ""
         reason = f"a front end{whose} died (stub process {stub.pid})"
@@ -290,7 +289,7 @@ class StubWatch:
         return any(start_ticks(stub.pid) != stub.start_ticks for stub in self._living)
 
     def look(self, server_pid: int) -> tuple[StubId, PresenceMark | None] | None:
-        """Return a dead stub (Triton never restarts one), and its mark if it had served; None if all live."""
+        """Return a dead stub (Triton restarts none) and its mark (None: it never served); None if all live."""
         now = time.monotonic()
         statuses = _stubs(server_pid)
         marks = {stub: read_mark(*stub) for stub in statuses}

@@ -174,7 +174,7 @@ def command(
 
 
 def control_flags(mode: ControlMode, models: Sequence[str] = (), poll_s: int | None = None) -> list[str]:
-    """Return Triton's flags of a model control mode. `explicit` loads `models`, or all, at its start."""
+    """Return Triton's flags of a model control mode. In mode `explicit` Triton starts with `models` (none: all)."""
     flags = [f"--model-control-mode={mode}"]
     if mode == "explicit":
         flags += [f"--load-model={name}" for name in models or ("*",)]

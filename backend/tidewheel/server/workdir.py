@@ -44,7 +44,7 @@ class WorkDir:
 
 @contextlib.contextmanager
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
-    """Make a work folder in `parent` (default: the run directory), whose `run` is $TIDEWHEEL_RUN_DIR in the block.
+    """Make a work folder in `parent` (default: the run directory). In the block $TIDEWHEEL_RUN_DIR is its `run`.
 
     Raise `ConfigError` if it cannot be made.
     """
@@ -96,7 +96,7 @@ def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
 
 
 def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY, *, with_owner: bool = False) -> None:
-    """Remove the shared memory of a Triton server, and last its owner's lock file."""
+    """Remove a Triton server's shared memory, and last, `with_owner`, its lock file."""
     owner = shared_memory / f"{prefix}{_OWNER}"
     for region in shared_memory.glob(f"{prefix}*"):
         if region != owner:
@@ -127,7 +127,7 @@ def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
 
 
 def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]:
-    """Return this user's servers, in `base` or else in the run directory and the cluster's below it."""
+    """Return this user's running servers, in `base`, or for None in the run directory and the cluster's below."""
     own = run_dir_path()
     bases = [own, WorkDir(own / CLUSTER).run] if base is None else [base]
     roots = [root for folder in bases for root in sorted(folder.glob(f"{_PREFIX}*"))]
@@ -136,7 +136,7 @@ def running_servers(base: Path | None = None) -> list[tuple[WorkDir, Endpoints]]
 
 
 def current_engines_of(metrics_port: int) -> list[Path]:
-    """Return engine links of the server with this metrics port, else of a Triton run without `tidewheel serve`."""
+    """Return links to the engines of the server with this port, else of a Triton run without `tidewheel serve`."""
     from tidewheel.engine.folder import CURRENT  # imports numpy, which a guard has no use for
 
     for work, endpoints in running_servers():

@@ -76,7 +76,7 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
 
 
 def _coerce_text(key: str, raw: object) -> str:
-    """Return text that can name a file, because most text settings do. Raise `ConfigError`."""
+    """Return text, checked as a file name unless the setting holds JSON. Raise `ConfigError`."""
     if key in JSON_SETTINGS and isinstance(raw, dict):
         return json.dumps(raw)
     if not isinstance(raw, str):

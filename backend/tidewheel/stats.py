@@ -49,13 +49,13 @@ def _edges(bounds: tuple[float, ...]) -> Float64Array:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Longest time to the first token and mean time per later token, in seconds, of an answer in time."""
+    """Limits of an answer in time: seconds to the first token, mean seconds per later token."""
 
     ttft_s: float = DEFAULT_TTFT_S
     tpot_s: float = DEFAULT_TPOT_S
 
     def whole_answer_s(self, num_output_tokens: int) -> float:
-        """Return the longest time of a whole answer in time."""
+        """Return the seconds within which a whole answer is in time."""
         return self.ttft_s + self.tpot_s * max(num_output_tokens - 1, 0)
 
 
@@ -137,14 +137,14 @@ class EngineStats(msgspec.Struct):
 
 
 class BlockShortage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Free KV blocks that the first waiting request needs, and that there are."""
+    """Numbers of free KV blocks: needed by the first waiting request, and present."""
 
     num_needed: int  # its blocks, and the expected growth of running requests
     num_free: int
 
 
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Limits and current fill of the waiting set, with which front ends refuse requests."""
+    """Limits and fill of the waiting set, by which front ends refuse requests."""
 
     num_requests: int
     max_requests: int

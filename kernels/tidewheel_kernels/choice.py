@@ -40,7 +40,7 @@ _operations: set[str] = set()
 
 
 def preferences() -> dict[str, Preference]:
-    """Return the preferred implementation by operation; "" stands for all others."""
+    """Return preferences by operation ("": all others). Raise `KernelUnavailable` for unknown words."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     found: dict[str, Preference] = {"": "auto"}
     for item in filter(None, value.split(",")):

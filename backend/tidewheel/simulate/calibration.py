@@ -74,7 +74,7 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
 
 
 def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
-    """Return a cost model by least squares with coefficients >= 0; `facts` are its other fields.
+    """Return a cost model by least squares with coefficients >= 0; `facts`: other fields of `CostModel`.
 
     Raise `ConfigError` for fewer than `MIN_STEPS` steps.
     """

@@ -1,7 +1,8 @@
 """Replica with merged decode steps, fast enough for days of traffic.
 
-Between two events decode steps have the same rows, and their time is a sum in closed form. Orders by class and
-arrival, reserves the cache of a whole request at its start; without preemption, prefix cache, sessions and deadlines.
+Between two events decode steps have the same rows, and their time is a sum in closed form. The replica orders by
+class and arrival, and reserves a request's whole cache at its start. It has no preemption, prefix cache, sessions or
+deadlines.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CoarseLaunch(NamedTuple):
         return self.first_seconds * num_steps + self.growth_seconds * (num_steps * (num_steps - 1) / 2)
 
     def steps_by(self, now: float) -> int:
-        """Return how many whole steps must pass for the launch to last until `now`."""
+        """Return how many whole steps the launch needs to reach `now`, at most all."""
         passed = now - self.begin
         if self.growth_seconds <= 1e-15:
             count = math.ceil(passed / self.first_seconds)

@@ -2,7 +2,7 @@
 
     seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
 
-*overhead* includes reading the weights; *gemm*, the other matrix products, is piecewise linear and never falls
+*overhead* includes reading the weights; *gemm*, the products' time beyond that, is piecewise linear and never falls
 (roofline: Williams, Waterman, Patterson, CACM 2009).
 """
 
@@ -95,7 +95,7 @@ class CostModel:
         )
 
     def with_cache(self, kv_cache_dtype: CacheDType) -> CostModel:
-        """Return the model for an 8-bit KV cache, if wanted: less to read, more blocks."""
+        """Return the model with this KV cache; 8-bit elements mean less to read and more blocks."""
         if kv_cache_dtype == "auto":
             return self
         factor = self.kv_element_bytes

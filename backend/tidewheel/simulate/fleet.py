@@ -21,7 +21,7 @@ class SimulatedReplica(Protocol):
     def submit(self, now: float, index: int) -> float | None: ...
 
     def turn(self, now: float) -> float | None:
-        """Run the step that is due at `now`. Return the time of the next call; None: at the next request."""
+        """Run the step that is due at `now`. Return the next call's time; None: at the next request."""
 
     def report(self, now: float) -> ReplicaReport: ...
 

@@ -131,7 +131,7 @@ def steady_rate(outcomes: SimulationOutcomes) -> float | None:
 def keeps_up(outcomes: SimulationOutcomes) -> bool:
     """Return whether no request was lost, and queue times do not grow.
 
-    The median queue time of the last quarter must be at most twice that of the second, and 50 ms more.
+    The median queue time of the last quarter must be at most twice the second quarter's plus 50 ms.
     """
     if np.isin(outcomes.ends, (REFUSED, FAILED)).any():
         return False

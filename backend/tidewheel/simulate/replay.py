@@ -95,7 +95,7 @@ def play(recording: Recording, player: EventPlayer) -> ReplayResult:
 
 
 class EventPlayer:
-    """Player of recorded scheduler calls; subclasses use the results."""
+    """Player of recorded scheduler calls, which compares results with the recording."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_steps = 0

@@ -181,7 +181,6 @@ def simulator_of(
 
 
 def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
-    """Return the properties of an engine on the cost model's device."""
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
     device = cost.device or cost.name

@@ -92,7 +92,7 @@ class EngineReplica:
         )
 
     def turn(self, now: float) -> float | None:
-        """Apply and schedule a step. Return the time of the next turn; None: wait for an arrival."""
+        """Apply and schedule a step. Return the next turn's time; None: wait for an arrival."""
         if self._completes:
             batch, end = self._in_flight.popleft()
             self._receive(end)

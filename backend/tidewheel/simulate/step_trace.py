@@ -1,7 +1,7 @@
 """A recording as a trace for Perfetto: events of Chrome's trace event format.
 
     thread "scheduler"   plan ─ … ─ apply ─ send …
-    thread "steps"             step ─────── step ──       from the plan, or the last step's end, to the tokens
+    thread "steps"             step ─────── step ──       from the plan, or the end of the step before, to the tokens
     counters             requests, KV blocks, tokens
     a track per request  queue ─ prefill ─ decode ─ preempted ─ …
 

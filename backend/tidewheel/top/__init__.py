@@ -1,4 +1,4 @@
-"""View of a running server: readiness, classes, tenants, cache, steps, errors and running requests."""
+"""View of a running server."""
 
 from __future__ import annotations
 

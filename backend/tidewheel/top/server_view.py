@@ -1,7 +1,7 @@
 """Values that `tidewheel top` shows in the terminal, by `--once` and by `--json`, made from two pages of metrics.
 
-An annotation names the method of `PageChange`, or the function, that reads the figure, and its arguments. Rates are
-per second, over the last `watch.WINDOW_S`. None is a value that the server does not show, or not yet.
+A field's annotation holds the method of `PageChange`, or the function, that reads the field, and its arguments. Rates
+are per second, over the last `watch.WINDOW_S`. None: the server does not show the value, or not yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BREAKER = ("closed", "half open", "open")
 
 
 def read(cls: type[Line], change: PageChange, *, labels: dict[str, str] | None = None, **others: object) -> Line:
-    """Make a line of the view: annotated fields are read from series with `labels`; `others` are the other fields."""
+    """Make a line of the view: read annotated fields from series with `labels`, take the rest from `others`."""
     figures = {name: method(change, *given, **(labels or {})) for name, (method, *given) in _readings(cls).items()}
     return cls(**figures, **others)
 
@@ -161,7 +161,7 @@ class RequestLine(RequestRow, frozen=True, array_like=False, kw_only=True):
 
 
 def classes(change: PageChange, requests: Sequence[RequestLine] | None) -> list[ClassLine]:
-    """Return a line per class; without `requests`, the number of running requests is None."""
+    """Return a line per class, whose `running` is None without `requests`."""
     running = None if requests is None else Counter(one.priority for one in requests if one.state == "running")
     return [
         read(ClassLine, change, labels={"class": name}, name=name, running=None if running is None else running[name])

@@ -46,7 +46,7 @@ class RequestListing(NamedTuple):
 
 
 def list_here(metrics_url: str, model: str) -> RequestListing:
-    """Return the requests of engines on this machine whose server publishes these metrics."""
+    """Return requests of `model` (empty: all) in this machine's engines behind the metrics."""
     address = urlsplit(metrics_url)
     if not is_loopback(address.hostname or ""):
         return RequestListing(None, note=ELSEWHERE)
@@ -93,7 +93,7 @@ class ServerWatch:
         self._gateway_pages: deque[_Page] = deque()
 
     def look(self) -> ServerView:
-        """Read the server's pages into a view. Raise `TopError` or `RequestError` without page or model."""
+        """Read the server's pages into a view. Raise `TopError` without metrics or model."""
         is_ready, state, reason = self._health()
         change = self._change(self._pages, self._of_model(self._metrics(state, reason)))
         gateway, gateway_problem = self._gateway()

@@ -19,7 +19,7 @@ def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> Float
 
 
 def poisson_until(seconds: float, rate: float, rng: random.Random) -> list[float]:
-    """Return Poisson arrivals before `seconds`, equal to those of recorded measurements."""
+    """Return Poisson arrivals before `seconds`. Keep the draws: recorded measurements used them."""
     _check_rate(rate)
     return list(takewhile(lambda at: at < seconds, accumulate(map(rng.expovariate, repeat(rate)))))
 
@@ -43,7 +43,7 @@ def switching_arrivals(
 ) -> FloatArray:
     """Return arrivals of a two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993).
 
-    Busy spells, a `busy_share` of the time, have `ratio` times the rate.
+    Busy spells take `busy_share` of the time, at `ratio` times the calm rate.
     """
     _check_rate(rate)
     calm_rate = rate / (1 - busy_share + ratio * busy_share)

@@ -12,7 +12,7 @@ ctdunlap32/data-center-flexibility-resource-adequacy on GitHub:
     output tokens: mean, median, most   23, 8, 5000         106, 41, 1500
     gaps of arrivals: median over mean  0.12          0.09
 
-Gamma gaps with 5 times Poisson's variance have that median. Levels of days and bursts are assumptions.
+Gamma gaps with 5 times Poisson's variance fit the last line. The strength of days and bursts is assumed.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
     output_tokens    tokens generated                 required
     priority         1 (CRITICAL) … 4 (LOW), 0 or absent: NORMAL
     tenant           a name
-    session          a name; each turn's prompt extends the last
+    session          a name; each turn's prompt extends the turn before
     prefix_group     a name; its requests share their first prefix_tokens tokens
-    prefix_tokens    with prefix_group
+    prefix_tokens    needs prefix_group
     deadline_s       seconds from arrival; absent: never
 
-CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub; dates) and of BurstGPT (Wang
-and others, arXiv 2401.17644; seconds, without failed rows) are read too.
+CSV files of Azure (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub), with dates, and of BurstGPT
+(Wang and others, arXiv 2401.17644), with seconds and without failed rows, are read too.
 """
 
 from __future__ import annotations

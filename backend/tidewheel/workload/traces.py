@@ -136,7 +136,7 @@ _STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 
 
 class TokenContents:
-    """Random token ids above 0 as views of one pool: prompts take no memory, turns of a session share an offset."""
+    """Random token ids above 0 as views of one pool: prompts take no memory, a session's turns begin alike."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

@@ -35,7 +35,7 @@ class PlanKey(NamedTuple):
 class AttentionGroup(NamedTuple):
     """Pieces of equal query length that one attention call computes.
 
-    Single queries gather keys with all heads, as few long rows are faster; others once per query head.
+    Single queries gather keys with all KV heads, as few long rows are faster; longer pieces once per query head.
     """
 
     num_seqs: int
@@ -97,7 +97,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> QueryPieces:
 
 
 def grouped(pieces: QueryPieces, max_keys: int) -> Iterator[QueryPieces]:
-    """Yield groups of pieces with little padding: one piece, or at most `max_keys` padded keys."""
+    """Yield groups of pieces with little padding. Several pieces have at most `max_keys` keys, padding included."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()

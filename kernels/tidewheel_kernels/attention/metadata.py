@@ -17,8 +17,8 @@ class AttentionMetadata:
     ``block_tables[i, p // block_size]`` at offset ``p % block_size``. Decodes (one query) come first: row i is
     sequence i if ``i < num_decodes``. A decode with ``seq_lens[i] == 0`` is padding and outputs zeros.
 
-    In a CUDA graph the three integers are upper bounds, and host copies are absent. Unless `may_split`, one program
-    per KV head computes a decode. CPU attention caches its plan in the object, so each step needs a new one.
+    In a CUDA graph the `int` fields are upper bounds, and host copies are absent. Unless `may_split`, one program per
+    KV head computes a decode. CPU attention caches its plan in the object, so each step needs a new one.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; -1: padding
@@ -37,7 +37,6 @@ class AttentionMetadata:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """Return `cu_seqlens_q` in host memory, copied from the device if needed."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:

@@ -62,7 +62,7 @@ def attend_prompts(
     scale: float,
     sliding_window: int,
 ) -> None:
-    """Write the rows of `out` that belong to prompts, whose offsets start `cu_seqlens_q`."""
+    """Write only the rows of `out` that belong to prompts."""
     from torch.nn.attention.varlen import varlen_attn_out
 
     first = meta.num_decodes
@@ -97,7 +97,7 @@ def objection_here(call: PromptCall) -> str | None:
 
 
 def objection(call: PromptCall, version: tuple[int, ...], capability: int, has_library: bool) -> str | None:
-    """Return why FlashAttention-3 does not support such prompts, as the rest of a sentence, or None."""
+    """Return why FlashAttention-3 does not support such prompts, as the predicate of a sentence, or None."""
     dtype, of_cache = (str(name).removeprefix("torch.") for name in (call.dtype, call.cache_dtype))
     checks = (
         (version >= FIRST_TORCH, f"needs torch {FIRST_TORCH[0]}.{FIRST_TORCH[1]}, not {version[0]}.{version[1]}"),

@@ -75,9 +75,9 @@ def _key_tiles(
     HAS_WINDOW: tl.constexpr,
     ONE_LOOP: tl.constexpr,
 ):
-    """Return (first, full, masked, end): in tiles [full, masked) all queries see all keys.
+    """Return tile numbers (first, full, masked, end): in tiles [full, masked) all queries see all keys.
 
-    With ONE_LOOP, [masked, end) are all tiles.
+    With ONE_LOOP, masked is first.
     """
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, seq_len), BLOCK_N)
     masked = (first_position + 1) // BLOCK_N
@@ -246,7 +246,7 @@ def launch_prefill(
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """Return a TMA descriptor of boxes, cached while the tensor lives and does not move; zeros outside a block.
+    """Return a TMA descriptor of boxes, cached while the tensor lives and does not move. Loads beyond a block give 0.
 
     Raise `AssertionError` unless address and strides are multiples of 16 bytes and the last dimension is contiguous.
     """

@@ -1,6 +1,6 @@
 """Plan that splits the keys of decodes among a fixed number of programs, longest sequences first.
 
-A kernel makes it once for all layers: a CUDA graph freezes the number of programs, not the lengths.
+A kernel makes the plan on the device, once for all layers: a CUDA graph freezes programs, not lengths.
 """
 
 from functools import lru_cache

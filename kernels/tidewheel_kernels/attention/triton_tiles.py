@@ -20,7 +20,7 @@ def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 def for_cache(q, scales_ptr, kv_head, num_kv_heads, stored: tl.constexpr):
     """Return queries in the dtype of products with cached keys, and the scales of a head's keys and values.
 
-    Two 8-bit floats become float16 in one instruction, bfloat16 in four.
+    For 8-bit keys bfloat16 becomes float16: two keys convert in one instruction, not four.
     """
     k_scale = 1.0
     v_scale = 1.0

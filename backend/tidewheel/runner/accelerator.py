@@ -61,7 +61,7 @@ class CapturedGraph(NamedTuple, Generic[T]):
 class CudaGraphPool:
     """Memory pool of CUDA graphs, captured on a side stream whose cuBLAS workspace belongs to the graphs.
 
-    A replay may overwrite other graphs' results, except tensors alive at their capture.
+    A replay may overwrite other graphs' results, except tensors alive at the capture of the replayed graph.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -96,10 +96,8 @@ class CudaGraphPool:
             raise
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor, whose memory later captures may overwrite.
-
-        The alias is made as integers, because the CUDA array interface has no bfloat16.
-        """
+        """Return an alias of a tensor, whose memory later captures may overwrite."""
+        # The CUDA array interface has no bfloat16.
         integers = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
 
@@ -133,7 +131,7 @@ class CudaAccelerator:
 
     @contextmanager
     def no_waiting(self) -> Iterator[None]:
-        """Make torch raise on reads of device values and copies of pageable memory; other waits pass."""
+        """Make torch raise on reads of device values and copies of pageable memory. It misses other waits."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -75,7 +75,7 @@ class GrammarCompiler:
         return LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 4)))
 
     def prepare(self) -> LLTokenizer | ConfigError:
-        """Read the tokens once, up to a second. Return an error if their bytes are not known."""
+        """Read the tokens once, in up to a second. Return, not raise, `ConfigError` if grammars cannot use them."""
         if self._tokens is None:
             try:
                 self._tokens = self._read_tokens()

@@ -1,6 +1,6 @@
 """Token masks of rows with grammars, computed on a thread beside the device.
 
-A mask needs the row's last token, which the thread awaits while the next step runs.
+A mask needs the row's token of the previous step: the thread waits for that token while the mask's step runs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TokenMask(NamedTuple):
 
 
 def packed(token_ids: Sequence[int], num_words: int) -> npt.NDArray[np.uint32]:
-    """Return the tokens as a bit set [num_words]."""
+    """Return the token ids as a bit set [num_words] uint32."""
     ids = np.array(token_ids, dtype=np.uint32)
     words = np.zeros(num_words, dtype=np.uint32)
     np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))
@@ -123,7 +123,7 @@ class GrammarRows:
         return MaskJob(np.array(indices, dtype=np.int32), states, bits)
 
     def sampled(self, job: MaskJob, batch: ScheduledBatch, wait: Callable[[], SampledTokens]) -> None:
-        """Have the matchers consume the step's tokens, before their next mask."""
+        """Queue a step's tokens, from `wait`, for the matchers to consume before the next masks."""
         self._unread.append(_UnreadTokens(job.states, np.flatnonzero(batch.samples)[job.rows].tolist(), wait))
 
     def _filled(

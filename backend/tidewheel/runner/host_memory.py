@@ -1,7 +1,7 @@
 """Free host memory, and the claims by which engines that load together share it.
 
-Linux counts memory when it is first written, and a cache fills slowly. So each engine publishes a claim in a memfd,
-found in /proc, which ends with the process.
+Linux counts memory once it is written, and a cache fills slowly. So each engine writes a claim to a memfd, which
+others find in /proc and which ends with the process.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class MemoryClaim:
         self._write()
 
     def spare(self, available: int, others: int) -> SpareMemory:
-        """Return this engine's share of `available` bytes; `others`: bytes for weights, activations and host tier."""
+        """Return the bytes of `available` for the cache; `others`: bytes of weights, activations and host tier."""
         self._claim = msgspec.structs.replace(self._claim, others=others)
         # A cache of fixed size is compared with free memory, as other claims may never be used.
         claims = _claims(self._claim) if self._claim.takes_share else {self._claim.pid: [self._claim]}
@@ -134,8 +134,8 @@ class MemoryClaim:
 def spare_memory(mine: ClaimRecord, claims: dict[int, list[ClaimRecord]], available: int) -> SpareMemory:
     """Return the part of `available` bytes for this engine's cache.
 
-    Bytes that engines claim and do not hold yet are subtracted; engines that size their caches at the same time share
-    the rest equally. An engine with a fixed cache gets the whole rest. `claims`: by process, with `mine`.
+    Subtract the bytes that engines claim but do not hold yet. Engines that size caches at the same time get equal
+    parts of the rest; an engine with a fixed cache gets the whole rest. `claims`: by process id, with `mine`.
     """
     num_engines, growth = 0, 0
     for pid, of_process in claims.items():

@@ -27,7 +27,7 @@ class HostBlocks:
     def __init__(
         self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
     ) -> None:
-        """Allocate the slots. Raise `RuntimeError` if there is too little memory."""
+        """Raise `RuntimeError` if there is too little memory."""
         self.num_slots = num_slots
         self._blocks = kv.blocks
         shape, dtype = self._blocks.shape[1:], self._blocks.dtype
@@ -115,7 +115,7 @@ class TransferStream:
 class BlockTransfers:
     """Block copies before a batch computes: out of the cache, into it, then inside it.
 
-    The next batch waits for copies out; this one for copies in, or if it rewrites blocks being copied out.
+    The batch waits for its copies if it copies in, or rewrites blocks being copied out; else the next batch waits.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None = None, stream: TransferStream | None = None) -> None:

@@ -87,7 +87,7 @@ class RowTable:
         )
 
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Update host tables; return the arrays for `apply`."""
+        """Update the host tables; return arrays that `apply` takes once they are on the device."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -170,7 +170,7 @@ class RowTable:
             first += count
 
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-        """Return [n, max_blocks] int32."""
+        """Return the rows' block ids [n, max_blocks] int32."""
         blocks = self._device_blocks
         if self._shares_memory:  # a constant width elsewhere: other strides recompile kernels
             blocks = blocks[:, : -(-max_seq_len // self._block_size)]

@@ -1,7 +1,7 @@
 """Size, memory and quantisation scales of the KV cache.
 
 Scales of 8-bit floats are powers of two, measured once at load: Llama-3.1-70B has a perplexity of 2.732 without 8
-bits, 2.748 with scales from vLLM's first request, 2.887 with 1.0 (https://github.com/ROCm/vllm/pull/317).
+bits, 2.748 with scales measured on vLLM's first request, 2.887 with 1.0 (https://github.com/ROCm/vllm/pull/317).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def full_bytes(config: EngineConfig, layout: CacheLayout, max_model_len: int) ->
 
 
 def cpu_budget(config: EngineConfig, spare: SpareMemory | None, most_bytes: int) -> MemoryBudget:
-    """Return `kv_cache_memory_mb` (GPU: `spare` None), else half of `spare`, at most max(`most_bytes`, 512 MiB)."""
+    """Return `kv_cache_memory_mb` if set, else half of `spare` (GPU: None), at most max(`most_bytes`, 512 MiB)."""
     setting, free = "kv_cache_memory_mb", None if spare is None else spare.bytes
     megabytes = config.kv_cache_memory_mb
     if megabytes is not None:

@@ -163,7 +163,10 @@ def cache_budget(
     device: torch.device,
     claim: MemoryClaim | None,
 ) -> MemoryBudget:
-    """Return the memory of the KV cache. `needs`: bytes by name, on a CPU of all else; `claim`: None on a GPU."""
+    """Return the memory budget of the KV cache. `claim`: None on a GPU.
+
+    `needs`: other bytes by name, on a GPU only those not taken yet.
+    """
     if device.type == "cuda" and config.kv_cache_memory_mb is None:
         return gpu_budget(config, needs, device)
     spare = None if claim is None else claim.spare(available_host_bytes(), sum(needs.values()))

@@ -112,7 +112,6 @@ class ModelRunner:
         return sizes
 
     def _objection_to_graphs(self, trial: GraphTrial) -> str:
-        """Return why the model must run without graphs, or an empty text."""
         try:
             for prompt in trial.prompts:
                 self.run(prompt)
@@ -130,7 +129,7 @@ class ModelRunner:
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: CudaAccelerator | None, sizes: GraphSizes) -> StepMemory:
-        """Return the memory of the largest step, run with a minimal cache; this proves that the model runs."""
+        """Measure the largest step with a minimal cache; on a CPU, run the smallest and estimate."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
 

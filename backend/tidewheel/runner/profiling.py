@@ -1,6 +1,7 @@
 """Memory of a step: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so they are captured after it is made; a trial of the largest estimates all.
+Graphs point into the cache, so they are captured after it is made. Before, the largest graphs are captured to
+estimate all.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """Return the result of `run` and its peak memory. Raise `ConfigError`, naming a size that fits."""
+    """Return `run`'s result and its peak memory in bytes. Raise `ConfigError`, naming settings that fit."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = _run_if_it_fits(run, size)
@@ -85,12 +86,12 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
-    """Estimate the memory of all graphs: the first pays for the pool, others cost the most measured later."""
+    """Estimate the bytes of all graphs: the first pays for the pool, the others count as max(`taken[1:]`) each."""
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 
 def gpu_budget(config: EngineConfig, needs: Mapping[str, int], device: torch.device) -> MemoryBudget:
-    """Return what `gpu_memory_utilization` leaves beside `needs`, bytes by name that are not taken yet."""
+    """Return what `gpu_memory_utilization` leaves for the cache. `needs`: other bytes by name, not taken yet."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     fraction, taken = config.gpu_memory_utilization, total - free

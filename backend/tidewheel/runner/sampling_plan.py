@@ -71,7 +71,7 @@ class LogitRules:
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> tuple[Int32Array, Int32Array]:
-        """Return the lengths of the forbidden words that may end at the position, and their concatenated tokens."""
+        """Return lengths of the forbidden words short enough to end at `position`, and their concatenated tokens."""
         count = int(np.searchsorted(self._word_lengths, position + 1, side="right"))
         lengths = self._word_lengths[:count]
         return lengths, self._word_tokens[: int(lengths.sum())]
@@ -115,7 +115,7 @@ SCORED_AT_ONCE = 512
 
 
 class PromptScoring(NamedTuple):
-    """Inputs to score P prompt positions in R chunks."""
+    """Inputs to score P positions in the prompt chunks of R rows."""
 
     batch_indices: Int64Array  # [R]
     counts: Int32Array  # [R] positions from the chunk's start

@@ -36,10 +36,10 @@ def share_memory(groups: Groups) -> DeviceArrays:
 
 
 class StagingSender:
-    """Copier of step inputs to fixed device memory: one asynchronous copy, after all reads of old inputs.
+    """Copier of step inputs to fixed device memory, asynchronously and after the device has read the old inputs.
 
-    Leading arrays keep their addresses while their sizes stay, as graphs require; from the first that does not fit,
-    all go into a new tensor.
+    An array keeps its address while the sizes of earlier arrays stay, as graphs require. The first array that does
+    not fit, and all after it, go into a new tensor.
     """
 
     def __init__(self, accelerator: CudaAccelerator, num_bytes: int) -> None:

@@ -1,9 +1,10 @@
 """CUDA graphs of steps, for fixed sizes; a step takes the next larger size.
 
-Decodes: the forward pass, and samplers, greedy, or by row with all filters; other changes of logits run eagerly.
-Large sizes have a second graph without split contexts, for steps that need no split.
+Decode steps: graphs of the forward pass, greedy sampling, and sampling with all filters. Penalties, biases and masks
+run eagerly. Large sizes have second graphs, whose attention splits no context, for steps that need no split.
 
-Prompts: the parts between attentions, which depend on prompt lengths and stay outside. Padding writes no key.
+Prompt steps: graphs of the parts between attentions, which depend on prompt lengths and run eagerly. Padding tokens
+write no keys.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ STEP = 64  # matrix products compute tiles of about 64 rows
 
 
 class StepModel(NamedTuple):
-    """Model with the tables and the cache that a step reads."""
-
     model: CausalLM
     rows: RowTable
     kv_layers: Sequence[KVLayer]

@@ -1,7 +1,7 @@
 """Synthetic steps that compile kernels before the first request.
 
 triton-lang compiles a kernel for each combination of constants, argument types, and whether integers are 1 or
-multiples of 16. The steps vary decoding rows, context and chunk lengths, and sampling.
+multiples of 16.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class AdmissionControl:
             self._make_breaker()
 
     def _label_tenants(self) -> None:
-        """Count the first `MAX_LABELS` tenants under their labels, and the rest under `OTHERS`."""
         stats, named = self._state.stats, [name for name in self._state.config.tenants if name != EVERYBODY]
         self._labels = {name: re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS] for name in named[:MAX_LABELS]}
         labels = (*self._labels.values(), OTHERS)

@@ -26,7 +26,7 @@ class BreakerState(enum.IntEnum):
 
 @dataclass(slots=True)
 class LoadSignal:
-    """Mean of recent observations, fading with each new one, so that slow failing traffic counts."""
+    """Mean that fades with each observation, not with time, so that failures of slow traffic count."""
 
     name: str
     unit: str
@@ -39,20 +39,20 @@ class LoadSignal:
         self.mean += (value - self.mean) / min(self.count, WINDOW)
 
     def excess(self, min_count: int) -> float:
-        """Return mean / limit; 0 without a limit, or with fewer than `min_count` observations."""
+        """Return mean / limit; 0 without a limit, or before `min_count` observations."""
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
 class CircuitBreaker:
-    """Circuit breaker that sheds `level` classes (Nygard, "Release It!", 2007).
+    """Circuit breaker that sheds the `level` lowest classes (Nygard, "Release It!", 2007).
 
         CLOSED     → OPEN        over the limit: shed LOW; at twice the limit also NORMAL, at four times HIGH
         OPEN       → OPEN        over the limit again: shed one more class
-        OPEN       → HALF_OPEN   within it for a period: admit `NUM_PROBES` of the best shed class
+        OPEN       → HALF_OPEN   within the limit for a period: admit `NUM_PROBES` of the best shed class
         HALF_OPEN  → OPEN        probes over the limit: shed the same classes for twice the time
-        HALF_OPEN  → CLOSED      probes within it, or the period ends: shed one class less, until none
+        HALF_OPEN  → CLOSED      probes within the limit, or the period ends: shed one class less, until none
 
-    Queue times count for their class and lower ones.
+    A level counts the queue times of the classes that it admits.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:

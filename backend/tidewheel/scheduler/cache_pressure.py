@@ -13,7 +13,7 @@ from tidewheel.scheduler.step_plan import StepPlan
 
 
 def free_blocks_to_grow(state: SchedulerState, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows until each `needy` row can have one more block. Return the needy rows that must wait for theirs.
+    """Preempt rows until each `needy` row can have one more block. Return the needy rows that must wait for a block.
 
     No row is preempted for rows of a lower class alone.
     """
@@ -44,7 +44,7 @@ def victims_for(
 ) -> list[int]:
     """Return rows of lower classes to preempt for a CRITICAL request; empty if useless or not needed.
 
-    With fair tenants, only rows after the request in order: others would return before it.
+    With fair tenants, only rows ordered behind the request: others, once preempted, would enter before the request.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -113,7 +113,7 @@ def choose_victims(
 ) -> list[int] | None:
     """Return the first of `rows` whose preemption frees `num_missing` blocks; None if all free too few.
 
-    A victim in `growing` frees one block more, the one it no longer needs; blocks in `kept` stay and do not count.
+    A victim in `growing` saves one more block: the one that it was to get. Blocks in `kept` do not count.
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)
@@ -157,7 +157,7 @@ CAUTION = 2.0  # standard deviations beside the mean
 
 
 class GrowthForecast:
-    """Expected cache slots t steps from now: a request has grown by t, or ended and freed its o own slots.
+    """Expected change of used cache slots in t steps: a request has grown by t, or ended and freed its own o slots.
 
         mean        p · (t + o) - o                 p(t): chance of running on, from `OutputPredictor.survival`
         variance    p · (1 - p) · (t + o)²
@@ -176,7 +176,7 @@ class GrowthForecast:
         self._of_rows = np.zeros((2, len(AHEAD)))
 
     def num_missing_slots(self, request: Request, hit: PrefixHit, *, keep_free: int) -> float:
-        """Return the cache slots that are lacking; if none, count the request as running from now on."""
+        """Return how many cache slots the request and running ones will lack; if 0, count the request as running."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         left = request.max_tokens - request.num_output_tokens

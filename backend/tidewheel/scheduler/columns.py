@@ -161,7 +161,10 @@ class RowColumns:
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
-        """Return rows with one token to compute, its positions, and rows with several tokens; no ending rows."""
+        """Return rows that lack one computed token, the positions of those tokens, and rows that lack several.
+
+        Omit ending rows.
+        """
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))

@@ -77,11 +77,11 @@ class TpotController:
 
 
 class SeqsGovernor:
-    """Controller of the number of running requests, twice a second.
+    """Controller of the limit on running requests, twice a second.
 
-    Requests leave only when they end, so steady lowering would overshoot. The limit falls, by at most a quarter, to
-    the number that uses 85 % of the blocks and keeps a step within the target latency. It rises by 1/32 of
-    `max_num_seqs` while 85 % of the blocks suffice at the highest mean of blocks per request in the last 30 s.
+    The limit falls, by at most a quarter, to the number of requests that use 85 % of the KV blocks and keep a
+    step within the target latency. It rises by 1/32 of `max_num_seqs` while 85 % of the blocks suffice at the peak of
+    blocks per request in the last 30 s.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
@@ -171,7 +171,7 @@ class StepControl:
         )
 
     def observe_step(self, step: InFlightStep, batch: ScheduledBatch, now: float) -> None:
-        """Learn from an applied batch, whose step started when the previous one ended."""
+        """Update estimates and limits after a step, which began when the previous step ended."""
         state = self._state
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)

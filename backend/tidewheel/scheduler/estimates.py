@@ -72,10 +72,10 @@ class OutputPredictor:
         return min(self.prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
-        """Return ascending output lengths and the share of outputs longer than each (Kaplan-Meier estimate, 1958).
+        """Return ascending output lengths and the fraction of outputs longer than each (Kaplan-Meier estimate, 1958).
 
-        Running requests count as outputs of at least their length, with a weight that falls to 0 at `NUM_KNOWN` ends.
-        Below `MIN_SEEN` ends a geometric prior fills in.
+        `running`: output lengths so far, which count as lower bounds, with a weight that falls to 0 when `NUM_KNOWN`
+        requests have ended. Until `MIN_SEEN` have ended, a geometric prior fills in.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self.prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
@@ -156,7 +156,7 @@ class StepTime:
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
     def longest_seconds(self, num_chunk_tokens: int) -> float | None:
-        """Predict a step's longest seconds, in proportion to tokens if there is no slope. None before any step."""
+        """Bound a step's seconds from above: in proportion to tokens if no slope is known. None before any step."""
         if not self._num_steps:
             return None
         if self.seconds_per_token > 0.0:
@@ -171,7 +171,7 @@ class StepTime:
 
 
 class ServiceEstimate:
-    """Estimates of queue and prefill time, from step times and starts under backlog; 0 without evidence."""
+    """Estimates of queue and prefill seconds, from step times and starts while others wait; 0 without recent data."""
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time

@@ -1,7 +1,7 @@
 """Plan of one step: running rows that get tokens, and waiting requests that enter.
 
-A request that cannot enter is not overtaken, lest smaller ones starve it, unless it waits for another request to
-compute their common prefix.
+Requests do not overtake one that cannot enter, lest small requests starve a large one. They may overtake one that
+waits for another request to compute a common prefix.
 """
 
 from __future__ import annotations

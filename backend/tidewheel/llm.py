@@ -150,7 +150,7 @@ class LLM:
         return [result for prompt in prepared for result in prompt.results()]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
-        """End a session and free its KV blocks. Raise `NotFound` if it is unknown."""
+        """End a session and free its KV blocks. Raise `NotFound` if unknown."""
         self._open_core()
         self._scheduler.close_session(tenant, session_id)
 

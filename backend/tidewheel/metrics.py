@@ -1,4 +1,4 @@
-"""Table of every metric that Tidewheel publishes or reads. Names that begin with `vllm:` are vLLM's."""
+"""Table of every metric that Tidewheel publishes or reads."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ UPSTREAM_OPEN = _gateway_gauge(
 SERVER_READY = _health_gauge("tidewheel_ready", "1 if /ready says 200, else 0")
 SERVER_LIVE = _health_gauge("tidewheel_live", "1 if /live says 200, else 0")
 
-# Triton's own, as far as they are read here.
+# Triton's own that are read here.
 TRITON_GPU_USE = _triton_gauge("nv_gpu_utilization", "Use of a GPU")
 TRITON_CPU_USE = _triton_gauge("nv_cpu_utilization", "Use of the CPU")
 TRITON_INFERENCES = _triton_counter("nv_inference_count", "Inferences")

@@ -11,7 +11,7 @@ from tidewheel.regular_files import open_regular, read_object
 GUIDE = 'docs/serve.md, "Other formats", has the commands'
 _LFS = b"version https://git-lfs.github.com/spec/"
 MAX_CONFIG_BYTES = 16 << 20  # also of an index of weights
-_MAX_HEADER_BYTES = 1 << 20  # that are searched of a file of weights
+_MAX_HEADER_BYTES = 1 << 20  # searched in a file of weights
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8"}
 _OLD_FILES = {"quant_config.json": "AWQ", "quantize_config.json": "GPTQ"}  # beside a config.json that says nothing
@@ -25,7 +25,7 @@ def foreign_format(model: Path) -> str:
 
 
 def config_refusal(values: Mapping[str, object]) -> str:
-    """Return why a `config.json` is not served (quantised, multimodal); empty if it may be."""
+    """Return why this `config.json` is not served (quantised, multimodal); empty without a reason."""
     for key in ("quantization_config", "compression_config"):
         if section := values.get(key):
             method = section.get("quant_method") if isinstance(section, dict) else None

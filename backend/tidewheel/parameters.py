@@ -101,7 +101,7 @@ class Parameter(NamedTuple):
 
 
 def at_least(low: int, meaning: str, **more: typing.Any) -> Parameter:
-    """Declare an integer from `low` up that an INT32 tensor holds."""
+    """Declare an integer parameter from `low` to the largest INT32."""
     return Parameter(meaning, low=low, high=MAX_INT32, **more)
 
 
@@ -145,7 +145,7 @@ def check_count(name: str, count: int, limit: int | None) -> None:
 
 
 def control_character(text: str) -> str:
-    """Return a text about the first control character and its position; empty if there is none."""
+    """Return a text about the first control character and its position; empty without one."""
     found = _CONTROL.search(text)
     return f"the control character U+{ord(found[0]):04X} at position {found.start()}" if found else ""
 

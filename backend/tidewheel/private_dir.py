@@ -27,7 +27,7 @@ def run_dir() -> Path:
 
 
 def run_dir_path() -> Path:
-    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary directory, or in /tmp for a short path."""
+    """Return `$TIDEWHEEL_RUN_DIR`, else `tidewheel-UID` in the temporary folder, or in /tmp if that path is long."""
     if named := os.environ.get(RUN_DIR):
         return Path(named).absolute()
     path = Path(tempfile.gettempdir()).absolute() / f"tidewheel-{os.getuid()}"
@@ -50,7 +50,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def read_value(path: Path, kind: type[T]) -> T | None:
-    """Return the value in a JSON file; None if there is no such file, or a value of another kind."""
+    """Return the value in a JSON file; None if the file cannot be read or holds no value of type `kind`."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=kind)
     return None

@@ -33,7 +33,7 @@ def read_at_most(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str | None:
-    """Return a file's text, or None if missing. Raise `ConfigError`."""
+    """Return a file's UTF-8 text, or None if missing. Raise `ConfigError` for an unreadable file."""
     try:
         return io.TextIOWrapper(io.BytesIO(read_at_most(path, limit)), "utf-8").read()  # with one kind of line end
     except FileNotFoundError:
@@ -43,13 +43,13 @@ def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str | None:
 
 
 def read_object(path: Path, limit: int = MAX_FILE_BYTES) -> dict[str, object]:
-    """Return a file's JSON object, empty if missing. Raise `ConfigError`."""
+    """Return a file's JSON object, empty if the file is missing. Raise `ConfigError` for other content."""
     text = read_text(path, limit)
     return {} if text is None else parse_object(text, str(path))
 
 
 def parse_object(text: str, name: str) -> dict[str, object]:
-    """Return a JSON object. Raise `ConfigError` with its name."""
+    """Parse a JSON object. Raise `ConfigError` that begins with `name` for other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

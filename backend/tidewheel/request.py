@@ -57,9 +57,9 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Request:
-    """Identity, limits and progress of one request, owned by the scheduler once added.
+    """Identity, limits and progress of one of a client's `n` sequences, owned by the scheduler once added.
 
-    While it runs, counters and newest tokens are in the scheduler's columns at `row`. Times are monotonic seconds.
+    While it runs, counters and latest tokens are in the scheduler's columns at `row`. Times are monotonic seconds.
     """
 
     request_id: str
@@ -121,7 +121,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Return whether log-probabilities of the prompt are still to compute. A group's leader computes them."""
+        """Return whether this request has log-probabilities of its prompt left to compute; false for followers."""
         is_asked = self.sampling.prompt_logprobs is not None and self.leader is None
         return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
@@ -131,12 +131,12 @@ class Request:
         return self.scores_prompt or self.pooling == "mean"
 
     def pool(self, start: int, states: npt.NDArray[np.float32]) -> None:
-        """Add hidden states of the prompt chunk at `start` to the embedding's sum; `start` 0 resets it."""
+        """Add a prompt chunk's pooled states [hidden_size] to the embedding's sum; `start` 0 begins a new sum."""
         self.pooled = states if start == 0 or self.pooled is None else self.pooled + states
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Return the sampling parameters, without log-probabilities of the prompt once they are known."""
+        """Return the sampling parameters, with `prompt_logprobs` only while `scores_prompt`."""
         sampling = self.sampling
         if sampling.prompt_logprobs is None or self.scores_prompt:
             return sampling

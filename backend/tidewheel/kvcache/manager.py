@@ -184,7 +184,7 @@ class KVCacheManager:
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of full blocks to the host tier, before `free`; return the number of blocks it will hold."""
+        """Queue copies of a row's full blocks to the host tier, before `free`; return how many the tier will hold."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self.transfers.swap_out(self._tables[row], request.block_hashes[:sealed])

@@ -25,7 +25,7 @@ _DOMAIN = b"tidewheel kv block v2\0"
 
 
 def root_hash(tenant: str, salt: str) -> bytes:
-    """Return the digest that the first block's hash starts from; a length separates tenant and salt."""
+    """Return the digest before block 0. It covers the tenant's length: no two (tenant, salt) hash the same bytes."""
     name, secret = (text.encode("utf-8", "surrogatepass") for text in (tenant, salt))
     return sha256(_DOMAIN + struct.pack("<Q", len(name)) + name + secret).digest()
 
@@ -105,7 +105,7 @@ class PrefixCache:
         self._announced: dict[int, list[bytes]] = {}
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes."""
+        """Return the longest cached prefix that leaves a token to compute; it is valid until the cache changes."""
         if not self.is_enabled:
             return NO_HIT
         limit = self._extend(request)
@@ -119,7 +119,7 @@ class PrefixCache:
         return hit if session is None else self._with_session(hit, session, request)
 
     def estimate(self, request: Request) -> int:
-        """Estimate the tokens that `find` would return, by binary search: blocks rarely stay without predecessors."""
+        """Estimate `num_tokens` of `find`'s result by binary search: blocks rarely outlive their predecessors."""
         if not self.is_enabled:
             return 0
         limit = self._extend(request)
@@ -132,7 +132,7 @@ class PrefixCache:
         return slots if len(slots) == len(keys) else None
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """Return (number of blocks after the hit that a row is computing, row), or (0, -1)."""
+        """Return (n, row): `row` is computing the n blocks that follow `hit`; or (0, -1)."""
         if not self.computing:
             return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)

@@ -14,7 +14,7 @@ class SessionStore(SessionTable):
     """Blocks that sessions keep between turns; the pool counts them as free.
 
     Under pressure the least recently used session moves to the host tier, or ends. Requests share full blocks and
-    copy the partial one, so two may use one session.
+    copy the partial one, so two requests may use a session at once.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class SessionStore(SessionTable):
         self._block_size = block_size
 
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens within quotas. A session without time to live ends."""
+        """Keep the blocks of the computed tokens, within quotas. End the session if `session_ttl` is 0."""
         if request.session_ttl <= 0.0:
             self.remove(request.tenant, request.session_id)
             return
@@ -68,7 +68,7 @@ class SessionStore(SessionTable):
         session.tail_tokens = session.tail_key = b""
 
     def close(self, tenant: str, session_id: str) -> None:
-        """End a session and free its blocks. Raise `NotFound` if it is unknown."""
+        """End a session and free its blocks. Raise `NotFound` if unknown."""
         if not self.remove(tenant, session_id):
             raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
 

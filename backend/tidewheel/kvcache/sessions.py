@@ -50,8 +50,8 @@ class TenantSessions(dict[str, KVSession]):
 class SessionTable:
     """Sessions by name, and by account and tenant in order of use.
 
-    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most; of
-    equals, the one whose sessions changed longest ago.
+    Above `max_sessions`, drop the least recently used session of the tenant with most sessions, in the account with
+    most. Of equal accounts or tenants, take the one that changed longest ago.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -80,7 +80,7 @@ class SessionTable:
         return 0 if of_tenant is None else of_tenant.num_blocks
 
     def most_blocks(self, tenant: str, num_blocks: int) -> int:
-        """Return how many of the blocks one session of the tenant may keep."""
+        """Limit `num_blocks` to what one session of the tenant may keep."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min([num_blocks, *(limit for limit in limits if limit is not None)])
 
@@ -104,7 +104,7 @@ class SessionTable:
             self._drop(_first_to_go(max(self._accounts.values(), key=_num_sessions)))
 
     def remove(self, tenant: str, session_id: str) -> bool:
-        """Drop a session; return False if it is unknown."""
+        """Drop a session; return False if unknown."""
         session = self.get(tenant, session_id)
         if session is not None:
             self._drop(session)
@@ -143,7 +143,7 @@ class SessionTable:
         require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
 
     def _release(self, session: KVSession) -> None:
-        """Free what a dropped session holds."""
+        """Free a dropped session's blocks. Subclasses override this."""
 
     def _drop(self, session: KVSession) -> None:
         tenant = session.tenant
@@ -160,7 +160,6 @@ class SessionTable:
         self._release(session)
 
     def _tenants(self, tenant: str) -> dict[str, TenantSessions]:
-        """Return the tenants that share the tenant's account."""
         return self._accounts.get(account_of(self.limits.tenants, tenant), {})
 
     def _changed(self, tenant: str) -> TenantSessions:

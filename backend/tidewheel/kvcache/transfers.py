@@ -32,8 +32,8 @@ class _StepHolds(NamedTuple):
 class TransferQueue:
     """Block copies of the next batch, and blocks reserved by steps in flight.
 
-    A batch copies out, in, then inside, before it computes, so blocks written out need no pin. Sources are held and
-    slots pinned until the step is done, lest a later batch overwrites them.
+    Before a batch computes, it copies blocks to the host tier, from it, then inside the pool. So blocks copied out
+    need no pin. Host slots, and blocks copied inside the pool, stay pinned until the step is done.
     """
 
     def __init__(self, pool: BlockPool, host: BlockPool, stats: EngineStats) -> None:
@@ -46,7 +46,7 @@ class TransferQueue:
         self._steps: defaultdict[int, _StepHolds] = defaultdict(lambda: _StepHolds([], [], [], []))
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Queue copies to the host tier until it is full; return the number of leading keys that it will hold."""
+        """Queue copies to the host tier until it is full; return how many keys, from the first, have a slot."""
         for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
             if self._host.lookup(key) is not None:
                 continue
@@ -97,7 +97,7 @@ class TransferQueue:
                 self._pool.free(table)
 
     def abandon(self) -> None:
-        """Free the blocks of failed steps in flight, without their contents. The caller must forget the rows."""
+        """Free the blocks of failed steps in flight and drop their hashes. The caller must `forget` the rows."""
         steps = [*self._steps.values(), _StepHolds(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []
@@ -132,7 +132,7 @@ class TransferQueue:
         return [block_id for step in self._steps.values() for block_id in step.sources]
 
     def _unpin(self, step: _StepHolds) -> None:
-        # Evict the last block first: content is useless without its predecessors.
+        # Evict the last block first.
         self._host.free(step.out_slots[::-1])
         self._host.free(step.in_slots[::-1])
         self._pool.free(step.sources)

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def native_traits(fields: ConfigFields) -> NativeTraits | None:
-    """Return traits of a native architecture; None: transformers runs it. Raise `ConfigError` for a refused model."""
+    """Return traits of a native architecture; None for one that transformers runs. Raise `ConfigError` if refused."""
     name = architecture(fields)
     for cause, names in REFUSED.items():
         if name in names:

@@ -50,9 +50,9 @@ class CausalLM(Protocol):
         """Return logits [S, vocab_size] in the model's dtype or float32."""
 
     def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits as `forward` does, and states [P, …] of the tokens `indices` [P] int64, for `logits_of`.
+        """Return logits as `forward` does, and states [P, …] of the tokens `indices` [P] int64.
 
-        States of a native model are normed hidden states [P, hidden_size].
+        `logits_of` turns states into logits. A native model's states are normed hidden states [P, hidden_size].
         """
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor: ...

@@ -73,7 +73,7 @@ class InvariantLinear(Linear):
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up a number of rows, by one at most in decode steps, else by a quarter: oneDNN keeps 0.5 MB for each."""
+    """Round up a number of rows: by one at most in decode steps, else by a quarter. oneDNN keeps 0.5 MB per size."""
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
     return -(-num_rows // step) * step
@@ -164,7 +164,7 @@ class DecoderLayer:
     def begin(
         self, x: torch.Tensor, residual: torch.Tensor | None, places: TokenLocations, kv: KVLayer
     ) -> AttentionInput:
-        """Compute up to attention and write keys and values. `x` [T, hidden_size] is not yet in the residual."""
+        """Add `x` [T, hidden_size] to the residual, compute up to attention, and write keys and values."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         return AttentionInput(self.attention.queries(normed, places, kv), residual)
 
@@ -246,7 +246,7 @@ class Decoder:
         self.weights_bytes -= sum(layer.quantize() for layer in self._linears if layer is not self.lm_head)
 
     def pack(self) -> None:
-        """Arrange weights for computation and drop `destinations`, freeing memory matrix by matrix."""
+        """Arrange weights for computation and drop `destinations`."""
         self.destinations.clear()
         for layer in self._linears:
             layer.pack()

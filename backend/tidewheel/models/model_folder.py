@@ -36,7 +36,7 @@ def read_config(folder: Path) -> ConfigFields:
 
 
 class ConfigFields:
-    """Typed access to a JSON object; errors name file, key and value."""
+    """Typed access to a JSON object; a `ConfigError` names file, key and value."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values

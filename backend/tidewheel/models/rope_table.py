@@ -71,7 +71,7 @@ def _parse_scaling(fields: ConfigFields, merged: ConfigFields, rope_type: str, t
 
 
 def _yarn_attention_factor(merged: ConfigFields, factor: float) -> float:
-    """Return 0.1 ln(s) + 1 (YaRN, Peng et al. 2023, section 3.4), or DeepSeek's quotient of two such."""
+    """Return 0.1 ln(factor) + 1 (YaRN, Peng et al. 2023, section 3.4); for DeepSeek's `mscale` keys, a quotient."""
     given = merged.optional_number("attention_factor")
     if given is not None:
         return given

@@ -1,6 +1,6 @@
 """Models that run through transformers, with its attention replaced by attention over the paged cache.
 
-The library passes the layer but not the step, so a context variable holds the step's attention.
+transformers tells the attention function its layer, not its step: a context variable holds the step's attention.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def probe(model: Any, name: str, device: torch.device) -> tuple[list[tuple[int, 
     """Return (num_kv_heads, head_dim) of each layer, and the width of the logits.
 
     Raise `ConfigError` if paged attention gives other logits than transformers' own for a few tokens.
-    This finds biases, sinks and masks that are no arguments.
+    This finds biases, sinks and masks that are not passed as arguments.
     """
     inputs = {
         "input_ids": random_tokens(NUM_TOKENS, model.config.vocab_size, device).unsqueeze(0),
@@ -213,7 +213,7 @@ class TransformersModel:
         return logits.squeeze(0)
 
     def forward_with_states(self, step: ForwardInput, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits as `forward` does, and logits of `indices` [P] int64 in place of states."""
+        """Return logits as `forward` does, and as states the logits [P, vocab_size] of tokens `indices` [P] int64."""
         both = self.forward(step._replace(logit_indices=torch.cat((step.logit_indices, indices))))
         logits, states = both.tensor_split([len(step.logit_indices)])
         return logits, states
@@ -245,7 +245,7 @@ def transformers_config(fields: ConfigFields) -> tuple[Any, Any]:
 def load_transformers_model(
     cls: Any, config: Any, folder: Path, seed: int | None, dtype: torch.dtype, device: torch.device
 ) -> TransformersModel:
-    """Load validated files, or random weights of a seed. Raise `ConfigError`."""
+    """Load the folder's validated weights, or random weights from `seed` if set. Raise `ConfigError`."""
     try:
         if seed is None:
             model, found = _from_files(folder, cls, config, dtype)

@@ -1,6 +1,6 @@
 """Threaded reading of checkpoint chunks in bounded memory, into host memory or through a pinned ring.
 
-preadv(2) reads a shrunk file short, where a mapping would end the process (SIGBUS).
+If a file shrinks, preadv(2) returns fewer bytes; a memory mapping would end the process (SIGBUS).
 """
 
 from __future__ import annotations

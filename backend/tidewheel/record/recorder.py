@@ -35,7 +35,7 @@ class PrefixNames:
         self.root = os.urandom(_STATE_BYTES) if secret is None else secret
 
     def extend(self, state: bytes, token_ids: Iterable[int]) -> tuple[bytes, list[int]]:
-        """Return the hash state after the tokens, and the tokens' names. The first `state` is `root`."""
+        """Return the hash state after the tokens, and each token's 31-bit name. A prompt starts at state `root`."""
         names = []
         for token_id in token_ids:
             state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
@@ -43,7 +43,6 @@ class PrefixNames:
         return state, names
 
     def word(self, text: str) -> str:
-        """Return the hashed name of a word; an empty word stays empty."""
         if not text:
             return ""
         return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
@@ -91,7 +90,6 @@ class Recorder:
             self._end(error)
 
     def flush(self) -> None:
-        """Write the file's buffer; a disk error ends the recording."""
         try:
             if self._file is not None:
                 self._file.flush()
@@ -104,8 +102,6 @@ class Recorder:
 
 
 class RecordingScheduler(Scheduler):
-    """Scheduler that records every call and its result."""
-
     def __init__(
         self,
         config: SchedulerConfig,
@@ -113,7 +109,6 @@ class RecordingScheduler(Scheduler):
         recorder: Recorder,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`clock` measures how long calls take."""
         super().__init__(config, kv)
         self._recorder = recorder
         self._clock = clock
